@@ -1,18 +1,17 @@
-"""The size of the house: files, lines, imports, and how much of it one PPO step runs through.
+"""The size and the shape of the house: the numbers of docs/design.md, for any checkout.
 
-    python benchmarks/house.py [--tree DIR] [--json FILE] [--before FILE.json] [--no_run] [--store]
+    python benchmarks/house.py [--tree DIR] [--json FILE] [--no_run] [--store now|before]
 
-- Lines of code: without blank lines, comments and docstrings.
-- Tokens of code: as Python's tokenizer counts them, without comments, line ends, indents and texts in triple quotes.
-- Letters of a variable: the mean over the names that are assigned or are parameters, each counted once per function.
-- Argument tuples: calls with ``*(a, b, c)``, whose parameters one has to count.
-- The core is everything but ``lightppo/plugins``; each folder there is a plugin.
-- Importers of a file: at any depth, for type checkers too, or by a name that ``lightppo/__init__.py`` resolves.
 - One GRPO step: ``examples/train_ppo.py`` in one process with ``--advantage_estimator grpo`` and default options but
   for the sizes: a random Llama, eight prompts. Counted are the functions entered in the body of ``fit``'s loop.
-  Building the run: the same from the call of ``PPOTrainer.from_config`` to its return. A function's lines are those
-  from ``def`` to its end, docstrings and comments too; its tokens are those of code on these lines. Lambdas and
-  comprehensions are no functions.
+  Building a run: the same from the call of ``PPOTrainer.from_config`` to its return, without its checks, which are
+  counted apart; a function that both call is in both. A function's lines are those from ``def`` to its end, docstrings
+  and comments too. Lambdas and comprehensions are no functions.
+- Rooms: folders of ``lightppo/``, those in ``lightppo/plugins/`` each for itself.
+- Tables: :class:`lightppo.table.Table` and ``MetricTable`` at module level; entries as they are after ``import lightppo``.
+- Tokens of code: as Python's tokenizer counts them, without comments, line ends, indents and texts in triple quotes.
+- Letters of a name: the mean over the names that are assigned or are parameters, each counted once per function.
+- Options that no page names: of ``lightppo ppo``, neither in docs/ but the generated pages, nor README, examples, benchmarks.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ import tempfile
 import textwrap
 import threading
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 STORED = Path(__file__).parents[1] / "docs" / "data" / "house.json"
-MODULE, FUNCTION, TYPES = range(
-    3
-)  # how deep an import is: at module level, in a function, for type checkers only
+MODULE, FUNCTION, TYPES = range(3)  # depth of an import: module, function, type checkers only
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCALE = {
     "hidden": 32,
@@ -55,23 +52,17 @@ _SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_siz
           "prompt_max_len": 16, "generate_max_len": 8, "num_episodes": 1,
           "advantage_estimator": "grpo", "n_samples_per_prompt": 4}  # fmt: skip
 
-
 parsed = functools.cache(ast.parse)  # several numbers are counted from one tree
 
 
-def code_lines(source: str) -> int:
-    """Lines that are not blank, not a comment and not part of a docstring."""
-    tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
-    code = (t for t in tokens if t.type != tokenize.COMMENT and t.string.strip())
-    lines = {n for token in code for n in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(parsed(source)):
-        if (
-            isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS))
-            and ast.get_docstring(node) is not None
-        ):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return sum(bool(text.strip()) for n, text in enumerate(source.splitlines(), 1) if n in lines)
+def sources_of(tree: Path) -> dict[str, str]:
+    """Return the text of each file of the package by its path in it."""
+    package = tree / "lightppo"
+    paths = sorted(package.rglob("*.py"))
+    return {path.relative_to(package).as_posix(): path.read_text() for path in paths}
 
+
+# -- what is written -------------------------------------------------------------------------------------------------
 
 _NO_CODE = {
     tokenize.COMMENT,
@@ -84,97 +75,213 @@ _NO_CODE = {
 
 
 def code_tokens(source: str) -> list[tokenize.TokenInfo]:
-    """Tokens but comments, line ends, indents and texts in triple quotes."""
+    """Return the tokens but comments, line ends, indents and texts in triple quotes."""
     tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
-    kept = (token for token in tokens if token.type not in _NO_CODE)
+    code = (token for token in tokens if token.type not in _NO_CODE)
     return [
-        t
-        for t in kept
-        if t.type != tokenize.STRING or not t.string.lstrip("rRbBuU").startswith(('"""', "'''"))
+        token
+        for token in code
+        if token.type != tokenize.STRING
+        or not token.string.lstrip("rRbBuU").startswith(('"""', "'''"))
     ]
 
 
+def code_lines(source: str) -> int:
+    """Count the lines on which a token of code begins."""
+    return len({token.start[0] for token in code_tokens(source)})
+
+
 def variable_names(tree: ast.AST) -> list[str]:
-    """Parameters and assigned names, each once per function; ``self``, ``cls`` and ``_`` are none."""
-    found = []
+    """Return parameters and assigned names, each once per function, without ``self``, ``cls`` and ``_``."""
+    names = []
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS))]:
-        names = {
+        own = {
             node.id
             for node in own_nodes(scope)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
-        names |= {node.arg for node in own_nodes(scope) if isinstance(node, ast.arg)}
-        found += sorted(names - {"self", "cls", "_"})
-    return found
+        own |= {node.arg for node in own_nodes(scope) if isinstance(node, ast.arg)}
+        names += sorted(own - {"self", "cls", "_"})
+    return names
 
 
 def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function or module, without those of the functions in it."""
+    """Yield the nodes of a function or module, without those of the functions in it."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, _FUNCTIONS):
             yield from own_nodes(child)
 
 
-def density(sources: Iterable[str]) -> dict[str, float]:
-    """How much there is to read, and how densely it is written."""
-    sources = list(sources)
-    tokens = [code_tokens(source) for source in sources]
-    trees = [parsed(source) for source in sources]
-    names = [name for tree in trees for name in variable_names(tree)]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Starred)]
-    count, lines = (
-        sum(map(len, tokens)),
-        sum(len({token.start[0] for token in of_file}) for of_file in tokens),
+def is_tuple_assignment(node: ast.AST) -> bool:
+    """Tell whether this is ``a, b = x, y``."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
     )
+
+
+_SPEC = re.compile(r"(lightppo[\w.]*|\{\w+\}[\w.]*):[\w{}.()]+")
+
+
+def module_strings(tree: ast.AST) -> int:
+    """Count texts ``"module:name"``, also those that are put together."""
+    inner = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+                for part in node.values
+            )
+            count += _SPEC.fullmatch("".join(parts)) is not None
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner
+        ):
+            count += _SPEC.fullmatch(node.value) is not None
+    return count
+
+
+def writing(sources: Iterable[str]) -> dict[str, float]:
+    """Return how much there is to read, and how it is written."""
+    sources = list(sources)
+    trees = [parsed(source) for source in sources]
+    nodes = Counter(
+        kind
+        for tree in trees
+        for node in ast.walk(tree)
+        for kind, matches in (
+            ("tuples", is_tuple_assignment(node)),
+            ("conditionals", isinstance(node, ast.IfExp)),
+        )
+        if matches
+    )
+    names = [name for tree in trees for name in variable_names(tree)]
+    lines = max(1, sum(map(code_lines, sources)))
+    tokens = sum(len(code_tokens(source)) for source in sources)
     return {
         "files": len(sources),
         "lines": sum(len(source.splitlines()) for source in sources),
-        "tokens of code": count,
-        "tokens per line of code": round(count / max(1, lines), 1),
-        "letters per variable name": round(sum(map(len, names)) / max(1, len(names)), 1),
-        "argument tuples": sum(isinstance(node.value, ast.Tuple) for node in calls),
+        "tokens of code": tokens,
+        "tokens per line of code": round(tokens / lines, 1),
+        "letters per name": round(sum(map(len, names)) / max(1, len(names)), 1),
+        "`a, b = x, y` per 1,000 lines of code": round(1000 * nodes["tuples"] / lines, 1),
+        "conditional expressions per 1,000 lines of code": round(
+            1000 * nodes["conditionals"] / lines, 1
+        ),
     }
 
 
-def sources_of(tree: Path) -> dict[str, list[str]]:
-    """The files of the core, and of each plugin."""
-    package = tree / "lightppo"
-    sources: dict[str, list[str]] = {"core": []}
-    for path in sorted(package.rglob("*.py")):
-        folders = path.relative_to(package).parts
-        part = "core" if folders[0] != "plugins" else f"plugins/{folders[1].removesuffix('.py')}"
-        sources.setdefault(part, []).append(path.read_text())
-    return sources
+def rooms_of(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return the texts of each room by its name; files of ``lightppo/`` itself are in the room ``lightppo``."""
+    rooms: dict[str, list[str]] = {}
+    for path, text in sources.items():
+        folders = path.split("/")[:-1]
+        is_old = folders[:1] == ["plugins"] and len(folders) > 1
+        room = "/".join(folders[:2] if is_old else folders[:1]) or "lightppo"
+        rooms.setdefault(room, []).append(text)
+    return rooms
 
 
-def parts_of(tree: Path) -> dict[str, dict[str, float]]:
-    """The density of the core, of each plugin and of both together."""
+def classes_in_two_files(sources: dict[str, str]) -> list[str]:
+    """Return the public names that are classes in several files."""
+    files = defaultdict(list)
+    for path, text in sources.items():
+        for node in parsed(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in files.items() if len(paths) > 1]
+
+
+def replaced_classes(sources: dict[str, str]) -> list[str]:
+    """Return what a plugin puts in the place of a public name of ``lightppo``."""
+    names = [name for text in sources.values() for name, _ in public_names(parsed(text))]
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def replaced_entries(sources: dict[str, str]) -> list[str]:
+    """Return the entries of tables that another one is put in place of: ``TABLE["name"] = Entry(…)``."""
+    return [
+        ast.unparse(node.targets[0])
+        for text in sources.values()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Subscript)
+        and ast.unparse(node.targets[0].value).isupper()
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func).endswith("Entry")
+    ]
+
+
+_STARTS_PROCESSES = re.compile(
+    r"\bos\.fork\(|\bPopen\(|ProcessPool\(|create_subprocess_exec\(|\.Process\("
+)
+# Names of files and folders inside a checkpoint.
+_LAYOUT = re.compile(
+    r"client_state\.pt|mp_rank_|zero_pp_rank|[\"']latest[\"']|[\"']meta\.json[\"']|\.incomplete\b"
+)
+
+
+def shape(tree: Path) -> dict[str, Any]:
+    """Return what can be read of the structure without running anything."""
     sources = sources_of(tree)
-    found = {part: density(texts) for part, texts in sources.items()}
-    return found | {"all": density(text for texts in sources.values() for text in texts)}
+    texts = list(sources.values())
+    imports = Imports(tree / "lightppo")
+    functions = [
+        (node.end_lineno - node.lineno + 1, f"{path} {node.name}")
+        for path, text in sources.items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, _FUNCTIONS)
+    ]
+    names = defaultdict(list)
+    for path in sources:
+        if not path.endswith(("__init__.py", "sections.py")):
+            names[Path(path).name].append(Path(path).parent.as_posix())
+    return {
+        "rooms": len(rooms_of(sources)) - 1,
+        'texts `"module:name"`': sum(module_strings(parsed(text)) for text in texts),
+        "names with two classes": classes_in_two_files(sources),
+        "public classes replaced at import": replaced_classes(sources),
+        "entries of tables that are replaced": replaced_entries(sources),
+        "files that start processes": [
+            p for p, t in sources.items() if _STARTS_PROCESSES.search(t)
+        ],
+        "files that name parts of a checkpoint": [
+            p for p, t in sources.items() if _LAYOUT.search(t)
+        ],
+        "circles of imports at module level": imports.circles(MODULE),
+        "circles of imports, with those inside functions": imports.circles(FUNCTION),
+        "circles of imports, with those for type checkers": imports.circles(TYPES),
+        "names of files in several rooms": [
+            f"{name}: {', '.join(folders)}" for name, folders in names.items() if folders[1:]
+        ],
+        "functions of more than 70 lines": [
+            f"{count} {name}" for count, name in sorted(functions, reverse=True) if count > 70
+        ],
+    }
+
+
+# -- imports ---------------------------------------------------------------------------------------------------------
 
 
 def public_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name, module) of what ``from lightppo import NAME`` resolves: ``PUBLIC = {…}``, ``PUBLIC.update({…})``."""
+    """Yield (name, module) of what ``from lightppo import NAME`` resolves: ``PUBLIC = {…}``, ``PUBLIC.update({…})``."""
     for node in ast.walk(tree):
         table = None
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             is_public = isinstance(target, ast.Name) and target.id in ("PUBLIC", "_PUBLIC")
             table = node.value if is_public else None
-        elif isinstance(node, ast.Call) and _is_update_of_public(node.func):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "PUBLIC.update":
             table = node.args[0]
         if isinstance(table, ast.Dict):
             yield from ast.literal_eval(table).items()
-
-
-def _is_update_of_public(function: ast.expr) -> bool:
-    return (
-        isinstance(function, ast.Attribute)
-        and function.attr == "update"
-        and ast.unparse(function) == "PUBLIC.update"
-    )
 
 
 class Imports:
@@ -205,7 +312,7 @@ class Imports:
                 self.depth[module, target] = min(depth, self.depth.get((module, target), depth))
 
     def circles(self, deepest: int) -> list[str]:
-        """Groups of files that reach each other by imports not deeper than this."""
+        """Return groups of files that reach each other by imports not deeper than this."""
         pairs = [pair for pair, depth in self.depth.items() if depth <= deepest]
         reach = {module: {b for a, b in pairs if a == module} for module in self.files}
         for middle in reach:
@@ -215,23 +322,10 @@ class Imports:
         groups = {tuple(sorted({a} | {b for b in reach[a] if a in reach[b]})) for a in reach}
         return [" ⇄ ".join(group) for group in sorted(groups) if len(group) > 1]
 
-    def single(self) -> list[str]:
-        """Files with one importer, which is in their own room."""
-        users = {
-            m: [a for a, b in self.depth if b == m != a]
-            for m in self.files
-            if m not in self.packages
-        }
-        alone = {module: found[0] for module, found in users.items() if len(found) == 1}
-        return [
-            f"{m} ← {user}"
-            for m, user in alone.items()
-            if m.split(".")[1:2] == user.split(".")[1:2]
-        ]
-
     def _imports(self, node: ast.AST, module: str, depth: int) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
-            inner, dotted = depth, []
+            inner = depth
+            dotted: list[str] = []
             if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
                 inner = TYPES
             elif isinstance(child, _FUNCTIONS):
@@ -256,69 +350,95 @@ class Imports:
         return dotted if dotted in self.files else above if above in self.files else None
 
 
-def count_files(tree: Path) -> dict[str, Any]:
-    """What can be read without running anything."""
-    package = tree / "lightppo"
-    texts = {
-        path.relative_to(package).as_posix(): path.read_text()
-        for path in sorted(package.rglob("*.py"))
-    }
-    imports = Imports(package)
-    functions = [(node.end_lineno - node.lineno + 1, f"{path} {node.name}") for path in texts
-                 for node in ast.walk(parsed(texts[path])) if isinstance(node, _FUNCTIONS)]  # fmt: skip
-    folders = defaultdict(list)
-    for path in (
-        Path(p) for p in texts if "__init__" not in p and Path(p).name != "sections.py"
-    ):  # each plugin's
-        folders[path.name].append(path.parent.as_posix())
-    words = [set(re.findall(r"\w+", text)) for text in texts.values()]
+# -- what is there after ``import lightppo`` -------------------------------------------------------------------------
+
+
+def tables_of(sources: dict[str, str]) -> list[tuple[str, str, int]]:
+    """Return module, name and number of written entries of each table that is made at module level."""
+    tables = []
+    for path, text in sources.items():
+        module = ".".join(["lightppo", *path.removesuffix(".py").split("/")])
+        for node in parsed(text).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if ast.unparse(node.value.func) in ("Table", "MetricTable"):
+                    given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
+                    written = sum(len(one.keys) for one in given if isinstance(one, ast.Dict))
+                    where = module.removesuffix(".__init__")
+                    tables.append((where, ast.unparse(target), written))
+    return tables
+
+
+_COUNTED = """
+import importlib, json, sys
+import lightppo
+names = json.loads(sys.argv[1])
+sizes = [len(getattr(importlib.import_module(module), name)) for module, name, _ in names]
+from lightppo.config import PPOConfig
+print(json.dumps([sizes, [option.name for option in PPOConfig.all_options()]]))
+"""
+_GENERATED = ("flags.md", "migrating.md", "metrics.md")
+
+
+def choices(tree: Path) -> dict[str, Any]:
+    """Count what a user or a package chooses from: tables and options."""
+    tables = tables_of(sources_of(tree))
+    environment = os.environ | {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNTED, json.dumps(tables)],
+        env=environment,
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sizes, options = json.loads(done.stdout.splitlines()[-1])
+    pages = [page for page in tree.glob("docs/**/*.md") if page.name not in _GENERATED]
+    others = [
+        path
+        for folder in ("examples", "benchmarks")
+        for path in (tree / folder).rglob("*")
+        if path.suffix in (".py", ".yaml", ".sh", ".md")
+    ]
+    texts = [path.read_text() for path in (*pages, tree / "README.md", *others)]
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
     return {
-        "files": len(texts),
-        "lines": sum(len(text.splitlines()) for text in texts.values()),
-        "lines of code": sum(map(code_lines, texts.values())),
-        **{
-            f"files that mention {w}": sum(w in found for found in words)
-            for w in ("kl_estimator", "advantages")
-        },
-        "files of config/": sum(path.startswith("config/") for path in texts),
-        "files with one importer, in their own room": imports.single(),
-        "circles of imports at module level": imports.circles(MODULE),
-        "circles of imports, with those inside functions": imports.circles(FUNCTION),
-        "circles of imports, with those for type checkers": imports.circles(TYPES),
-        "names of files in several rooms": [
-            f"{n}: {', '.join(found)}" for n, found in folders.items() if found[1:]
-        ],
-        "functions of more than 70 lines": [
-            f"{n} {name}" for n, name in sorted(functions, reverse=True) if n > 70
-        ],
-        "lines of tests/": sum(
-            len(path.read_text().splitlines()) for path in tree.glob("tests/**/*.py")
+        "tables": len(tables),
+        "tables with one shipped guest at most": sorted(
+            name
+            for (_, name, written), size in zip(tables, sizes, strict=True)
+            if written < 2 and size - written < 2
         ),
-        "words of docs/": sum(len(path.read_text().split()) for path in tree.glob("docs/**/*.md")),
+        "options of `ppo`": len(options),
+        "options of `ppo` that no page names": sorted(set(options) - words),
     }
+
+
+# -- what runs -------------------------------------------------------------------------------------------------------
 
 
 class Trace:
-    """The functions of a package that are entered while the run is built, by checks at that time, and in a step."""
+    """The functions of a package that are entered while a run is built, by its checks, and in a step."""
+
+    PHASES = ("building a run", "checks of a run", "one GRPO step")
 
     def __init__(self, package: Path) -> None:
         self.prefix = f"{package}{os.sep}"
         self.phase: str | None = None
-        phases = ("building the run", "checks of the run", "one GRPO step")
-        self.entered: dict[str, set[CodeType]] = {phase: set() for phase in phases}
+        self.entered: dict[str, set[CodeType]] = {phase: set() for phase in self.PHASES}
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
             return None
-        if code.co_qualname == "Building.check" and self.phase == "building the run":
+        if is_check(code) and self.phase == "building a run":
             self.entered[self.phase].add(code)
-            self.phase = "checks of the run"
+            self.phase = "checks of a run"
             return self._until_checked
         if self.phase is not None and is_function(code):
             self.entered[self.phase].add(code)
         if code.co_qualname == "PPOTrainer.from_config" and self.phase is None:
-            self.phase = "building the run"
+            self.phase = "building a run"
             return self._until_return
         if code.co_qualname == "PPOTrainer.fit" and (lines := lines_of_step(code)):
             return functools.partial(self._in_lines, lines)
@@ -331,7 +451,7 @@ class Trace:
 
     def _until_checked(self, frame: Any, event: str, _: Any) -> Any:
         if event == "return":
-            self.phase = "building the run"
+            self.phase = "building a run"
         return self._until_checked
 
     def _in_lines(self, lines: range, frame: Any, event: str, _: Any) -> Any:
@@ -339,48 +459,35 @@ class Trace:
         return functools.partial(self._in_lines, lines)
 
     def numbers(self) -> dict[str, int]:
+        """Return files, functions, and lines of functions of each phase."""
         rows = {}
-        for phase, entered in self.entered.items():
-            core = {
-                code
-                for code in entered
-                if not code.co_filename.startswith(f"{self.prefix}plugins{os.sep}")
-            }
-            for codes, part in ((entered, ""), (core, " of the core")):
-                lines = {(code.co_filename, line) for code in codes for line in lines_of(code)}
-                rows[f"{phase}: files{part}"] = len({code.co_filename for code in codes})
-                rows[f"{phase}: functions{part}"] = len(codes)
-                rows[f"{phase}: lines of functions{part}"] = len(lines)
-                rows[f"{phase}: tokens of functions{part}"] = tokens_on(lines)
+        for phase, codes in self.entered.items():
+            lines = {(code.co_filename, line) for code in codes for line in lines_of(code)}
+            rows[f"{phase}: files"] = len({code.co_filename for code in codes})
+            rows[f"{phase}: functions"] = len(codes)
+            rows[f"{phase}: lines of functions"] = len(lines)
         return rows
 
 
-def tokens_on(lines: Iterable[tuple[str, int]]) -> int:
-    """Tokens of code that begin on these lines of files."""
-    of_file = defaultdict(set)
-    for file, line in lines:
-        of_file[file].add(line)
-    return sum(
-        token.start[0] in numbers
-        for file, numbers in of_file.items()
-        for token in code_tokens(Path(file).read_text())
-    )
+def is_check(code: CodeType) -> bool:
+    """Tell whether this calls checks of a run: a function of ``start_checks.py``; before, a method."""
+    return Path(code.co_filename).name == "start_checks.py" or code.co_qualname == "Building.check"
 
 
 def is_function(code: CodeType) -> bool:
-    """Whether it is neither a module, nor a class, nor a lambda or comprehension."""
+    """Tell whether it is neither a module, nor a class, nor a lambda or comprehension."""
     return bool(code.co_flags & inspect.CO_OPTIMIZED) and not code.co_name.startswith("<")
 
 
 def lines_of(code: CodeType) -> range:
-    """From ``def``, or its first decorator, to the end of a function."""
+    """Return the lines from ``def``, or its first decorator, to the end of a function."""
     inner = [lines_of(const).stop - 1 for const in code.co_consts if isinstance(const, CodeType)]
     own = [line for *_, line in code.co_lines() if line is not None]
     return range(code.co_firstlineno, max([*own, *inner]) + 1)
 
 
 def lines_of_step(code: CodeType) -> range | None:
-    """The body of the loop that syncs weights; None in a ``fit`` that has none."""
+    """Return the body of the loop that syncs weights; None in a ``fit`` that has none."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     loops = [node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))]
     loops = [loop for loop in loops if "sync_weights(" in ast.unparse(loop)]
@@ -403,7 +510,7 @@ def traced_script(tree: Path, out: Path, words: list[str]) -> None:
 
 
 def count_one_step(tree: Path) -> dict[str, int]:
-    """What one GRPO step of a tiny Llama runs through, in a process of its own."""
+    """Return what one GRPO step of a tiny Llama runs through, in a process of its own."""
     environment = os.environ | {
         "PYTHONPATH": str(tree),
         "CUDA_VISIBLE_DEVICES": "",
@@ -425,25 +532,30 @@ def count_one_step(tree: Path) -> dict[str, int]:
             "reward_fn": "reward.py",
         }
         options = inputs | {"save_path": "run", "ckpt_path": "ckpt"} | _SIZES
-        python(
-            Path(__file__),
-            "traced",
-            tree,
-            folder / "step.json",
-            *(f"--{k}={v}" for k, v in options.items()),
-        )
+        words = (f"--{name}={value}" for name, value in options.items())
+        python(Path(__file__), "traced", tree, folder / "step.json", *words)
         return json.loads((folder / "step.json").read_text())
 
 
-def markdown(numbers: dict[str, Any], before: dict[str, Any] | None = None) -> str:
-    """A line for each number, beside that of before; lists are counted, and follow in full."""
+# -- the table -------------------------------------------------------------------------------------------------------
 
-    def cell(value: Any) -> str:
-        return "" if value is None else f"{len(value) if isinstance(value, list) else value:,}"
 
-    columns = ({"before": before} if before else {}) | {"now": numbers}
+def numbers_of(tree: Path, run: bool = True) -> dict[str, Any]:
+    """Return every number of a checkout; lists stand for how many there are."""
+    ran = count_one_step(tree) if run else {}
+    return ran | choices(tree) | shape(tree) | writing(sources_of(tree).values())
+
+
+def counted(numbers: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers with the length of each list in its place."""
+    return {k: len(v) if isinstance(v, list) else v for k, v in numbers.items()}
+
+
+def markdown(numbers: dict[str, Any], before: dict[str, float] | None = None) -> str:
+    """Write a line for each number, beside that of before; lists follow in full."""
+    columns = ({"before": before} if before else {}) | {"now": counted(numbers)}
     rows = [
-        f"| {name} | " + " | ".join(cell(c.get(name)) for c in columns.values()) + " |"
+        f"| {name} | {' | '.join(f'{column[name]:,}' if name in column else '' for column in columns.values())} |"
         for name in numbers
     ]
     lists = [f"\n{name}:\n\n" + "\n".join(f"- {entry}" for entry in value)
@@ -453,22 +565,19 @@ def markdown(numbers: dict[str, Any], before: dict[str, Any] | None = None) -> s
     )
 
 
-def parts_table(parts: dict[str, dict[str, float]]) -> str:
-    """A line for each part."""
-    columns = list(parts["all"])
-    rows = [
-        f"| {part} | {' | '.join(f'{numbers[name]:,}' for name in columns)} |"
-        for part, numbers in parts.items()
-    ]
-    return "\n".join(
-        ["", f"| part | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows]
-    )
+def rooms_table(tree: Path) -> str:
+    """Write a line for each room: files and tokens of code."""
+    rows = []
+    for room, texts in rooms_of(sources_of(tree)).items():
+        tokens = sum(len(code_tokens(text)) for text in texts)
+        rows.append(f"| {room} | {len(texts)} | {tokens:,} |")
+    return "\n".join(["", "| room | files | tokens of code |", "|---|---:|---:|", *rows])
 
 
-def store(parts: dict[str, dict[str, float]], run: dict[str, int]) -> None:
-    """Keep the numbers of this tree beside those of before; without a run, the last one's stay."""
+def store(numbers: dict[str, Any], column: str, commit: str) -> None:
+    """Keep the numbers for docs/design.md; without a run, the last one's stay."""
     stored = json.loads(STORED.read_text())
-    stored["now"] = {"parts": parts, "run": run or stored["now"]["run"]}
+    stored[column] = stored.get(column, {}) | counted(numbers) | {"commit": commit}
     STORED.write_text(json.dumps(stored, indent=1) + "\n")
 
 
@@ -478,33 +587,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--tree",
-        type=Path,
-        default=Path(__file__).parents[1],
-        help="checkout to measure; default: this one",
-    )
+    own = Path(__file__).parents[1]
+    parser.add_argument("--tree", type=Path, default=own, help="checkout to measure; this one")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
-    parser.add_argument("--before", type=Path, help="such a file: its numbers beside those of now")
+    parser.add_argument("--no_run", action="store_true", help="only what needs no training run")
     parser.add_argument(
-        "--no_run", action="store_true", help="only what can be read: a few seconds"
-    )
-    parser.add_argument(
-        "--store",
-        action="store_true",
-        help="keep the numbers for the page docs/design.md (make docs)",
+        "--store", choices=["now", "before"], help="keep the numbers for docs/design.md (make docs)"
     )
     options = parser.parse_args()
     tree = options.tree.resolve()
-    run = {} if options.no_run else count_one_step(tree)
-    parts = parts_of(tree)
+    numbers = numbers_of(tree, run=not options.no_run)
     if options.store:
-        store(parts, run)
-    numbers = count_files(tree) | run
+        git = ["git", "-C", str(tree), "rev-parse", "--short=8", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        store(numbers, options.store, commit)
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
-    print(markdown(numbers, json.loads(options.before.read_text()) if options.before else None))
-    print(parts_table(parts))
+    print(markdown(numbers, json.loads(STORED.read_text()).get("before")))
+    print(rooms_table(tree))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def measure(
     from lightppo.data.records import Prompt
     from lightppo.distributed.deepspeed import DeepspeedStrategy
     from lightppo.experience.experience import Experience
-    from lightppo.logging.summaries import Summary, mismatch_metrics
+    from lightppo.logging.step_metrics import Summary, mismatch_metrics
     from lightppo.models.actor import Actor
     from lightppo.models.kernels.invariant import make_invariant
     from lightppo.models.loading import valid_vocab_size

@@ -33,20 +33,19 @@ from torch.distributed import distributed_c10d
 
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
+from lightppo.data.prepared_rows import Encoded, prepare_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import Encoded, prepare_rows
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.experience.selection import top_share
 from lightppo.logging.evaluations import write_evaluation
 from lightppo.logging.samples import SampleRecord, write_step
-from lightppo.logging.step_metrics import optimizer_status
-from lightppo.logging.summaries import merge_summaries, rollout_summaries
+from lightppo.logging.step_metrics import merge_summaries, optimizer_status, rollout_summaries
 from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.balancing import balance_ranks
 from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import SampledBatch
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
 STEPS, NAMES, ROWS = 16, 20, 4096

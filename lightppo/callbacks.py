@@ -15,10 +15,11 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightppo.errors import ConfigError, UserError
-from lightppo.rewards.reward_source import finite, is_non_finite
 from lightppo.suggestions import nearest
 from lightppo.user_code import (
     error_text,
+    finite,
+    is_non_finite,
     is_of_lightppo,
     is_users_fault,
     load_python_object,

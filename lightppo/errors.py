@@ -7,6 +7,8 @@ A message names the flag, file, line or rank, and says what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -20,6 +22,15 @@ class ConfigError(UserError, ValueError):
     """An option, or a combination of options, that cannot work."""
 
     exit_code = 2
+
+
+@contextmanager
+def as_config_error() -> Iterator[None]:
+    """Raise ConfigError where a part refuses arguments that are options."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 class DataError(UserError, ValueError):

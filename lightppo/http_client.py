@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
-from lightppo.addresses import check_url, is_loopback
 from lightppo.errors import (
     ConfigError,
     RefusedError,
@@ -27,7 +27,7 @@ from lightppo.errors import (
     UserError,
 )
 from lightppo.ranks import heartbeat
-from lightppo.redaction import plain, shown_url
+from lightppo.redaction import GIVE_WHOLE, is_cut, plain, shown_url
 
 if TYPE_CHECKING:
     import requests
@@ -47,7 +47,7 @@ Read = Callable[[dict[str, Any]], T]
 
 @dataclass(eq=False, repr=False)
 class HTTPClient:
-    """Asks one server for JSON objects; threads may share it.
+    """Ask one server for JSON objects; threads may share it.
 
     A failure that may pass (no connection, a time-out, HTTP 5xx, 408, 425 or 429, an unusable answer) is tried again
     after 1, 2, 4, … up to 30 seconds. A redirect or another client error is final. Proxies are not used for this
@@ -91,7 +91,7 @@ class HTTPClient:
         timeout: float | None = None,
         on_failure: Callable[[RequestError], Any] = lambda error: None,
     ) -> T:
-        """Sends a JSON object, again and again until ``read`` accepts the answer; raises :class:`RequestError`.
+        """Send a JSON object, again and again until ``read`` accepts the answer; raises :class:`RequestError`.
 
         ``read`` takes the result out of the answer (``{}`` for an empty one), and raises ``ValueError``, ``TypeError``,
         ``LookupError`` or a ``UserError`` for an unusable one. ``timeout`` is per try, ``on_failure`` gets each error.
@@ -127,17 +127,17 @@ class HTTPClient:
             raise
 
     def clean(self, text: str) -> str:
-        """The text in one line, without this server's secrets."""
+        """Return the text in one line, without this server's secrets."""
         return cleaned(text, self._secrets)
 
     def close(self) -> None:
-        """Ends idle connections and waits between tries; nothing is tried again."""
+        """End idle connections and waits between tries; nothing is tried again."""
         self._closed.set()
         if "_kept" in vars(self):
             self._kept.close()
 
     def _try(self, path: str, content: bytes, read: Read[T], timeout: float) -> T:
-        """One request. Failures are raised outside ``except``: a chained error would show what is cleaned here."""
+        """Send one request. Failures are raised outside ``except``: a chained error would show what is cleaned here."""
         import requests
         import urllib3
 
@@ -167,7 +167,7 @@ class HTTPClient:
         raise kind(text, status=status, timed_out=timed_out, answer_error=answer_error)
 
     def _send(self, path: str, content: bytes, timeout: float) -> tuple[int, bytes]:
-        """Status and answer, within the time for the whole exchange."""
+        """Return status and answer, within the time for the whole exchange."""
         import requests
 
         from lightppo.http_deadline import deadline
@@ -220,7 +220,7 @@ class HTTPClient:
         return {"no_proxy": host} if is_loopback(host) else None
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Adds the token, if any. Every request gets this, or requests would read ``~/.netrc`` and send it."""
+        """Add the token, if any. Every request gets this, or requests would read ``~/.netrc`` and send it."""
         if self.token is not None:
             request.headers["Authorization"] = f"Bearer {self.token}"
         return request
@@ -230,7 +230,7 @@ class HTTPClient:
             raise RequestError(f"{self.name}: the client was closed before its next try")
 
     def _log_retry(self, state: tenacity.RetryCallState) -> None:
-        """Logs one warning for the hundreds of requests that fail together."""
+        """Log one warning for the hundreds of requests that fail together."""
         error, wait, now = state.outcome.exception(), state.next_action.sleep, time.monotonic()
         says = (type(error), error.status, wait)
         quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
@@ -242,7 +242,7 @@ class HTTPClient:
 
 
 def _said(error: BaseException) -> str:
-    """What the network says: requests and urllib3 wrap it in the names of their own objects."""
+    """Return what the network says: requests and urllib3 wrap it in the names of their own objects."""
     first = error
     while (deeper := error.__cause__ or error.__context__) is not None:
         error = deeper
@@ -252,7 +252,7 @@ def _said(error: BaseException) -> str:
 
 
 def _by_time_out(error: BaseException | None) -> bool:
-    """Whether a time-out is the cause; of sending, requests says only that the connection was aborted."""
+    """Return whether a time-out is the cause; of sending, requests says only that the connection was aborted."""
     while error is not None and not isinstance(error, TimeoutError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -268,8 +268,39 @@ def _parsed(answer: bytes) -> dict[str, Any]:
     return parsed
 
 
+def check_url(
+    url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env"
+) -> None:
+    """Refuse what is not an http(s) address with a host, or contains a user or password, with a ``ValueError``."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # e.g. a port that is not a number; its text may quote a password
+        good = False
+    if "@" in url and not (good and parts.username is None and parts.password is None):
+        advice = f"use {token_option} instead" if token_option else "leave it out"
+        raise ValueError(f"{option}: a URL has a user or password in it; {advice}")
+    if not good:
+        raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
+    if is_cut(url):
+        raise ValueError(f"{option} {url}: {GIVE_WHOLE}")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether every address of a host name or IP address belongs to this machine alone; False for an unknown name."""
+    if not host:
+        return False  # all interfaces
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(
+        ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses
+    )
+
+
 def read_token(*, env: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
-    """Reads a bearer token from an environment variable; ``None`` if there is no ``env``.
+    """Read a bearer token from an environment variable; ``None`` if there is no ``env``.
 
     ``ValueError`` names ``option``, the flag of the variable, and never shows the token.
     """
@@ -281,7 +312,7 @@ def read_token(*, env: str | None = None, option: str = "--remote_rm_token_env")
 
 
 def check_token(token: str, where: str) -> str:
-    """Returns the token. Refuses an empty token, or characters other than printable ASCII, without showing them."""
+    """Return the token; refuse an empty token, or characters other than printable ASCII, without showing them."""
     if not re.fullmatch(r"[!-~]+", token):
         raise ValueError(
             f"{where}: the token is empty or has spaces, line ends or non-ASCII characters"
@@ -290,7 +321,7 @@ def check_token(token: str, where: str) -> str:
 
 
 def secret_texts(token: str | None, url: str = "") -> list[str]:
-    """The texts that must not be shown, in every form in which an error may hold them; longest first."""
+    """Return the texts that must not be shown, in every form in which an error may hold them; longest first."""
     secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
     query = urlsplit(url).query
     values = [part.partition("=")[2] or part for part in query.split("&")]
@@ -300,7 +331,7 @@ def secret_texts(token: str | None, url: str = "") -> list[str]:
 
 
 def cleaned(text: str, secrets: Sequence[str]) -> str:
-    """The text in one line of at most 300 characters, without the secrets and what a terminal obeys."""
+    """Return the text in one line of at most 300 characters, without the secrets and what a terminal obeys."""
     for secret in secrets:  # before cutting, which could leave half of one
         text = text.replace(secret, "***")
     text = plain(" ".join(text.split()))
@@ -310,7 +341,7 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
 def check_bind(
     host: str, has_token: bool, token_option: str = "--token_env", port: int = 0
 ) -> None:
-    """Refuses, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out,
+    """Refuse, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out,
     and at a port that another program has; 0: any."""
     if not has_token and not is_loopback(host):
         advice = f"name the variable of a bearer token with {token_option}, or listen on 127.0.0.1"
@@ -327,7 +358,7 @@ def check_bind(
 
 
 def check_tokens(building: Any) -> None:
-    """The tokens of the servers that the options name, on each rank."""
+    """Check the tokens of the servers that the options name, on each rank."""
     options = building.config.flat()
     try:
         if not options.get("tape_from"):  # no server is asked then

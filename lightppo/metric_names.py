@@ -102,6 +102,48 @@ _ROLLOUT = {
     "small_group": "samples left out because too few samples of their group were scored",
     "generated_samples": "samples generated in this step",
     "generated_tokens": "response tokens generated in this step",
+    "reward_max": "highest score",
+    "reward_min": "lowest score",
+    "reward_std": "standard deviation of the scores",
+    "response_length_max": "longest response, tokens",
+    "response_length_min": "shortest response, tokens",
+    "prompt_length": "mean prompt tokens per sample",
+    "prompt_length_max": "longest prompt, tokens",
+    "prompt_length_min": "shortest prompt, tokens",
+    "advantage_max": "largest advantage",
+    "advantage_min": "smallest advantage",
+    "return_token_mean": "mean critic target per trained token",
+    "return_token_max": "largest critic target",
+    "return_token_min": "smallest critic target",
+    "value_mean": "mean value per trained token, at rollout time",
+    "value_max": "largest value",
+    "value_min": "smallest value",
+    "vf_explained_var": "1 - Var(returns - values) / Var(returns); 1 is a perfect critic, 0 a constant one",
+    "logp_diff_mean": "mean |engine log prob - trainer log prob| per trained token",
+    "logp_diff_max": "largest such difference",
+    "mismatch_kl": "KL from engine to trainer per trained token, k1, may be negative (nats)",
+    "mismatch_k3_kl": "the same with k3, never negative",
+    "mismatch_ppl_ratio": "mean over samples of trainer's perplexity / engine's perplexity",
+    "mismatch_chi2_token": "χ² between trainer and engine, from token ratios",
+    "mismatch_chi2_seq": "the same from ratios of whole samples",
+    "mismatch_ess_token": "effective sample size from token ratios, as a share; 1 is no mismatch",
+    "mismatch_ess_seq": "the same from ratios of whole samples",
+    "loss_weight": "mean factor on a token's policy loss, from --rollout_correction, --rollout_rejection applied "
+    "before training and --high_entropy_token_ratio",
+    "loss_weight_zero": "share of trained tokens where this factor is 0",
+    "logp_diff_on_policy": "rollout/logp_diff_mean without stale groups; only if there are any",
+    "not_best": "samples left out by best of n (--generation_size)",
+    "num_gen_batches": "generation batches in this step (--dynamic_sampling, --gen_batch_size)",
+    "trained_groups": "groups (prompts) trained on",
+    "reused_groups": "trained groups that are repeated (--on_exhausted reuse)",
+    "stale_groups": "trained groups that were generated in an earlier step",
+    "staleness": "mean PPO steps between generating a group and training on it",
+    "surplus_groups": "accepted groups that wait for the next step",
+    "kept_share": "share of this step's groups that --dynamic_sampling accepted",
+    "rejected_equal": "groups rejected because all samples have the same --filter_metric",
+    "rejected_low": "groups rejected because their mean is at or below the lower bound of --filter_range",
+    "rejected_high": "groups rejected because their mean is at or above the upper bound",
+    "rejected_unmeasured": "groups rejected because a sample lacks --filter_metric",
 }
 
 _TRAIN = {
@@ -137,6 +179,62 @@ _REWARD = {
     "<name>": "mean of an extra metric of the reward source",
 }
 
+# The parts of experience and training, whose time is also given per token of prompt and response.
+TIMED = {
+    "old_log_probs": "log probs of the actor before the update",
+    "reference": "log probs of the reference",
+    "values": "values of the critic",
+    "advantages": "rewards of tokens, advantages, whitening",
+    "actor_update": "forward and backward passes and optimizer steps of the actor",
+    "critic_update": "the same for the critic",
+    "teacher": "log probs of the teacher",
+}
+
+_PERF = {
+    "time_rollout": "seconds of generation",
+    "time_greedy": "seconds of generating the greedy answers for `remax`, part of time_rollout",
+    "time_reward": "seconds of scoring",
+    "time_experience": "seconds of forward passes and advantages",
+    "time_train": "seconds of training",
+    "time_sync": "seconds of sending weights to the rollout engine",
+    "time_step": "seconds of the whole step",
+    "time_start_profile": "seconds of starting the profiler, in steps of --profile_steps",
+    "time_stop_profile": "seconds of writing the trace",
+    "time_save": "seconds of writing checkpoints and exports since the previous row",
+    "rollout_tokens_per_second": "generated tokens per second of generation",
+    "train_tokens_per_second": "prompt and response tokens per second of training, over all epochs",
+    "train_ms_per_token": "milliseconds of training per prompt and response token",
+    "rollout_ms_per_token": "milliseconds of generation per response token",
+    "train_tflops": "model TFLOP/s of training per rank: 6 · parameters · tokens (Kaplan et al. 2020)",
+    "mfu": "perf/train_tflops as a share of --peak_tflops",
+    **{f"time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()},
+    **{
+        f"{part}_ms_per_token": f"milliseconds of `perf/time_{part}` per prompt and response token"
+        for part in TIMED
+    },
+    "sync_megabytes": "megabytes of the last push of weights to vLLM",
+    "time_eval": "seconds of an evaluation, in the evaluation's row",
+    "gpu_memory_gb": "GB of tensors at the step's peak, of the rank that had most; on GPUs",
+    "gpu_memory_reserved_gb": "GB that torch held for them",
+}
+
+_EVAL = {
+    "accuracy": "mean acc (or accuracy) of the source; without, the share of scores ≥ --eval_correct_threshold",
+    "reward": "mean score",
+    "response_length": "mean tokens per response",
+    "truncated": "share of responses truncated by --generate_max_len",
+    "samples": "samples drawn",
+    "unscored": "samples that the reward source left unscored; only if there are any",
+    "mean@<n>": "mean over prompts of the mean score of their n samples (--eval_n_samples)",
+    "pass@<k>": "chance that at least one of k samples is correct (Chen et al. 2021, eq. 1), k = 1, 2, 4, …, n",
+    "best@<n>": "mean over prompts of the best score of their n samples",
+    "worst@<n>": "mean over prompts of the worst score of their n samples",
+    "std@<n>": "mean over prompts of the standard deviation of their n scores",
+    "maj@<n>": "share of prompts whose most frequent answer is correct; the source gives answers as `pred`",
+    "<name>": "mean of an extra metric of the reward source; it cannot replace the names above",
+    "<source>/<metric>": "any of the above for one data source, if the evaluation data has several",
+}
+
 METRICS = MetricTable()
 METRICS.register("rollout", _ROLLOUT, about="the samples of this step, before training")
 METRICS.register(
@@ -146,3 +244,10 @@ METRICS.register(
 )
 METRICS.register("train", _TRAIN, about="means over the optimizer steps of this PPO step")
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
+METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
+METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")
+METRICS.register(
+    "alarm",
+    "lightppo.logging.alarms:meanings",
+    about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
+)

@@ -46,18 +46,6 @@ class Check(Entry):
 
 
 @dataclass(frozen=True)
-class CollectorEntry(Entry):
-    """What collects the rollouts of a step.
-
-    The entry's function gets the collector of the entries before it, the config and the
-    :class:`lightppo.experience.maker.ExperienceMaker`, and returns it, or another
-    :class:`lightppo.rollout.sampler.BatchCollector` in its place.
-    """
-
-    batch_size: str = ""  # the option that says how many prompts are sampled at once
-
-
-@dataclass(frozen=True)
 class CallbackEntry(Entry):
     """A callback of every run, see :class:`lightppo.callbacks.Callback`."""
 
@@ -93,16 +81,6 @@ class FrozenModel:
     flag: str  # that names it
     zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
     offload: bool = False  # its shards are in CPU memory
-
-
-@dataclass(frozen=True)
-class PromptForm(Entry):
-    """A form of rows without a column for the prompt: a function of a row returns the prompt, a text or messages.
-
-    BadRowError says what is wrong with a row.
-    """
-
-    columns: tuple[str, ...] = ()  # which rows of this form have, all of them
 
 
 @dataclass(frozen=True)
@@ -172,46 +150,21 @@ PUBLIC: dict[str, str] = {
     "policy_loss": "lightppo.algorithms.entries",
     "FixedKLController": "lightppo.algorithms.kl",
     "AdaptiveKLController": "lightppo.algorithms.kl",
+    "blending_datasets": "lightppo.data.blends",
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
-
-ROWS: Table = Table("reading of rows", {"files": Entry("lightppo.data.readers:rows_of_file")})
-"""What reads the rows of an option: a function of the config, the option's name, the split and the strategy returns a
-``datasets.Dataset``. The entry that was registered last reads."""
-
-PROMPT_FORMS: Table[PromptForm] = Table("form of prompts", kind=PromptForm)
-"""How else rows say their prompts than in a column of a name in ``lightppo.data.rows.PROMPT_KEYS``."""
-
-ENCODERS: Table = Table("encoding of rows", {"all": Entry("lightppo.data.rows:encode_all")})
-"""What encodes the rows of a dataset: a function of :class:`lightppo.data.rows.Rows`, ``--data_num_workers`` and the ranks
-returns the same on every rank, as :meth:`lightppo.data.rows.Rows.encoded` does. The last entry encodes."""
-
-ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
+ENGINES: Table = Table(
+    "--rollout_engine",
+    {
+        "hf": Entry("lightppo.rollout.hf:build"),
+        "vllm": Entry("lightppo.rollout.vllm.colocated:VLLMRolloutEngine"),
+        "vllm_server": Entry("lightppo.rollout.vllm.servers:VLLMServerRolloutEngine"),
+    },
+    files=True,
+)
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
-
-DECODERS: Table = Table("decoder", {"batches": Entry("lightppo.rollout.decoding:batches_for")})
-"""What decodes for the HF engine: functions of a :class:`lightppo.rollout.decoding.CachedForward` that return a subclass
-of :class:`lightppo.rollout.decoding.Decoder`, or None for a model that it cannot decode; the last one that can decodes."""
-
-STOPS: Table = Table("end of responses", {"ids": Entry("lightppo.rollout.sampling:StopCriteria")})
-"""What tells the HF engine that a response has ended, and cuts its text: a class as
-:class:`lightppo.rollout.sampling.StopCriteria`. The last entry counts."""
-
-LOGITS: Table = Table("change of logits")
-"""What changes raw logits before the temperature, in the HF engine. An entry's function gets the SamplingParams, the
-tokenizer and the number of ids; it returns None, or a function ``(logits, step, history)`` → logits (B, V), of which
-``step`` and ``history`` are as of :class:`lightppo.rollout.sampling.TokenSampler`."""
-
-DECODING_RUNNERS: Table = Table("decoding runner")
-"""What runs the decoding steps of the HF engine. An entry's function makes a
-:class:`lightppo.rollout.decoding.DecodingRunner` of the config and the strategy, or returns None; the first one runs."""
-
-FITTED: Table = Table("option that is fitted to the machine")
-"""What an option that is None stands for where only the machine tells: under its name a function of the config and the
-strategy, called on all ranks together. Read for ``micro_rollout_batch_size``."""
-
 
 MICRO_BATCHES: Table = Table("size of micro batches")
 """Sizes of the micro batches of single passes: an entry's function gets the config and the name of a pass, and returns a
@@ -329,21 +282,6 @@ ADVANTAGE_TERMS: Table = Table("term of the advantages")
 returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
 what passes have made in ``extra``, to a term (B, A)."""
 
-MEASURING: Table = Table(
-    "measuring",
-    {
-        "samples": Entry("lightppo.logging.step_metrics:SampleMeans"),
-        "timer": Entry("lightppo.logging.step_metrics:Phases"),
-        "line": Entry("lightppo.logging.step_metrics:plain_lines"),
-        "steps": Entry("lightppo.logging.step_metrics:without_bar"),
-        "part": Entry("lightppo.logging.step_metrics:without_bar"),
-    },
-)
-"""What makes the numbers of a step's samples, of the :class:`lightppo.trainer.update.Update`; what times phases; what
-makes the line of a step, a function of step, all steps and metrics, from the step at which the run begins; what is
-around a run's steps, of steps and run, and around the items of a part, of items, name and strategy. A plugin may put
-another entry in the place of each."""
-
 SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
 """Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
 models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
@@ -393,16 +331,9 @@ BEFORE_IMPORTS: Table = Table("look before the imports")
 """What a command does with its config and its name in messages before it imports torch: an entry's function may end it
 by SystemExit. It must import nothing heavy."""
 
-SAMPLING: Table = Table("step around sampling")
-"""What stands around the sampling of training rollouts, each entry around those before it. Its function takes
-``config``, ``strategy``, ``actor`` and ``engine`` by name; it returns None, or a function
-``(prompts, step, batch, sample)`` that gives the rollouts of a generation batch, those of ``sample()`` for example."""
-
-COLLECTORS: Table[CollectorEntry] = Table("collector of rollouts", kind=CollectorEntry)
-"""What collects the rollouts of a step, in place of one generation batch."""
-
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
-"""Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
+"""Further callbacks of every run, after lightppo's own in ``lightppo/trainer/run_callbacks.py``: an entry's function
+makes one of a trainer, or returns None where it has nothing to do."""
 
 REWARDS: Table[RewardEntry] = Table(
     "--reward_source",
@@ -481,10 +412,9 @@ CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
 ``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
 about itself, :func:`lightppo.checkpoint.engine_state.read_meta`."""
 
-CHECKS: Table[Check] = Table(
-    "check", {"combinations": Check("lightppo.trainer.build:check_options")}, kind=Check
-)
-"""What looks at a run while it is built; an error of the user's ends it before anything takes long."""
+CHECKS: Table[Check] = Table("check", kind=Check)
+"""What else looks at a run while it is built, after lightppo's own checks in ``lightppo/trainer/start_checks.py``; an
+error of the user's ends it before anything takes long."""
 
 
 def trained_by() -> dict[str, Any]:

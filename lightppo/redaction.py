@@ -10,30 +10,86 @@ import re
 from typing import Any
 
 from lightppo.option import shown_object
-from lightppo.suggestions import ASKED, asked
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>`]+")
-_SECRET = re.compile(r"(?<=://)[^\s/]*@|(?<=[?#])[^\s'\"<>`]*")
+# Before the @ of these stands the name of a container or repository, and no login.
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
+_REPOSITORIES = ("github",)
+_LIST = re.compile(r",(?=[A-Za-z][A-Za-z0-9+.-]*://)")  # between two URLs
+GIVE_WHOLE = "a run keeps no login and nothing after ? of an address: give the whole address again"
+_END_OF_SENTENCE = ".,:;)]}"
 
 
 def shown_url(url: str) -> str:
-    """The URL with ``…`` for user and password, for its query and for its fragment."""
+    """Return the URL with ``…`` for user and password, for its query and for its fragment; see :func:`is_cut`."""
     if "://" not in url:
         return url
-    return asked("shown_url", url) if "shown_url" in ASKED else _SECRET.sub("…", url)
+    scheme, _, rest = url.partition("://")
+    login, host, tail = _parts(rest)
+    login = "…" if login_of(url) else login
+    path, mark, _ = _cut_at(tail, "?#")
+    return f"{scheme}://{login}{'@' * bool(login)}{host}{path}{mark}{'…' * bool(mark)}"
+
+
+def login_of(url: str) -> str:
+    """Return user and password of a URL; empty where it has none."""
+    scheme, _, rest = url.partition("://")
+    login = _parts(rest)[0]
+    return "" if _is_name(scheme, login) else login
+
+
+def _parts(rest: str) -> tuple[str, str, str]:
+    """Return login, host with port, and what follows."""
+    authority = re.match(r"[^/?#]*", rest)[0]
+    login, _, host = authority.rpartition("@")
+    name, colon, port = host.rpartition(":")
+    if not login and "@" in rest and colon and not port.isdigit() and not name.startswith("["):
+        login, _, tail = rest.rpartition("@")  # a password with a / ? or # that is not quoted
+        host = re.match(r"[^/?#]*", tail)[0]
+        return login, host, tail[len(host) :]
+    return login, host, rest[len(authority) :]
+
+
+def _is_name(scheme: str, login: str) -> bool:
+    return scheme in _REPOSITORIES or (scheme in _CONTAINERS and ":" not in login)
+
+
+def _cut_at(text: str, marks: str) -> tuple[str, str, str]:
+    """Return what is before the first of the marks, the mark, and what is after it."""
+    match = re.search(f"[{re.escape(marks)}]", text)
+    if match is None:
+        return text, "", ""
+    return text[: match.start()], match[0], text[match.end() :]
+
+
+def is_cut(url: str) -> bool:
+    """Return whether a URL was written by :func:`shown_url`, and lacks a part."""
+    return bool(re.search(r"://…@|://[^?#]*[?#]…$", url))
 
 
 def without_secrets(text: str) -> str:
-    """A text, such as an error, with every URL in it as it may be shown."""
-    if "://" not in text:
-        return text
-    if "without_secrets" in ASKED:
-        return asked("without_secrets", text)
-    return URL.sub(lambda found: shown_url(found[0]), text)
+    """Return a text, such as an error, with every URL in it as it may be shown."""
+
+    def shown(match: re.Match[str]) -> str:
+        urls = match[0].rstrip(_END_OF_SENTENCE)
+        return ",".join(map(shown_url, _LIST.split(urls))) + match[0][len(urls) :]
+
+    return URL.sub(shown, text) if "://" in text else text
+
+
+def cut_urls(value: Any) -> list[str]:
+    """Return the URLs in the value of an option that lack a part."""
+    if isinstance(value, (tuple, list)):
+        return [url for one in value for url in cut_urls(one)]
+    return (
+        [part.strip() for part in value.split(",") if is_cut(part)]
+        if isinstance(value, str)
+        else []
+    )
 
 
 def shown_value(value: Any) -> Any:
-    """The value of an option with its URLs as they may be shown: of a URL, of a list, of a text with commas between."""
+    """Return the value of an option (a URL, a list, a text with commas) with its URLs as they may be shown."""
     if isinstance(value, (tuple, list)):
         return type(value)(map(shown_value, value))
     if not isinstance(value, str) or "://" not in value:
@@ -51,20 +107,20 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 
 
 def plain(text: object) -> str:
-    """The text with such characters spelled out, as ``\\x1b``. Line ends and tabs stay."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    """Return the text with such characters spelled out, as ``\\x1b``. Line ends and tabs stay."""
+    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 class PlainFormatter(logging.Formatter):
-    """Lines of a log, whatever the messages quote."""
+    """Write lines of a log, whatever the messages quote."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The whole entry, also the traceback; of URLs without login and query."""
+        """Return the whole entry, also the traceback; of URLs without login and query."""
         return plain(without_secrets(super().format(record)))
 
 
 def log_to_terminal(level: int, form: str) -> None:
-    """``logging.basicConfig``, with plain lines; where the script has handlers of its own, nothing."""
+    """Call ``logging.basicConfig`` with plain lines; where the script has handlers of its own, nothing."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

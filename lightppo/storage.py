@@ -25,8 +25,7 @@ from lightppo.node_cache import (
     in_cache,
     made_once,
 )
-from lightppo.redaction import shown_url, without_secrets
-from lightppo.shown_urls import GIVE_WHOLE, is_cut, login_of
+from lightppo.redaction import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 ASKED: dict[str, str] = {}
-"""Where a plugin has a function that knows more: ``"module:name"`` for ``nearest`` and ``wrong_value``, and for
-``shown_url`` and ``without_secrets`` of :mod:`lightppo.redaction`."""
+"""Where a plugin has a function that knows more: ``"module:name"`` for ``nearest`` and ``wrong_value``."""
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:

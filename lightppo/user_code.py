@@ -8,6 +8,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -245,3 +246,33 @@ def no_such_name(path: Path, name: str, own: list[str], option: str) -> ConfigEr
 
 def _error(option: str, text: str) -> ConfigError:
     return ConfigError(f"{option}: {text}" if option else text)
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also a text."""
+    number = _read_number(value)
+    return number if isinstance(number, float) and math.isfinite(number) else None
+
+
+def is_non_finite(value: Any) -> bool:
+    """Return whether a value is a number, but NaN or infinite."""
+    number = _read_number(value)
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def reading_error(value: Any) -> str:
+    """Return what reading a value as a number raised, for error texts; empty if nothing."""
+    error = _read_number(value)
+    return f" (reading it raised {error_text(error)})" if isinstance(error, Exception) else ""
+
+
+def _read_number(value: Any) -> float | Exception | None:
+    """Return a number as a float, ``None`` for what is none, or what the value's own ``item`` or ``__float__`` raised."""
+    try:
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        return float(value) if isinstance(value, (bool, int, float)) else None
+    except OverflowError:  # an int beyond float's range
+        return None
+    except Exception as error:  # code of the user
+        return error

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 from support.http_server import JsonServer, ok
 
-from lightppo.addresses import check_url, is_loopback
 from lightppo.errors import (
     RefusedError,
     RequestError,
@@ -19,7 +18,7 @@ from lightppo.errors import (
     SlowServerError,
     UnreachableError,
 )
-from lightppo.http_client import HTTPClient, check_bind, read_token
+from lightppo.http_client import HTTPClient, check_bind, check_url, is_loopback, read_token
 
 TOKEN = "s3cret-Token/+=="
 

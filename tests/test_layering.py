@@ -19,7 +19,6 @@ PACKAGE = ROOT / "lightppo"
 
 # A room imports those of lower floors only, at whatever depth.
 FLOORS = {
-    "addresses": 0,
     "callbacks": 0,
     "errors": 0,
     "files": 0,
@@ -31,7 +30,6 @@ FLOORS = {
     "plugin": 0,
     "ranks": 0,
     "redaction": 0,
-    "shown_urls": 0,
     "storage": 0,
     "suggestions": 0,
     "table": 0,

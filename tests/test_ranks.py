@@ -12,15 +12,15 @@ import torch
 from datasets import Dataset
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
+from lightppo.data.prepared_rows import Encoded, PreparedRows, prepare_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import Encoded, PreparedRows, prepare_rows
 from lightppo.errors import BadRowError, DataError
 from lightppo.logging.samples import SampleRecord, write_step
 from lightppo.logging.step_metrics import optimizer_status
 from lightppo.rollout.balancing import balance_ranks
 from lightppo.rollout.dynamic_sampling import deal
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 
 RANKS = 4
 

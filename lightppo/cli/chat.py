@@ -108,7 +108,7 @@ def typed() -> Iterator[str]:
 
 def template_of(args: argparse.Namespace, options: Mapping[str, Any], tokenizer: Any) -> Any:
     """How prompts become text: as asked for, as in the run, or by a chat template that is there."""
-    from lightppo.data.rows import PromptTemplate
+    from lightppo.data.chat_templates import PromptTemplate
 
     chat, text = args.apply_chat_template, args.input_template
     system = args.system_prompt or options.get("system_prompt")
@@ -128,7 +128,7 @@ def respond(
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from lightppo.rollout.sampling import end_of_text_ids
+    from lightppo.rollout.stop_criteria import end_of_text_ids
 
     (ids,) = template.encode_rendered([template.render(prompt)])
     room = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - len(

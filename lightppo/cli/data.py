@@ -263,7 +263,8 @@ FORMS = {  # name → conversion of a row, and the columns that tell it
 
 def write(config: RowsConfig) -> None:
     """Write the rows of a public data set in the form that training reads."""
-    from lightppo.data.rows import ORIGIN_COLUMN, origin_of
+    from lightppo.data.prepared_rows import origin_of
+    from lightppo.data.rows import ORIGIN_COLUMN
     from lightppo.files import files_in_use
 
     if Path(config.write).exists():

@@ -33,8 +33,7 @@ from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.options import OptionSet
 from lightppo.errors import CheckpointError, ConfigError, ReportError
 from lightppo.logging.report_page import KINDS, command_of, named_run, recorded_path, starts_of
-from lightppo.redaction import plain, shown_url
-from lightppo.shown_urls import GIVE_WHOLE, cut_urls
+from lightppo.redaction import GIVE_WHOLE, cut_urls, plain, shown_url
 from lightppo.storage import is_url, local_folder, read_apart
 
 SHOWN_TOKENS = 24
@@ -492,9 +491,9 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
     Raises:
         SystemExit: code 1, the step differs from what was recorded; code 0, the user quit the debugger.
     """
+    from lightppo.config.options import public_options
     from lightppo.preflight.run_checks import temporary_folder
     from lightppo.trainer.build import build_strategy
-    from lightppo.trainer.loop import public_options
 
     (strategy := build_strategy(config)).setup_distributed()
     if args.output is None:

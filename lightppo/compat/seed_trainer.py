@@ -58,6 +58,7 @@ from lightppo.config.rules import (
     rollout_rows,
     scoring_calls,
 )
+from lightppo.config.run_length import steps_per_episode
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import StepPart
@@ -74,13 +75,12 @@ from lightppo.trainer.build import (
     Origin,
     PPOInputs,
     assemble,
+    build_evaluator,
     build_rollout_engine,
     sampling_params,
-    steps_per_episode,
 )
 from lightppo.trainer.consumed_samples import state_after
-from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.held_out import evaluator_of
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.pretraining import Pretraining, endless
 from lightppo.trainer.update import LossTerm, Update
 from lightppo.zero3 import find_engine
@@ -416,7 +416,7 @@ class PPOTrainer(core.PPOTrainer):
                 if eval_reward_fn is None
                 else function_source(eval_reward_fn, "--eval_reward_fn")
             )
-            evaluator = evaluator_of(config, engine, judge, eval_prompts, strategy)
+            evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
         terms = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy), **loss_terms}
         if pretrain_dataloader is not None:
             terms["pretraining"].batches = endless(pretrain_dataloader)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.addresses import check_url
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, EstimatorEntry
+from lightppo.http_client import check_url
 from lightppo.option import Section, option
 from lightppo.plugin import FrozenModel
 from lightppo.redaction import shown_value

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from lightppo.addresses import check_url
+from lightppo.http_client import check_url
 from lightppo.option import Section, option
 
 safe = partial(option, resume_safe=True)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from lightppo.errors import StagingError
 from lightppo.files import check_file_url, is_url
 from lightppo.option import Section, option
-from lightppo.shown_urls import GIVE_WHOLE, cut_urls
+from lightppo.redaction import GIVE_WHOLE, cut_urls
 
 
 class SignalConfig(Section, adds_to="checkpoint", resume_safe=True):

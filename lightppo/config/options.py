@@ -17,6 +17,7 @@ from lightppo.algorithms.entries import (
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, SectionPlace, additions_to, option
 from lightppo.plugin import ENGINES
+from lightppo.redaction import shown_value
 from lightppo.suggestions import nearest
 
 safe = partial(option, resume_safe=True)
@@ -675,3 +676,8 @@ def sections() -> dict[str, type[Section]]:
 def all_options() -> Iterator[Option]:
     """Every option of :class:`Options`, in the order of the sections."""
     return Options.all_options()
+
+
+def public_options(config: OptionSet) -> dict[str, Any]:
+    """Return all options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
+    return {name: shown_value(value) for name, value in config.flat().items()}

@@ -24,7 +24,6 @@ from lightppo.files import join
 from lightppo.option import out_of_order
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
-    COLLECTORS,
     FOLLOWERS,
     FROZEN_MODELS,
     MICRO_BATCHES,
@@ -191,10 +190,8 @@ def given_sources(config: Options) -> list[str]:
 
 
 def generation_batch(config: Options) -> int:
-    """How many prompts are sampled at once, over all ranks."""
-    given = config.flat()
-    sizes = (given[entry.batch_size] for entry in COLLECTORS.values() if entry.batch_size)
-    return next(filter(None, sizes), config.rollout.rollout_batch_size)
+    """Return how many prompts are sampled at once, over all ranks."""
+    return config.sampling.gen_batch_size or config.rollout.rollout_batch_size
 
 
 def reward_sources(config: Options) -> list[str]:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lightppo.addresses import check_url, is_loopback
+from lightppo.http_client import check_url, is_loopback
 from lightppo.option import Section, option
 from lightppo.redaction import shown_url
 

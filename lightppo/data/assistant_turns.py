@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightppo.data.example_rows import shared_length
-from lightppo.data.rows import Chat, PromptTemplate, check_answer
+from lightppo.data.chat_templates import PromptTemplate, check_answer
+from lightppo.data.rows import Chat, shared_length
 from lightppo.errors import BadRowError
 
 _PROBE = "qzturn"

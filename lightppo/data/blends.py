@@ -1,4 +1,4 @@
-"""Rows of the hub, of URLs and of saved data sets; blends of several sources by probabilities; held-out rows.
+"""The rows of an option: files, folders, the hub, URLs, saved data sets; blends by probabilities; held-out rows.
 
 ``--prompt_data a.jsonl,folder,owner/name`` becomes one dataset.
 """
@@ -25,7 +25,8 @@ from lightppo.data.local_files import (
     split_named_by,
     with_origins,
 )
-from lightppo.data.rows import ORIGIN_COLUMN, check_choice
+from lightppo.data.prepared_rows import check_choice
+from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
 from lightppo.files import check_file_url, is_url, stage_to_local
 from lightppo.redaction import shown_url
@@ -41,8 +42,8 @@ _IDS = ("query_id", "id")  # by which rows of two files are joined; the first th
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
 
 
-def rows_of(config: Any, name: str, split: str, strategy: Any) -> Dataset:
-    """The rows of an option, blended as ``--NAME_probs`` says; of prompts with their ``--prompt_metadata``."""
+def read_rows(config: Any, name: str, split: str, strategy: Any) -> Dataset:
+    """Read the rows of an option, blended as ``--NAME_probs`` says; of prompts with their ``--prompt_metadata``."""
     flat = config.flat()
     probs, seed = flat.get(f"{name}_probs"), config.strategy.seed
     rows = blending_datasets(flat[name], probs, strategy, seed, train_split=split, flag=f"--{name}")

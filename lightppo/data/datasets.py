@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
-from lightppo.data.records import Prompt
-from lightppo.data.rows import (
-    TEMPLATE_KEYS,
+from lightppo.data.chat_templates import PromptTemplate, Rendered
+from lightppo.data.prepared_rows import (
     BadRowPolicy,
     DatasetReport,
     Encoded,
     Outcome,
-    PromptTemplate,
-    Rendered,
-    RowFields,
-    chat_without_nulls,
     check_choice,
     columns_of,
-    lookup,
     origin_of,
-    other_columns,
     prepare_rows,
+)
+from lightppo.data.records import Prompt
+from lightppo.data.rows import (
+    TEMPLATE_KEYS,
+    RowFields,
+    chat_without_nulls,
+    lookup,
+    other_columns,
     read_label,
     read_prompt,
     require_column,
@@ -53,7 +54,7 @@ class PreparedDataset(TorchDataset):
     def __init__(
         self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
     ) -> None:
-        """``options`` are those of :func:`lightppo.data.rows.prepare_rows`."""
+        """``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
         self.dataset, self.template, self.fields = dataset, template, fields
         self.tokenizer = template.tokenizer
         parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}

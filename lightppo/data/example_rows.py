@@ -1,39 +1,44 @@
-"""How rows say a prompt and an answer to it, or a whole text; imports nothing heavy."""
+"""How rows say a prompt and an answer to it, a pair of answers, or a whole text; imports nothing heavy."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightppo.data.rows import (
     DEFAULT_INPUT_KEY,
+    PREFERENCE_KEYS,
     PROMPT_KEYS,
     Chat,
     RowFields,
     as_chat,
-    checked_chat,
     column_of,
     first_value,
     known_keys,
+    lookup,
     no_prompt,
+    pair_of,
+    read_label,
     require_column,
     resolve_fields,
+    shown_value,
+    split_pair,
     text_or_chat,
 )
 from lightppo.errors import BadRowError
 
 logger = logging.getLogger(__name__)
 
-PREFERENCE_KEYS = ("chosen", "rejected")
 TEXT_KEYS = (DEFAULT_INPUT_KEY, "text", "content")  # plain documents, for pretraining
 COMPLETION_KEYS = ("output", "completion", "response", "answer", "solution")
 
 
 @dataclass(frozen=True)
 class ExampleFields(RowFields):
-    """Those of rows to learn from."""
+    """The keys of rows to learn from."""
 
     completion: tuple[str, ...] = ()
     completion_required: bool = False  # a row without a completion is bad
@@ -58,7 +63,7 @@ def resolve_example_fields(
     chosen_key: str | None = None,
     rejected_key: str | None = None,
 ) -> ExampleFields:
-    """As :func:`lightppo.data.rows.resolve_fields`, with the completion.
+    """Decide which keys are read, as :func:`lightppo.data.rows.resolve_fields` does, with those of the completion.
 
     ``documents`` may be plain text (pretraining), unless a completion is found; ``pairs`` need both answers instead of
     a completion, and their label is the margin.
@@ -104,7 +109,7 @@ def resolve_example_fields(
 def read_example(
     row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | Chat | None]:
-    """Prompt and completion of a supervised row; the completion is None for plain text."""
+    """Return prompt and completion of a supervised row; the completion is None for plain text."""
     prompt, key, chosen = prompt_and_chosen(row, fields)
     if key is None:
         return prompt, chosen
@@ -125,7 +130,7 @@ def read_example(
 def prompt_and_chosen(
     row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | None, str | Chat | None]:
-    """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
+    """Return (prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
     key, value = first_value(row, fields.prompt)
     if key is not None:
         return text_or_chat(value, repr(key)), key, None
@@ -135,60 +140,55 @@ def prompt_and_chosen(
     return prompt, None, chosen
 
 
-def prompt_of_pair(row: Mapping[str, Any]) -> str | Chat:
-    """For ``lightppo.plugin.PROMPT_FORMS``: the common beginning of ``chosen`` and ``rejected``."""
-    return pair_of(row)[0]
-
-
-def pair_of(row: Mapping[str, Any]) -> tuple[str | Chat, str | Chat, str | Chat]:
-    """Common beginning of ``chosen`` and ``rejected``, and the rest of both."""
-    chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        chosen, rejected = checked_chat(chosen, "'chosen'"), checked_chat(rejected, "'rejected'")
-    return split_pair(chosen, rejected)
-
-
-def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
-    """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        cut = shared_length(chosen, rejected)
-        if 0 < cut < min(len(chosen), len(rejected)):
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-        if cut:  # one has no message of its own
-            both = ("chosen", "rejected") if cut == len(chosen) else ("rejected", "chosen")
-            raise BadRowError(
-                "missing",
-                f"{both[0]!r} is the beginning of {both[1]!r}, so it has no answer of its own: end both at the answers "
-                "that differ",
-            )
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
-        start = chosen.rfind(turn, 0, shared_length(chosen, rejected))
-        cut = start + len(turn)
-        if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-    else:
-        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-        raise BadRowError(
-            "wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats"
-        )
-    raise BadRowError(
-        "missing",
-        "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
-    )
-
-
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
-    )
-
-
 def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:
-    """Prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
+    """Return prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return prompt, answer
     chat, answer = as_chat(prompt, "user"), as_chat(answer, "assistant")
     repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
     return chat, answer[len(chat) :] if repeated else answer
+
+
+def read_pair(
+    row: Mapping[str, Any], fields: ExampleFields
+) -> tuple[str | Chat, str | Chat, str | Chat]:
+    """Return prompt, chosen and rejected answer of a row; the prompt of two whole chats is their beginning."""
+    given = {key: lookup(row, key) for key in fields.pair}
+    if missing := [key for key, value in given.items() if value is None]:
+        raise BadRowError("missing", f"{missing[0]!r} is missing or null")
+    chosen, rejected = (text_or_chat(lookup(row, key), repr(key)) for key in fields.pair)
+    if chosen == rejected:
+        raise BadRowError(
+            "equal",
+            f"{' and '.join(map(repr, fields.pair))} are the same: there is nothing to prefer",
+        )
+    key, value = first_value(row, fields.prompt)
+    whole = all(
+        isinstance(answer, list) and answer[0]["role"] != "assistant"
+        for answer in (chosen, rejected)
+    )
+    if key is None or whole:
+        return split_pair(chosen, rejected)
+    prompt = text_or_chat(value, repr(key))
+    if isinstance(prompt, str) and all(
+        isinstance(x, str) and x.startswith(prompt) for x in (chosen, rejected)
+    ):
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    _, chosen = after_prompt(prompt, chosen)
+    prompt, rejected = after_prompt(prompt, rejected)
+    if type(chosen) is not type(rejected):
+        raise BadRowError("wrong_type", "one of 'chosen' and 'rejected' is text, the other a chat")
+    return prompt, chosen, rejected
+
+
+def read_margin(row: Mapping[str, Any], fields: ExampleFields) -> float | None:
+    """Return the margin of a pair, a number at least 0; ``None`` where no --margin_key is given."""
+    if not fields.label_required:
+        return None
+    value = read_label(row, fields)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise BadRowError(
+            "margin",
+            f"--margin_key {fields.label[0]!r} is {shown_value(value)}; a number ≥ 0 is needed",
+        )
+    return float(value)

@@ -9,31 +9,27 @@ import torch
 
 from lightppo.algorithms.lm_loss import IGNORE_INDEX
 from lightppo.data.assistant_turns import Span, assistant_turns, differs
-from lightppo.data.datasets import PreparedDataset
-from lightppo.data.example_rows import (
-    read_example,
-    resolve_example_fields,
-    shared_length,
-)
-from lightppo.data.records import Prompt
-from lightppo.data.rows import (
-    BadRowPolicy,
-    Chat,
-    Encoded,
-    Outcome,
+from lightppo.data.chat_templates import (
     PromptTemplate,
     Rendered,
-    as_chat,
     check_answer,
-    check_choice,
     closed,
-    columns_of,
     ended,
-    template_options,
 )
+from lightppo.data.datasets import PreparedDataset
+from lightppo.data.example_rows import read_example, resolve_example_fields
+from lightppo.data.prepared_rows import (
+    BadRowPolicy,
+    Encoded,
+    Outcome,
+    check_choice,
+    columns_of,
+)
+from lightppo.data.records import Prompt
+from lightppo.data.rows import Chat, as_chat, shared_length, template_options
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
-from lightppo.supervised.script_options import setting
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,6 +15,7 @@ from lightppo.data.json_files import Rows, dataset_of, open_text
 from lightppo.errors import DataError
 from lightppo.node_cache import in_cache, made_once
 from lightppo.ranks import ranks_on_node
+from lightppo.table import Entry, Table
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -138,3 +139,19 @@ def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
     finally:
         if not shown:
             datasets.enable_progress_bars()
+
+
+FORMATS: Table = Table(
+    "file format",
+    {
+        ".jsonl": Entry(read_json),
+        ".ndjson": Entry(read_json),
+        ".json": Entry(read_json),
+        ".csv": Entry(read_csv),
+        ".tsv": Entry(read_tsv),
+        ".parquet": Entry(read_parquet),
+        ".arrow": Entry(read_arrow),
+    },
+)
+"""Formats of data files by the end of their names: functions ``(path, name, limit)`` that return a
+``datasets.Dataset``; errors call the file by ``name``, ``limit`` is None or how many rows to read."""

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightppo.data.file_formats import FORMATS
 from lightppo.data.json_files import concatenate
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
 from lightppo.files import stage_to_local
-from lightppo.plugins.sources import FORMATS
 from lightppo.redaction import shown_url
 
 if TYPE_CHECKING:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from lightppo.episodes.episode import Format, FormatsByTools
 
 
-def around(engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any) -> RolloutEngine:
-    """For ``lightppo.plugin.ENGINE_WRAPPERS``: episodes, if ``--env`` or ``--tools`` asks for them."""
+def with_episodes(
+    engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any
+) -> RolloutEngine:
+    """Return the engine itself, or the one of episodes around it if ``--env`` or ``--tools`` asks for them."""
     asked = config.episodes
     if not asked.env and not asked.tools:
         return engine

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightppo.data.rows import check_roles, check_shown, name_of_tool, with_calls
+from lightppo.data.chat_templates import check_roles, check_shown, with_calls
+from lightppo.data.rows import name_of_tool
 from lightppo.episodes.control_tokens import (
     Breaker,
     ControlTokens,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from lightppo.data.chat_templates import ids_behind
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import ids_behind, template_options
+from lightppo.data.rows import template_options
 from lightppo.episodes.calls import Call, Direct, Sample
 from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
 from lightppo.episodes.env_failures import EnvironmentFailed, Place

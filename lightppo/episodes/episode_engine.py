@@ -36,7 +36,7 @@ from lightppo.rollout.engine import (
     capabilities_of,
 )
 from lightppo.rollout.hf import HFRolloutEngine, request_streams
-from lightppo.rollout.vllm.seeds import joint_seed
+from lightppo.rollout.sampling import joint_seed
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,7 @@ from lightppo.episodes.env_failures import (
 from lightppo.episodes.specs import EnvironmentSpec
 from lightppo.episodes.tools import BadCall, text_of
 from lightppo.redaction import plain, without_secrets
-from lightppo.rewards.reward_source import finite
-from lightppo.user_code import error_text, without_copies
+from lightppo.user_code import error_text, finite, without_copies
 
 logger = logging.getLogger(__name__)
 

@@ -228,11 +228,6 @@ def look(config: Any, prog: str) -> None:
             check_folder(config, int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def check_played(building: Any) -> None:
-    """Look at the tape that plays, when the options are known."""
-    check_folder(building.config, building.strategy.world_size)
-
-
 def check_folder(config: Any, ranks: int) -> None:
     """Raise ConfigError where ``--tape_from`` names no tape, or one of another number of ranks."""
     run = config.flat().get("tape_from")

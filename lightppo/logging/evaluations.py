@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightppo.callbacks import Callback
 from lightppo.files import files_in_use, local_folder
 from lightppo.redaction import plain
-from lightppo.trainer.evaluator import EvalSample
+
+if TYPE_CHECKING:
+    from lightppo.trainer.evaluation import EvalSample
 
 
 class Evaluations(Callback):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shutil import get_terminal_size
+from statistics import fmean
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from lightppo.metric_names import SHOWN
+from lightppo.experience.experience import Experience
+from lightppo.metric_names import ON_BARS, SHOWN
 from lightppo.ranks import Ranks
-
-
-def lines_from(start_step: int) -> Callable[..., str]:
-    """What a run prints of its steps: a function of step, all steps and metrics."""
-    return Pace(start_step).line
 
 
 def shown_status(status: Mapping[str, float]) -> str:
@@ -79,3 +77,25 @@ def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[i
 def bar_of_part(items: Iterable, text: str, ranks: Ranks) -> Iterable:
     """The items of a part of a step, with a bar that goes when it ends."""
     return progress_bar(items, text, shown=ranks.is_rank_0(), leave=False)
+
+
+def on_bar(status: Mapping[str, float]) -> dict[str, float]:
+    """What a progress bar shows of a status, by the names there."""
+    return {short: status[name] for short, name in ON_BARS.items() if name in status}
+
+
+def minibatch_on_bar(
+    samples: Sequence[Experience], statuses: Iterable[Mapping[str, float]]
+) -> dict[str, float]:
+    """The same of one optimizer step on this rank alone; a KL is the mean over tokens."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for status in statuses:
+        for name, value in status.items():
+            numbers[name].append(value)
+    means = {name: fmean(values) for name, values in numbers.items()}
+    lengths = [experience.response_lengths.double() for experience in samples]
+    for name in set(ON_BARS.values()) & set.intersection(*(set(e.info) for e in samples)):
+        weights = torch.cat([n if name == "kl" else torch.ones_like(n) for n in lengths])
+        values = torch.cat([experience.info[name].double() for experience in samples])
+        means[name] = (values @ weights / weights.sum()).item()
+    return on_bar(means)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightppo.callbacks import Callback
 from lightppo.checkpoint import durable
-from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.files import local_folder
 from lightppo.logging.metrics_page import renamed
 from lightppo.logging.run_folder import (
@@ -31,7 +31,6 @@ from lightppo.logging.run_folder import (
     upload_records,
 )
 from lightppo.logging.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
-from lightppo.trainer.loop import public_options
 
 logger = logging.getLogger(__name__)
 

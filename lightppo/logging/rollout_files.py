@@ -15,8 +15,8 @@ from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import AroundSampling
 
 
-def replay(config: PPOConfig, strategy: Ranks, **_: object) -> AroundSampling | None:
-    """For ``lightppo.plugin.SAMPLING``."""
+def replay(config: PPOConfig, strategy: Ranks) -> AroundSampling | None:
+    """Return what takes rollouts from files in place of sampling; None without ``--skip_rollout``."""
     options = config.sampling
     if options.skip_rollout is None:
         return None

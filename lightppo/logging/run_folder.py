@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
+from transformers.utils import cached_file
 
 from lightppo.checkpoint import durable
 from lightppo.checkpoint.run_checkpointer import download_marks
 from lightppo.config import PPOConfig
-from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
-from lightppo.logging.content_hashes import checkpoint_mark
 from lightppo.logging.run_paths import (
     METADATA,
     RECORDS,
@@ -52,7 +52,6 @@ from lightppo.storage import (
     unsent,
     upload,
 )
-from lightppo.trainer.loop import public_options
 from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 
@@ -454,6 +453,27 @@ def source_of(value: Any) -> str | None:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+_MARKED = ("config.json", "tokenizer*.json", "*.safetensors", "pytorch_model*.bin")
+
+
+def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
+    """A mark of a checkpoint's content: config and tokenizer whole, of each weight file its length and some blocks.
+
+    Cheap for any size, and the same wherever and whenever the files were copied.
+    """
+    folder = Path(path).expanduser()
+    folder = folder if folder.is_dir() else Path(cached_file(path, "config.json")).parent
+    digest = hashlib.sha256()
+    for file in sorted(file for kind in _MARKED for file in folder.glob(kind)):
+        length = file.stat().st_size
+        digest.update(f"{file.name} {length}".encode())
+        with file.open("rb") as stream:
+            for i in range(blocks if file.suffix != ".json" else 1):
+                stream.seek(max(0, length - size) * i // (blocks - 1))
+                digest.update(stream.read(size if file.suffix != ".json" else -1))
+    return digest.hexdigest()[:16]
 
 
 # -- what a run says of itself ---------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ from typing import Any
 
 from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
-from lightppo.config.options import OptionSet
+from lightppo.config.options import OptionSet, public_options
 from lightppo.data.datasets import PromptDataset
 from lightppo.files import local_folder
-from lightppo.trainer.loop import public_options
 from lightppo.zero3 import parameter_count
 
 _MODELS = {

@@ -27,7 +27,7 @@ from lightppo.logging.run_paths import SAMPLES
 from lightppo.models.wrapper import on_cpu
 from lightppo.ranks import Ranks
 from lightppo.redaction import plain
-from lightppo.rewards.reward_source import finite
+from lightppo.user_code import finite
 
 if TYPE_CHECKING:
     from lightppo.rollout.sampler import CollectedStep
@@ -161,11 +161,6 @@ class Samples(Callback):
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         self.record.write(step)
         self.collected = None
-
-
-def samples(run: Any) -> Samples | None:
-    """The callback of a run that samples."""
-    return Samples(run) if run.samples_tokens else None
 
 
 # -- samples with numbers per token ------------------------------------------------------------------------------------

@@ -1,20 +1,22 @@
-"""How numbers of many samples, tokens, micro batches and ranks become one. ``lightppo.metric_names`` says what each is."""
+"""How numbers of many samples, tokens, micro batches and ranks become one. ``lightppo.metric_names`` says what each is.
+
+Of samples and tokens: means, ranges, deviations, the mismatch of engine and trainer. Of optimizer steps: means.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from statistics import fmean
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.experience.experience import Experience
-from lightppo.metric_names import METRICS, ON_BARS, SHOWN
-from lightppo.ranks import Ranks, heartbeat
+from lightppo.metric_names import METRICS
+from lightppo.ranks import Ranks
 
 
 def with_namespace(
@@ -42,70 +44,228 @@ def with_namespace(
 # -- of a rollout ----------------------------------------------------------------------------------------------------
 
 
-class SampleMeans:
-    """Means over the samples of a step, and over their trained tokens, under the short names of metrics."""
+class SampleSummaries:
+    """The numbers of docs/metrics.md in ``rollout/``, of the samples of a step over all ranks."""
 
     def __init__(self, update: Any) -> None:
         self.update = update  # :class:`lightppo.trainer.update.Update`
-        self.sums: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.unread: list[tuple[Experience, Tensor]] = []  # of an optimizer step
+        self.of_buffer: dict[str, Summary] = {}
+        self.on_policy: dict[str, Summary] = {}  # of log probs that only the training pass has made
+        self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
 
     def begin(self, items: Sequence[Experience]) -> None:
         """Take in this rank's samples of a new step, one each."""
-        self.sums, self.counts = Counter(), Counter()
-        if not items:
-            return
-        batch = Experience.collate(items)
-        for name, values in batch.info.items():
-            if name not in ("kl", "stale"):
-                self._count("response_clip_ratio" if name == "truncated" else name, values)
-        self.sums["samples"] = len(items)
-        if batch.advantages is not None:
-            self._count("advantage_mean", batch.advantages[batch.action_mask])
-        if batch.action_log_probs is not None:
-            self._count_policy(batch, batch.action_log_probs)
+        maker = self.update.experience_maker
+        self.of_buffer = rollout_summaries(items, maker.sampled_kl, maker.measures)
+        self.on_policy = {}
 
     def add(self, experience: Experience, log_probs: Tensor) -> None:
-        """A micro batch whose log probs only the training pass has made; they are read later."""
+        """Take a micro batch whose log probs only the training pass has made; they are read later."""
         self.unread.append((experience, log_probs))
 
     def read(self) -> None:
         """Take in what was added: a wait for a GPU."""
         unread, self.unread = self.unread, []
-        for experience, log_probs in unread:
-            self._count_policy(experience, log_probs)
+        maker = self.update.experience_maker
+        summaries = [
+            policy_summaries(experience, log_probs, maker.sampled_kl, maker.measures)
+            for experience, log_probs in unread
+        ]
+        self.on_policy = merge_summaries([self.on_policy, *summaries])
 
     def status(self) -> dict[str, float]:
-        """The means over all ranks. Collective."""
-        sums, counts = Counter(), Counter()
-        for own_sums, own_counts in self.update.strategy.all_gather_object(
-            (self.sums, self.counts)
-        ):
-            sums.update(own_sums)
-            counts.update(own_counts)
-        means = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
-        return means | {"samples": sums["samples"]}
+        """Return the numbers over all ranks, by their short names. Collective."""
+        own = merge_summaries([self.of_buffer, self.on_policy])
+        return rollout_status(merge_summaries(self.update.strategy.all_gather_object(own)))
 
-    def _count(self, name: str, values: Tensor) -> None:
-        """NaN marks a missing number."""
+
+@dataclass
+class Summary:
+    """Count, sum, sum of squares, minimum and maximum of numbers; can be merged over ranks."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Tensor) -> Summary:
+        """Summary of all entries of a tensor; NaN marks a missing number and is skipped."""
         values = values.double()
         values = values[~values.isnan()]
-        self.sums[name] += values.sum().item()
-        self.counts[name] += values.numel()
+        if values.numel() == 0:
+            return cls()
+        sums = torch.stack([values.sum(), values.square().sum(), values.min(), values.max()])
+        return cls(values.numel(), *sums.tolist())
 
-    def _count_policy(self, experience: Experience, log_probs: Tensor) -> None:
-        """The policy before the update against the reference."""
-        reference, kl = experience.base_action_log_probs, experience.kl
-        if reference is None:
-            return
-        if kl is None:
-            kl = self.update.experience_maker.sampled_kl(log_probs, reference)
-        difference = log_probs - reference
-        # with NaN the optimizer step is skipped, and counted
-        mask = experience.action_mask & ~difference.isnan()
-        self._count("policy_kl", difference[mask])
-        self._count("kl", kl[mask])
+    def __add__(self, other: Summary) -> Summary:
+        return Summary(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def variance(self) -> float:
+        """Biased."""
+        return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
+
+
+def chi_square(ratios: Summary) -> float:
+    """E[ρ²] - 1, the χ² divergence of π_old from π_rollout, from the ratios of tokens that π_rollout sampled."""
+    return ratios.squares / ratios.count - 1 if ratios.count else math.nan
+
+
+def effective_share(weights: Summary) -> float:
+    """(Σw)² / (n·Σw²): Kish's effective sample size (1965) as a share of the n samples; 1 if all weigh the same."""
+    if not weights.count:
+        return math.nan
+    return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
+
+
+def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """The metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
+    tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
+    return {
+        "kl": summaries["kl"].mean,
+        "k3_kl": summaries["k3_kl"].mean,
+        "logp_diff_max": difference.high if difference.count else math.nan,
+        "ppl_ratio": summaries["ppl_ratio"].mean,
+        "chi2_token": chi_square(tokens),
+        "chi2_seq": chi_square(rows),
+        "ess_token": effective_share(tokens),
+        "ess_seq": effective_share(rows),
+    }
+
+
+# of experience and log probs (B, A) of the policy: numbers (B, A) by name
+Measure = Callable[[Experience, Tensor], Mapping[str, Tensor]]
+
+
+def policy_summaries(
+    experience: Experience,
+    log_probs: Tensor,
+    sampled_kl: Callable[[Tensor, Tensor], Tensor],
+    measures: Sequence[Measure] = (),
+) -> dict[str, Summary]:
+    """The policy before the update against reference and rollout engine, per trained token.
+
+    Args:
+        experience: with what there is of reference, engine and KL; without a KL, ``sampled_kl`` makes it.
+        log_probs: of the policy before the update (B, A).
+        sampled_kl: log probs of policy and reference → KL, all of one shape.
+        measures: what else there is to say.
+    """
+    terms: dict[str, Tensor] = {}
+    reference, engine = experience.base_action_log_probs, experience.rollout_log_probs
+    # A step with NaN is skipped, and counted elsewhere.
+    mask = experience.action_mask & ~log_probs.isnan()
+    if reference is not None:
+        mask = mask & ~reference.isnan()
+        kl = sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
+        terms |= {"policy_kl": (log_probs - reference)[mask], "kl": kl[mask]}
+    for measure in measures:
+        found = measure(experience, log_probs)
+        terms |= {name: numbers[mask] for name, numbers in found.items()}
+    if engine is not None:
+        mismatch = mismatch_terms(log_probs, engine, mask)
+        terms |= {f"mismatch_{name}": numbers for name, numbers in mismatch.items()}
+    summaries = {name: Summary.of(numbers) for name, numbers in terms.items()}
+    if engine is not None:
+        summaries["mismatch_on_policy"] = summaries["mismatch_logp_diff"]
+        if (stale := experience.info.get("stale")) is not None:
+            fresh = (stale == 0)[:, None].expand(mask.shape)[mask]
+            summaries["mismatch_on_policy"] = Summary.of(terms["mismatch_logp_diff"][fresh])
+    return summaries
+
+
+def rollout_summaries(
+    items: Sequence[Experience],
+    sampled_kl: Callable[[Tensor, Tensor], Tensor] = torch.sub,
+    measures: Sequence[Measure] = (),
+) -> dict[str, Summary]:
+    """Summaries of this rank's samples (one each): per sample for ``info``, per trained token for the rest.
+
+    Samples without ``action_log_probs`` are compared with reference and engine where the training pass makes them.
+    """
+    if not items:
+        return {}
+    batch = Experience.collate(items)
+    tokens = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
+    tokens = {
+        name: tensor[batch.action_mask] for name, tensor in tokens.items() if tensor is not None
+    }
+    if "value" in tokens:
+        tokens["residual"] = tokens["return_token"] - tokens["value"]
+    if batch.loss_weights is not None:
+        weights = batch.loss_weights[batch.action_mask]
+        tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
+    summaries = {
+        name: Summary.of(numbers)
+        for name, numbers in batch.info.items()
+        if name not in ("kl", "stale")
+    }
+    if {"total_length", "response_length"} <= batch.info.keys():
+        summaries["prompt_length"] = Summary.of(
+            batch.info["total_length"] - batch.info["response_length"]
+        )
+    if batch.action_log_probs is not None:
+        summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl, measures)
+    return summaries | {name: Summary.of(numbers) for name, numbers in tokens.items()}
+
+
+def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
+    """One summary per name over all ranks; a rank without samples brings none."""
+    merged: dict[str, Summary] = {}
+    for summaries in per_rank:
+        for name, summary in summaries.items():
+            merged[name] = merged.get(name, Summary()) + summary
+    return merged
+
+
+_OF_TOKENS = ("advantage", "return_token", "value")
+_WITH_RANGE = ("reward", "response_length", "prompt_length", *_OF_TOKENS)
+_MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for name in _OF_TOKENS}
+
+
+def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """The flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
+    status: dict[str, float] = {}
+    mismatch: dict[str, Summary] = {}
+    for name, summary in summaries.items():
+        if name.startswith("mismatch_"):
+            mismatch[name.removeprefix("mismatch_")] = summary
+        elif name != "residual":
+            status[_MEAN_NAMES.get(name, name)] = summary.mean
+        if name in _WITH_RANGE:
+            status |= {f"{name}_max": summary.high, f"{name}_min": summary.low}
+    if mismatch:
+        on_policy = mismatch.pop("on_policy")
+        if on_policy.count < mismatch["logp_diff"].count:
+            status["logp_diff_on_policy"] = on_policy.mean
+        numbers = mismatch_metrics(mismatch)
+        status |= {
+            "logp_diff_mean": mismatch["logp_diff"].mean,
+            "logp_diff_max": numbers.pop("logp_diff_max"),
+        }
+        status |= {f"mismatch_{name}": value for name, value in numbers.items()}
+    if "response_length" in summaries:
+        status["samples"] = summaries["response_length"].count
+    if "reward" in summaries:
+        status["reward_std"] = math.sqrt(summaries["reward"].variance)
+    if "residual" in summaries:
+        spread = summaries["return_token"].variance
+        status["vf_explained_var"] = (
+            1 - summaries["residual"].variance / spread if spread > 0 else math.nan
+        )
+    return status
 
 
 # -- of training -----------------------------------------------------------------------------------------------------
@@ -164,55 +324,3 @@ def optimizer_status(
         numbers = [mean for mean in of_step if not math.isnan(mean)]
         means[name] = sum(numbers) / len(numbers) if numbers else math.nan
     return means
-
-
-# -- what a run tells ------------------------------------------------------------------------------------------------
-
-
-def on_bar(status: Mapping[str, float]) -> dict[str, float]:
-    """What a progress bar shows of a status, by the names there."""
-    return {short: status[name] for short, name in ON_BARS.items() if name in status}
-
-
-def minibatch_on_bar(
-    samples: Sequence[Experience], statuses: Iterable[Mapping[str, float]]
-) -> dict[str, float]:
-    """The same of one optimizer step on this rank alone; a KL is the mean over tokens."""
-    numbers: dict[str, list[float]] = defaultdict(list)
-    for status in statuses:
-        for name, value in status.items():
-            numbers[name].append(value)
-    means = {name: fmean(values) for name, values in numbers.items()}
-    lengths = [experience.response_lengths.double() for experience in samples]
-    for name in set(ON_BARS.values()) & set.intersection(*(set(e.info) for e in samples)):
-        weights = torch.cat([n if name == "kl" else torch.ones_like(n) for n in lengths])
-        values = torch.cat([experience.info[name].double() for experience in samples])
-        means[name] = (values @ weights / weights.sum()).item()
-    return on_bar(means)
-
-
-class Phases:
-    """What this rank is doing."""
-
-    def __call__(self, phase: str) -> AbstractContextManager:
-        return heartbeat.during(phase)
-
-    def reset(self) -> dict[str, float]:
-        """Seconds by phase since the last reset, where they are measured, as ``time_<phase>``."""
-        return {}
-
-
-def plain_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
-    """Few numbers of a step."""
-    shown = (f"{text} {metrics[name]:.3g}" for text, name in SHOWN.items() if name in metrics)
-    return " · ".join([f"step {step}/{total}", *shown])
-
-
-def plain_lines(start_step: int) -> Any:
-    """The same line for each step."""
-    return plain_line
-
-
-def without_bar(items: Iterable, *of: Any) -> Iterable:
-    """The items, as they are."""
-    return items

@@ -30,7 +30,7 @@ class RowForm:
 
     @property
     def template_options(self) -> dict[str, str | None]:
-        """What a :class:`lightppo.data.rows.PromptTemplate` is told."""
+        """What a :class:`lightppo.data.chat_templates.PromptTemplate` is told."""
         return {
             "system_prompt": self.system_prompt,
             "chat_template_kwargs": self.chat_template_kwargs,

@@ -4,10 +4,8 @@ from lightppo.option import register_section
 from lightppo.plugin import (
     CHECKPOINT_CHECKS,
     CHECKPOINT_NOTES,
-    CHECKS,
     LOADING,
     PREPARATIONS,
-    Check,
 )
 from lightppo.table import Entry
 
@@ -18,5 +16,4 @@ def register() -> None:
     PREPARATIONS.register("lora", Entry("lightppo.models.adapters.lora:prepare"))
     CHECKPOINT_NOTES.register("adapters", Entry("lightppo.models.adapters.frozen_weights:note"))
     CHECKPOINT_CHECKS.register("adapters", Entry("lightppo.models.adapters.frozen_weights:check"))
-    CHECKS.register("adapter_packages", Check("lightppo.models.adapters.lora:check_packages"))
     register_section("adapter", "lightppo.config.adapters_options:AdapterConfig")

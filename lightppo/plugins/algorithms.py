@@ -3,13 +3,11 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     BUFFER_STEPS,
-    CALLBACKS,
     EARLY_STOPS,
     METRICS,
     NORMALISATIONS,
     OLD_LOG_PROBS,
     TOKEN_WEIGHTS,
-    CallbackEntry,
     TokenWeight,
 )
 from lightppo.table import FILE_ENTRIES, Entry
@@ -47,9 +45,6 @@ def register() -> None:
     NORMALISATIONS.register("levels", Entry("lightppo.experience.normalisation:normalisation"))
     NORMALISATIONS.register(
         "groups", Entry("lightppo.experience.normalisation:whitening_of_groups")
-    )
-    CALLBACKS.register(
-        "prompt_filter", CallbackEntry("lightppo.trainer.prompt_filter:prompt_filter")
     )
     METRICS.register(
         "rollout",

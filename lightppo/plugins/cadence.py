@@ -1,7 +1,6 @@
 """Cadence: what is due every N episodes or seconds."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, CallbackEntry
 
 
 def register() -> None:
@@ -9,4 +8,3 @@ def register() -> None:
     register_section(
         "save_times", "lightppo.config.cadence_options:SaveTimesConfig", adds_to="checkpoint"
     )
-    CALLBACKS.register("timed_saves", CallbackEntry("lightppo.trainer.due_times:TimedSaves"))

@@ -3,16 +3,11 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     BEFORE_IMPORTS,
-    CALLBACKS,
-    CHECKS,
     COMMANDS,
-    FITTED,
     MICRO_BATCHES,
     RANK_START,
     RESUMES,
     STRATEGY_METHODS,
-    CallbackEntry,
-    Check,
     Command,
 )
 from lightppo.table import Entry
@@ -23,7 +18,7 @@ def register() -> None:
     COMMANDS.register(
         "memory",
         Command(
-            "lightppo.preflight.memory:main",
+            "lightppo.cli.memory_command:main",
             about="what a run needs of GPUs and hosts, before anything loads",
         ),
     )
@@ -32,31 +27,6 @@ def register() -> None:
     )
     MICRO_BATCHES.register("specs", Entry("lightppo.config.micro_batch_specs:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.preflight.before_imports:look"))
-    FITTED.register("micro_rollout_batch_size", Entry("lightppo.preflight.budget:rows_that_fit"))
     RESUMES.register("options", Entry("lightppo.preflight.resume_checks:check_same_run"))
-    CHECKS.register("files", Check("lightppo.preflight.run_checks:check_files"))
-    CHECKS.register("advice", Check("lightppo.preflight.advice:tell_advice"))
-    CHECKS.register("frozen", Check("lightppo.preflight.advice:tell_frozen", when="models"))
-    CHECKS.register(
-        "masters", Check("lightppo.preflight.advice:tell_second_masters", when="models")
-    )
-    CHECKS.register("positions", Check("lightppo.preflight.row_lengths:check_positions_of"))
-    CHECKS.register("memory", Check("lightppo.preflight.run_checks:tell_memory_of", when="folders"))
-    CHECKS.register(
-        "dry_run", Check("lightppo.preflight.run_checks:become_dry_run", when="folders")
-    )
-    CHECKS.register("fits", Check("lightppo.preflight.row_lengths:check_rows", when="data"))
-    CHECKS.register("rows", Check("lightppo.preflight.run_checks:look_at_rows", when="data"))
-    CHECKS.register("places", Check("lightppo.preflight.run_checks:check_places", when="models"))
-    CHECKS.register("disk", Check("lightppo.preflight.run_checks:check_disk", when="models"))
-    CHECKS.register(
-        "padding", Check("lightppo.preflight.run_checks:check_padded_batches", when="models")
-    )
-    CHECKS.register(
-        "decoding", Check("lightppo.preflight.run_checks:check_decoding_of", when="engine")
-    )
     STRATEGY_METHODS.register("report_memory", Entry("lightppo.preflight.run_checks:report_memory"))
     RANK_START.register("type", Entry("lightppo.distributed.device_type:trainable_type"))
-    CALLBACKS.register(
-        "dry_run", CallbackEntry("lightppo.preflight.run_checks:dry_run", after_yours=True)
-    )

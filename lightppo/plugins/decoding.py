@@ -1,7 +1,6 @@
 """Faster decoding of the hf engine: continuous batching in slots and, if an option asks for them, CUDA graphs."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, DECODERS, DECODING_RUNNERS, Check
 from lightppo.table import Entry, Table
 
 SLOT_LAYERS: Table = Table(
@@ -15,9 +14,6 @@ methods of :class:`lightppo.rollout.slots.SlotLayer`."""
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    DECODERS.register("slots", Entry("lightppo.rollout.slots:slots_for"))
-    CHECKS.register("cuda_graphs", Check("lightppo.rollout.cuda_graphs:check_device"))
-    DECODING_RUNNERS.register("cuda_graphs", Entry("lightppo.rollout.cuda_graphs:runner"))
     register_section(
         "decoding", "lightppo.config.decoding_options:DecodingConfig", adds_to="engine"
     )

@@ -1,16 +1,13 @@
 """Distillation: a teacher, in these processes or on servers, judges the student's own samples; docs/algorithms.md."""
 
-from lightppo.logging.phase_names import TIMED
 from lightppo.metric_names import SHOWN
 from lightppo.option import register_section
 from lightppo.plugin import (
     ADVANTAGE_TERMS,
-    CHECKS,
     FROZEN_MODELS,
     METRICS,
     ROLLOUT_PASSES,
     SCORE_TERMS,
-    Check,
     PassEntry,
 )
 from lightppo.table import Entry
@@ -24,13 +21,11 @@ def register() -> None:
     register_section("distill", "lightppo.config.distillation_options:DistillConfig")
     ADVANTAGE_ESTIMATORS.register("on_policy_distill", ON_POLICY_DISTILL)
     FROZEN_MODELS.register("teacher", Entry("lightppo.config.distillation_options:teacher_of"))
-    CHECKS.register("teacher", Check("lightppo.trainer.distillation:check_teacher", when="folders"))
     ROLLOUT_PASSES.register(
         "teacher", PassEntry("lightppo.trainer.distillation:teacher_pass", needs="teacher_pretrain")
     )
     ADVANTAGE_TERMS.register("teacher", Entry("lightppo.trainer.distillation:advantage_term"))
     SCORE_TERMS.register("teacher", Entry("lightppo.trainer.distillation:score_term"))
-    TIMED["teacher"] = "log probs of the teacher"
     SHOWN["teacher kl"] = "rollout/teacher_kl"
     METRICS.register(
         "rollout",

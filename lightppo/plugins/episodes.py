@@ -1,16 +1,12 @@
 """Episodes: environments and tools over several turns."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, CHECKS, METRICS, PUBLIC, CallbackEntry, Check
+from lightppo.plugin import METRICS, PUBLIC
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     register_section("episodes", "lightppo.config.episodes_options:EpisodesConfig")
-    CHECKS.register("openings", Check("lightppo.episodes.assembly:check_openings", when="engine"))
-    CALLBACKS.register(
-        "episode_metrics", CallbackEntry("lightppo.episodes.episode_metrics:episode_metrics")
-    )
     METRICS.register(
         "episode",
         "lightppo.episodes.episode_metrics:names",

@@ -1,13 +1,12 @@
 """Models for transformers while a run goes on: at times of their own, with checkpoints, the best one."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CALLBACKS, WITH_CHECKPOINTS, CallbackEntry
+from lightppo.plugin import WITH_CHECKPOINTS
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CALLBACKS.register("exports", CallbackEntry("lightppo.trainer.exports:Exports"))
     WITH_CHECKPOINTS.register("save_hf_ckpt", Entry("lightppo.trainer.exports:with_checkpoint"))
     register_section(
         "exports", "lightppo.config.exports_options:ExportConfig", adds_to="checkpoint"

@@ -1,7 +1,7 @@
 """What single families of models and foreign checkpoints need: attention, value heads, changes of configs."""
 
 from lightppo.option import register_section
-from lightppo.plugin import ATTENTION, CHECKS, MODEL_CONFIGS, VALUE_HEADS, Check
+from lightppo.plugin import ATTENTION, MODEL_CONFIGS, VALUE_HEADS
 from lightppo.table import Entry
 
 
@@ -12,9 +12,6 @@ def register() -> None:
     )
     MODEL_CONFIGS.register("override_config", Entry("lightppo.models.config_changes:override"))
     VALUE_HEADS.register("families", Entry("lightppo.models.value_heads:head_from_checkpoint"))
-    CHECKS.register(
-        "vocabularies", Check("lightppo.trainer.vocabularies:check_vocabularies", when="tokenizer")
-    )
     register_section(
         "overrides", "lightppo.config.families_options:OverrideConfig", adds_to="model"
     )

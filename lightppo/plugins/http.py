@@ -1,7 +1,7 @@
 """Rewards over HTTP: the client, remote rewards, and a server of rewards."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, COMMANDS, Check, Command
+from lightppo.plugin import COMMANDS, Command
 
 
 def register() -> None:
@@ -10,7 +10,6 @@ def register() -> None:
         "serve-reward",
         Command("lightppo.cli.serve_reward:main", about="serve rewards over HTTP"),
     )
-    CHECKS.register("tokens", Check("lightppo.http_client:check_tokens"))
     register_section(
         "reward_server", "lightppo.config.http_options:RewardServerConfig", adds_to="reward"
     )

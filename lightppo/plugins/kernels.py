@@ -2,7 +2,6 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
-    DECODING_RUNNERS,
     ENTROPY_SAMPLES,
     HEAD_SCORES,
     KERNELS,
@@ -15,7 +14,6 @@ from lightppo.table import Entry
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    DECODING_RUNNERS.register("invariant", Entry("lightppo.models.kernels.invariant:runner"))
     RANK_START.register("host", Entry("lightppo.distributed.host_shares:host_shared"))
     MODULES.register("cpu_linear", Entry("lightppo.models.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.models.kernels.fused:fuse"))

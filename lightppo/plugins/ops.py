@@ -3,22 +3,16 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     AROUND,
-    CALLBACKS,
     CHECKPOINT_CHECKS,
     CHECKPOINT_CHOICES,
     FILES,
     RANK_START,
-    CallbackEntry,
 )
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    CALLBACKS.register(
-        "signals",
-        CallbackEntry("lightppo.distributed.graceful_stop:StopAtSignal", after_yours=True),
-    )
     AROUND.register("guard", Entry("lightppo.distributed.rank_guard:guarded"))
     RANK_START.register("meeting", Entry("lightppo.distributed.rendezvous:meeting"))
     FILES.register("kept", Entry("lightppo.checkpoint.run_files:KeptFiles"))

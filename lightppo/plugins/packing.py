@@ -1,7 +1,7 @@
 """Packed rows: several sequences in one row without padding, a prompt once for all its samples."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, LAYOUTS, Check, LayoutEntry
+from lightppo.plugin import LAYOUTS, LayoutEntry
 from lightppo.table import Table
 
 PACKED_LAYERS: Table = Table("type of layer in packed rows")
@@ -27,5 +27,4 @@ def register() -> None:
             arguments=("packing_samples", "share_prompts"),
         ),
     )
-    CHECKS.register("packing", Check("lightppo.models.packing.settle:settle_models", when="models"))
     register_section("packing", "lightppo.config.packing_options:PackingConfig", adds_to="training")

@@ -1,6 +1,6 @@
 """What a run did: a page, a view in the terminal, differences between runs, a step again."""
 
-from lightppo.plugin import CALLBACKS, COMMANDS, CallbackEntry, Command
+from lightppo.plugin import COMMANDS, Command
 
 
 def register() -> None:
@@ -32,7 +32,4 @@ def register() -> None:
             "lightppo.cli.diff:main",
             about="name the first number in which two runs differ",
         ),
-    )
-    CALLBACKS.register(
-        "summary", CallbackEntry("lightppo.logging.report_page:Summary", after_yours=True)
     )

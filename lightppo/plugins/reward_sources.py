@@ -1,7 +1,7 @@
 """Options and checks of reward sources."""
 
 from lightppo.option import register_section
-from lightppo.plugin import CHECKS, REWARD_NAMES, RULES, Check
+from lightppo.plugin import REWARD_NAMES, RULES
 from lightppo.table import Entry
 
 
@@ -9,11 +9,6 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     REWARD_NAMES.register("plan", Entry("lightppo.config.reward_plan:named_sources"))
     RULES.register("sources", Entry("lightppo.config.reward_plan:source_problems"))
-    CHECKS.register("routes", Check("lightppo.rewards.registry:check_routes", when="data"))
-    CHECKS.register(
-        "reward_tokenizers",
-        Check("lightppo.rewards.reward_model:check_reward_tokenizers", when="tokenizer"),
-    )
     register_section(
         "reward_plan", "lightppo.config.reward_sources_options:PlanConfig", adds_to="verifier"
     )

@@ -5,11 +5,9 @@ from lightppo.plugin import (
     COMMANDS,
     LOSS_TERMS,
     METRICS,
-    PROMPT_FORMS,
     PUBLIC,
     STRATEGY_METHODS,
     Command,
-    PromptForm,
 )
 from lightppo.table import Entry
 
@@ -73,13 +71,6 @@ def register() -> None:
     )
     register_section(
         "pretraining", "lightppo.config.supervised_options:PretrainingConfig", adds_to="algorithm"
-    )
-    PROMPT_FORMS.register(
-        "pair",
-        PromptForm(
-            "lightppo.data.example_rows:prompt_of_pair",
-            columns=("chosen", "rejected"),
-        ),
     )
     LOSS_TERMS.register("pretraining", Entry("lightppo.trainer.pretraining:pretraining"))
     METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})

@@ -3,10 +3,8 @@
 from lightppo.plugin import (
     CHECKPOINT_CHECKS,
     CHECKPOINT_NOTES,
-    CHECKS,
     LANGUAGE_MODELS,
     UNTRAINABLE,
-    Check,
 )
 from lightppo.table import Entry
 
@@ -17,7 +15,3 @@ def register() -> None:
     UNTRAINABLE.register("towers", Entry("lightppo.models.multimodal.detection:untrainable"))
     CHECKPOINT_NOTES.register("towers", Entry("lightppo.models.multimodal.whole_checkpoint:note"))
     CHECKPOINT_CHECKS.register("towers", Entry("lightppo.models.multimodal.whole_checkpoint:check"))
-    CHECKS.register(
-        "towers",
-        Check("lightppo.models.multimodal.trained_parts:check_trained_models", when="tokenizer"),
-    )

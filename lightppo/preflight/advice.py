@@ -8,6 +8,7 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.config.options import Options
 from lightppo.config.rules import needs_critic
+from lightppo.config.run_length import optimizer_steps, steps_per_episode
 
 SPARED = 100_000_000  # bytes that are worth a note
 
@@ -30,8 +31,6 @@ def tell_second_masters(building: Any) -> Iterator[str]:
 
 def tell_frozen(building: Any) -> Iterator[str]:
     """Where the whole run trains the critic alone."""
-    from lightppo.trainer.build import optimizer_steps, steps_per_episode
-
     config = building.config
     if not isinstance(config, PPOConfig) or config.evaluation.val_only:
         return

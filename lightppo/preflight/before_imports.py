@@ -28,23 +28,26 @@ from lightppo.config.rules import (
 )
 from lightppo.config.supervised_options import SupervisedConfig
 from lightppo.data.blends import check_data_paths, first_rows, with_metadata
+from lightppo.data.chat_templates import PromptTemplate
 from lightppo.data.example_rows import (
     ExampleFields,
     read_example,
+    read_margin,
+    read_pair,
     resolve_example_fields,
 )
 from lightppo.data.folders import check_model, check_tokenizer
 from lightppo.data.local_files import SPLIT_WORDS
-from lightppo.data.pair_rows import read_margin, read_pair
-from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import (
+from lightppo.data.prepared_rows import (
     Encoded,
     Outcome,
-    PromptTemplate,
-    RowFields,
     origin_of,
-    other_columns,
     prepare_rows,
+)
+from lightppo.data.records import Prompt, Rollout
+from lightppo.data.rows import (
+    RowFields,
+    other_columns,
     read_label,
     read_prompt,
     resolve_fields,

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lightppo.config import PPOConfig
+from lightppo.config.run_length import steps_per_episode
 from lightppo.errors import ConfigError
 from lightppo.files import stage_to_local
 
@@ -29,8 +30,6 @@ def check_positions_of(building: Building) -> None:
 
 def check_rows(building: Building) -> None:
     """The longest row to learn from fits the positions, and prompts hold ``--total_training_steps``."""
-    from lightppo.trainer.build import steps_per_episode
-
     config, loader = building.config, building.prompts_dataloader
     if "dataset" in building.rows:
         check_longest_row(config, int(building.rows["dataset"].lengths.max()), positions_of(config))
@@ -45,7 +44,7 @@ def positions_of(config: Any) -> int | None:
 
 def _config_of_pretrain(config: Any) -> PretrainedConfig:
     from lightppo.models.loading import load_config
-    from lightppo.trainer.build import loading_options
+    from lightppo.models.run_models import loading_options
 
     return load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 

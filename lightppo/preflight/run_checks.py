@@ -25,14 +25,13 @@ from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
-from lightppo.preflight.memory import host_bytes, library_bytes, peak_of_process
+from lightppo.preflight.host_memory import host_bytes, library_bytes, peak_of_process
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
 from lightppo.ranks import ranks_on_node
-from lightppo.trainer.build import Building
-from lightppo.trainer.held_out import held_out_prompts
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Machine
+    from lightppo.trainer.build import Building
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 
@@ -100,8 +99,6 @@ def look_at_rows(building: Building) -> Iterator[str]:
             yield f"warning: {told}"
         return
     rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
-    if isinstance(building.config, PPOConfig) and building.held_out is not None:
-        building.held_out = held_out_prompts(building.config, building.tokenizer, building.strategy)
 
 
 def check_disk(building: Building) -> None:
@@ -270,11 +267,6 @@ def _optimizer_bytes(strategy: Any) -> int:
     tensors = [x for state in states for values in state.values() for x in values.values()]
     device = strategy.device.type
     return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
-
-
-def dry_run(run: Any) -> DryRun | None:
-    """The callback of a run that is only tried."""
-    return None if run.keeps else DryRun()
 
 
 def report_memory(strategy: Any, prefix: str) -> dict[str, float]:

@@ -22,10 +22,10 @@ from lightppo.rewards.reward_source import (
     check_output,
     close_source,
     describe_sample,
-    finite,
     is_source,
     shown,
 )
+from lightppo.user_code import finite
 
 Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
 

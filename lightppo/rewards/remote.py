@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, pairwise
 
-from lightppo.addresses import check_url
 from lightppo.config.reward_plan import is_file_alone
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
-from lightppo.http_client import HTTPClient, read_token
+from lightppo.http_client import HTTPClient, check_url, read_token
 from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.function import FunctionReward, function_source
 from lightppo.rewards.reward_source import (

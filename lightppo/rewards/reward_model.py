@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec, micro_batch_spec
+from lightppo.data.chat_templates import PromptTemplate, Rendered, closed, ended
 from lightppo.data.records import Rollout
-from lightppo.data.rows import PromptTemplate, Rendered, closed, ended, template_options
+from lightppo.data.rows import template_options
 from lightppo.errors import BadRowError, ConfigError, DataError, RewardError
 from lightppo.files import files_in_use
 from lightppo.models.wrapper import micro_batches, to_device

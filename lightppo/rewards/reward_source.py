@@ -6,7 +6,6 @@ Strings and lists only, no tensors. A source is any object with ``name`` and ``s
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +16,7 @@ from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Alone, Ranks
 from lightppo.redaction import plain
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, finite, is_non_finite, reading_error
 
 # what a reward function gets by place; the rest of values_of by name
 POSITIONAL = ("queries", "prompts", "labels")
@@ -125,36 +124,6 @@ def shown(value: Any, chars: int = 300) -> str:
 
 
 # --- answers
-
-
-def finite(value: Any) -> float | None:
-    """Return a finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for all else, also for strings."""
-    number = _read_number(value)
-    return number if isinstance(number, float) and math.isfinite(number) else None
-
-
-def is_non_finite(value: Any) -> bool:
-    """Tell whether a value is a number, but NaN or infinite."""
-    number = _read_number(value)
-    return isinstance(number, float) and not math.isfinite(number)
-
-
-def reading_error(value: Any) -> str:
-    """Return what reading a value as a number raised, for error texts; empty if nothing."""
-    error = _read_number(value)
-    return f" (reading it raised {error_text(error)})" if isinstance(error, Exception) else ""
-
-
-def _read_number(value: Any) -> float | Exception | None:
-    """Return a number as a float, ``None`` for what is none, or what the value's own ``item`` or ``__float__`` raised."""
-    try:
-        if getattr(value, "shape", None) == () and hasattr(value, "item"):
-            value = value.item()
-        return float(value) if isinstance(value, (bool, int, float)) else None
-    except OverflowError:  # an int beyond float's range
-        return None
-    except Exception as error:  # code of the user
-        return error
 
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:

@@ -20,14 +20,12 @@ from lightppo.rewards.reward_source import (
     RewardOutput,
     check_output,
     describe_sample,
-    finite,
-    is_non_finite,
     join_outputs,
     output_from_result,
-    reading_error,
     shown,
     values_of,
 )
+from lightppo.user_code import finite, is_non_finite, reading_error
 
 RewardFunction = Callable[..., Any]
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.rollout.decoding import Decoder
 from lightppo.rollout.slots import PromptQueue, SlotDecoder, attention_to_slots
@@ -111,11 +110,6 @@ def check_device(building: Any) -> None:
     """``--hf_cuda_graphs`` needs a GPU."""
     if building.config.flat().get("hf_cuda_graphs") and building.strategy.device.type != "cuda":
         raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
-
-
-def runner(config: PPOConfig, strategy: Any) -> CUDAGraphs | None:
-    """Of ``--hf_cuda_graphs``."""
-    return CUDAGraphs() if config.engine.hf_cuda_graphs else None
 
 
 def rounded(count: int, parts: int) -> int:

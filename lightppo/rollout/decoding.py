@@ -15,7 +15,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from lightppo.models.wrapper import cache_argument
 from lightppo.ranks import heartbeat
-from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
+from lightppo.rollout.sampling import NO_TOKEN, TokenSampler
+from lightppo.rollout.stop_criteria import StopCriteria
 
 # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
 COMPACT_BELOW = 0.75
@@ -206,11 +207,6 @@ class BatchDecoder(Decoder):
                 )
                 done = done.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)
-
-
-def batches_for(forward: CachedForward) -> type[BatchDecoder]:
-    """A decoder of every model."""
-    return BatchDecoder
 
 
 def _can_drop_rows(cache: Cache) -> bool:

@@ -1,4 +1,4 @@
-"""Dynamic sampling and oversampling: a step trains on so many groups, from as many generation batches as it needs."""
+"""Which samples a step trains on: dynamic sampling, oversampling (as many batches as its groups need), best of n."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import RewardError
-from lightppo.experience.maker import ExperienceMaker
-from lightppo.rollout.best_of_n import BestOfN
 from lightppo.rollout.sampler import (
     BatchCollector,
     CollectedStep,
     PromptSource,
+    RolloutSampler,
     nothing_scored,
 )
 
@@ -41,7 +40,7 @@ EQUAL, LOW, HIGH, UNMEASURED = REASONS = (
 
 @dataclass
 class GroupFilter:
-    """Keeps groups that can teach something: their samples differ in the metric, or their mean lies within ``limits``.
+    """Keep groups that can teach something: their samples differ in the metric, or their mean lies within ``limits``.
 
     ``limits`` themselves are excluded. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number correct < group size.
     """
@@ -54,7 +53,7 @@ class GroupFilter:
     final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
 
     def __call__(self, group: Sequence[Rollout]) -> str | None:
-        """Why the scored samples of a prompt, at least one, are not trained on; ``None``: they are."""
+        """Return why the scored samples of a prompt, at least one, are not trained on; ``None``: they are."""
         if self.metric == "seq_final_reward":
             values = self.final_scores(group).tolist()
         else:
@@ -74,7 +73,7 @@ class GroupFilter:
 
 @dataclass
 class Tally:
-    """What happened to the samples of this step on this rank."""
+    """Count what happened to the samples of this step on this rank."""
 
     batches: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -86,7 +85,7 @@ class Tally:
 
 @dataclass
 class GroupCollector(BatchCollector):
-    """Samples until a step has its groups.
+    """Sample until a step has its groups.
 
     Accepted groups that a step does not need are the surplus, which the next step trains on first; save it with
     :meth:`state_dict`. An episode ends when its prompts and its surplus are used up; its last step may be short or even
@@ -142,7 +141,7 @@ class GroupCollector(BatchCollector):
         return self._finish(step, tally, shares[rank], extra, total - sum(shares))
 
     def _generate(self, source: PromptSource, step: int, tally: Tally) -> None:
-        """One generation batch: samples, scores, accepts or rejects."""
+        """Take one generation batch: samples, scores, accepts or rejects."""
         batch = self.sample(source.take(), step, tally.batches)
         tally.batches += 1
         tally.counts.update(batch.counts)
@@ -163,7 +162,7 @@ class GroupCollector(BatchCollector):
     def _agree(
         self, source: PromptSource, tally: Tally, step: int
     ) -> tuple[list[int], bool, int, int]:
-        """What every decision of a step rests on. Collective.
+        """Agree on what every decision of a step rests on. Collective.
 
         Returns:
             accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
@@ -184,7 +183,7 @@ class GroupCollector(BatchCollector):
     def _finish(
         self, step: int, tally: Tally, share: int, extra: list[int], surplus: int
     ) -> CollectedStep:
-        """Takes this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
+        """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
         chosen, self.surplus = self.surplus[:share], self.surplus[share:]
         rollouts, places = [], []
         for sampled, group in chosen:
@@ -219,24 +218,24 @@ class GroupCollector(BatchCollector):
         return collected
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """This rank's surplus, as plain values."""
+        """Return this rank's surplus, as plain values."""
         return [{"step": step, **to_plain(group)} for step, group in self.surplus]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restores ``state_dict``."""
+        """Restore ``state_dict``."""
         self.surplus = [(values["step"], from_plain(values)) for values in state]
 
     def share_out(
         self, states: Sequence[Sequence[dict[str, Any]]], world_size: int
     ) -> list[list[dict[str, Any]]]:
-        """The states of so many ranks, made of those of another number."""
+        """Return the states of so many ranks, made of those of another number."""
         return dealt_out(states, world_size)
 
 
 def dealt_out(
     surplus: Sequence[Sequence[dict[str, Any]]], ranks: int
 ) -> list[list[dict[str, Any]]]:
-    """Each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
+    """Return each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
     if len(surplus) == ranks:
         return [list(groups) for groups in surplus]
     oldest_first = sorted(
@@ -246,7 +245,7 @@ def dealt_out(
 
 
 def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
-    """How many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
+    """Return how many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
     given = [0] * len(held)
     heapify(ranks := [(held[rank], rank) for rank in range(len(held)) if room[rank] > 0])
     for _ in range(min(count, sum(room))):
@@ -257,10 +256,45 @@ def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
     return given
 
 
-def collector(
-    collector: BatchCollector, config: PPOConfig, maker: ExperienceMaker
+def best_of_n(
+    group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter"
+) -> list[Rollout]:
+    """Return the ``n`` samples with the highest scores, in sampling order; of equal scores ``tie`` takes one by length."""
+    sign = 1 if tie == "shorter" else -1
+    ranked = sorted(
+        range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
+    )
+    return [group[i] for i in sorted(ranked[:n])]
+
+
+@dataclass(kw_only=True)
+class BestOfN(RolloutSampler):
+    """Keep the best of the samples of each prompt."""
+
+    group_size: int  # so many are kept
+    tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
+
+    counted = (*RolloutSampler.counted, "not_best")
+
+    def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
+        best = [
+            rollout
+            for group in group_by_prompt(scored)
+            for rollout in best_of_n(group, self.group_size, self.tie)
+        ]
+        counts["not_best"] = len(scored) - len(best)
+        return best
+
+
+def with_selection(
+    collector: BatchCollector,
+    config: PPOConfig,
+    final_scores: Callable[[Sequence[Rollout]], Tensor],
 ) -> BatchCollector:
-    """For ``lightppo.plugin.COLLECTORS``: another one where the options select samples or groups."""
+    """Return the collector itself, or another one where the options select samples or groups.
+
+    ``final_scores`` shapes the scores of rollouts: (B,).
+    """
     sampling, rollout = config.sampling, config.rollout
     if sampling.generation_size > rollout.n_samples_per_prompt:
         collector.sampler = BestOfN(
@@ -272,9 +306,7 @@ def collector(
     per_step = rollout.rollout_batch_size
     group_filter, max_batches = None, 1
     if sampling.dynamic_sampling:
-        group_filter = GroupFilter(
-            sampling.filter_metric, sampling.filter_range, maker.shaper.final_scores
-        )
+        group_filter = GroupFilter(sampling.filter_metric, sampling.filter_range, final_scores)
         max_batches = sampling.max_num_gen_batches
     elif sampling.gen_batch_size <= per_step:
         return collector
@@ -288,6 +320,6 @@ def collector(
 
 
 def keep_surplus(run: Any) -> None:
-    """Checkpoints keep the groups that wait for the next step."""
+    """Have checkpoints keep the groups that wait for the next step."""
     if isinstance(getattr(run, "sampler", None), GroupCollector):
         run.register_state("surplus", run.sampler, per_rank=True)

@@ -18,16 +18,21 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.plugin import DECODERS, DECODING_RUNNERS, FITTED, KERNELS, LOGITS, STOPS
-from lightppo.rollout.decoding import CachedForward, DecodedBatch, Decoder, DecodingRunner
-from lightppo.rollout.engine import Capabilities, SamplingParams
-from lightppo.rollout.sampling import (
-    StopCriteria,
-    TokenSampler,
-    end_of_text_ids,
-    in_any_order,
-    token_seeds,
+from lightppo.models.kernels.invariant import InvariantSteps
+from lightppo.plugin import KERNELS
+from lightppo.rollout.cuda_graphs import CUDAGraphs
+from lightppo.rollout.decoding import (
+    BatchDecoder,
+    CachedForward,
+    DecodedBatch,
+    Decoder,
+    DecodingRunner,
 )
+from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.penalties import penalties_of
+from lightppo.rollout.sampling import TokenSampler, in_any_order, token_seeds
+from lightppo.rollout.slots import SlotDecoder, can_use_slots
+from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,8 +190,7 @@ class HFRolloutEngine:
             self.runner or nullcontext(),
         ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            kinds = (entry.fn(forward) for entry in reversed(DECODERS.values()))
-            kind = next(filter(None, kinds))
+            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             kind = kind if self.runner is None else self.runner.decoder(kind)
             slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
             yield kind(forward, sampler, stop.to(device), slots, most, device)
@@ -208,17 +212,17 @@ class HFRolloutEngine:
         self, sampling: SamplingParams, vocab_size: int
     ) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
-        criteria = next(reversed(STOPS.values())).fn
-        stop = criteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
         trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
         drawn = min(limit, trained)
+        penalties = penalties_of(sampling, self.tokenizer, drawn)
         sampler = TokenSampler(
             sampling,
             valid_vocab_size=drawn,
             log_prob_vocab_size=trained,
             suppressed_ids=stop.ids,
-            changes=list(LOGITS.made(sampling, self.tokenizer, drawn).values()),
+            logits_processors=[] if penalties is None else [penalties],
         )
         return stop, sampler
 
@@ -259,25 +263,32 @@ def build(
     strategy: DeepspeedStrategy,
     actor: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    rows_that_fit: Callable[[PPOConfig, DeepspeedStrategy], int] | None = None,
 ) -> HFRolloutEngine:
-    """The engine of ``--rollout_engine hf``. Collective."""
+    """Make the engine of ``--rollout_engine hf``. Collective.
+
+    ``rows_that_fit`` computes how many rows fit on a GPU where ``--micro_rollout_batch_size`` does not say it.
+    """
+    is_open = config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda"
+    fits = is_open and rows_that_fit is not None
     return HFRolloutEngine(
         actor,
         tokenizer,
-        micro_rollout_batch_size=rows_at_a_time(config, strategy),
+        micro_rollout_batch_size=(
+            rows_that_fit(config, strategy) if fits else rollout_rows(config)
+        ),
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        runner=DECODING_RUNNERS.first(config, strategy),
+        runner=decoding_runner(config),
     )
 
 
-def rows_at_a_time(config: PPOConfig, strategy: DeepspeedStrategy) -> int:
-    """``--micro_rollout_batch_size``; None on a GPU: what is fitted to its memory, if anything is. Collective."""
-    name = "micro_rollout_batch_size"
-    is_open = config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda"
-    if is_open and name in FITTED:
-        return FITTED[name].fn(config, strategy)
-    return rollout_rows(config)
+def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
+    """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
+    if config.engine.batch_invariant:
+        return InvariantSteps()
+    return CUDAGraphs() if config.engine.hf_cuda_graphs else None
 
 
 def check_lengths(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,18 +13,16 @@ from lightppo.errors import ConfigError
 from lightppo.models.loading import valid_vocab_size
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import NO_TOKEN
-from lightppo.rollout.stop_strings import split_stops
+from lightppo.rollout.stop_criteria import split_stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lightppo.trainer.build import Building
 
 
 def penalties_of(
     sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> Penalties | None:
-    """For ``lightppo.plugin.LOGITS``."""
+    """Return the processor of logits that ``sampling`` needs; None: it changes none."""
     words = bad_word_ids(tokenizer, sampling.bad_words)
     completable = [ids for ids in words if max(ids) < vocab_size]
     counts = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -34,7 +32,7 @@ def penalties_of(
 
 
 class Penalties:
-    """Changes raw logits as ``sampling`` says; ``bad_words`` are sequences of ids."""
+    """Change raw logits as ``sampling`` says; ``bad_words`` are sequences of ids."""
 
     def __init__(self, sampling: SamplingParams, bad_words: Sequence[list[int]]) -> None:
         penalty = sampling.repetition_penalty
@@ -44,7 +42,7 @@ class Penalties:
         self.bad_words = NoBadWordsLogitsProcessor(bad_words) if bad_words else None
 
     def __call__(self, logits: Tensor, step: int | Tensor, history: Tensor) -> Tensor:
-        """(B, V) of raw logits; ``step`` and ``history`` as of :class:`lightppo.rollout.sampling.TokenSampler`."""
+        """Return logits (B, V); ``step`` and ``history`` as of :class:`lightppo.rollout.sampling.TokenSampler`."""
         if self.repetition is not None:
             # Padding repeats the last id (always a real one), which is penalised once anyhow.
             seen = torch.where(history == NO_TOKEN, history[:, -1:], history)
@@ -58,7 +56,7 @@ class Penalties:
 
 
 def _response_counts(history: Tensor, step: int | Tensor, scores: Tensor) -> Tensor:
-    """How often each id is in the response, the last ``step`` ids of ``history`` (B, S); (B, V) as ``scores``."""
+    """Count how often each id is in the response, the last ``step`` ids of ``history`` (B, S); (B, V) as ``scores``."""
     ages = torch.as_tensor(step, device=history.device).view(-1, 1)  # (B or 1, 1)
     # (B or 1, S)
     in_response = torch.arange(history.shape[1], 0, -1, device=history.device) <= ages
@@ -69,7 +67,7 @@ def _response_counts(history: Tensor, step: int | Tensor, scores: Tensor) -> Ten
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> list[list[int]]:
-    """Token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
+    """Return the token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
     sequences: list[list[int]] = []
     for word in words:
         plain, spaced = (
@@ -86,8 +84,8 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
     return sequences
 
 
-def check_sampled_tokens(building: Building) -> None:
-    """Refuses ids and words that no sampled answer can have."""
+def check_sampled_tokens(building: Any) -> None:
+    """Refuse ids and words that no sampled answer can have."""
     options, size = building.config.flat(), valid_vocab_size(building.tokenizer)
     if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:
         raise ConfigError(

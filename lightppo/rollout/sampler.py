@@ -179,12 +179,12 @@ class CollectedStep:
 
 @dataclass
 class BatchCollector:
-    """Each step trains on one generation batch. :data:`lightppo.plugin.COLLECTORS` may put another one in its place."""
+    """Train each step on one generation batch."""
 
     sampler: RolloutSampler
     strategy: Ranks
     _: KW_ONLY
-    # The entries of lightppo.plugin.SAMPLING. Each stands around those before it.
+    # Each stands around those before it.
     around: Sequence[AroundSampling] = ()
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()

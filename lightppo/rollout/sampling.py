@@ -1,11 +1,10 @@
-"""How a token is drawn (random numbers, filters, log probs), and when a response ends (ids and strings)."""
+"""How a token is drawn: random numbers, filters, log probs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from transformers import (
 
 from lightppo.rollout.engine import SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 NO_TOKEN = -1  # fills left padding in token histories: no filter takes it for a token
 _BLOCK = 128  # tokens of a large vocabulary that race together
 _TO_UNIT = -(2.0**-63) * (1 - 2.0**-24)  # of 1 … 2^63 to -u, above -1 in float32
@@ -31,7 +27,7 @@ _TO_UNIT = -(2.0**-63) * (1 - 2.0**-24)  # of 1 … 2^63 to -u, above -1 in floa
 
 @contextmanager
 def in_any_order() -> Iterator[None]:
-    """Lifts --full_determinism, which on GPUs refuses cumulated sums of numbers.
+    """Lift --full_determinism, which on GPUs refuses cumulated sums of numbers.
 
     Sums over the rows of a table are always the same there; those of a single row are not.
     """
@@ -52,19 +48,34 @@ def token_seeds(
     sample_index: int,
     count: int,
 ) -> np.ndarray:
-    """The seeds of one request's tokens, (count,) odd int64; a longer request begins with the same seeds."""
+    """Return the seeds of one request's tokens, (count,) odd int64; a longer request begins with the same seeds."""
     return _random_words(f"lightppo/{seed}/{prompt_index}/{sample_index}", count)
 
 
+def request_seed(seed: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
+    """Return the seed of one request in [0, 2^63), for engines that take a seed rather than uniforms."""
+    key = f"lightppo/{seed}/{prompt_index}/{sample_index}"
+    return _hashed(f"{key}/turn {turn}" if turn else key)
+
+
+def joint_seed(seeds: Sequence[int]) -> int:
+    """Return one seed of these, in their order, also in [0, 2^63)."""
+    return _hashed(f"lightppo/{list(seeds)}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
 def runner_factors(vocab_size: int) -> Tensor:
-    """A random odd number for each runner of :func:`draw_tokens`, (N,) int64: tokens, then blocks if there are any."""
+    """Return an odd number for each runner of :func:`draw_tokens`, (N,) int64: tokens, then blocks if there are any."""
     blocks = -(-vocab_size // _BLOCK)
     count = vocab_size if blocks == 1 else _BLOCK + blocks
     return torch.from_numpy(_random_words("lightppo/runners", count))
 
 
 def draw_tokens(probs: Tensor, seeds: Tensor, factors: Tensor) -> Tensor:
-    """One token per row of ``probs`` (B, V), whose rows need not sum to 1, by ``seeds`` (B,): (B,) ids, long.
+    """Draw one token per row of ``probs`` (B, V), whose rows need not sum to 1, by ``seeds`` (B,): (B,) ids, long.
 
     Tokens race: token i arrives at E_i / prob_i, where the E_i are exponential, and the first one wins. E_i depends on
     the row's seed and on i alone, so rounding changes the winner only where two arrive together, while it shifts every
@@ -92,22 +103,23 @@ def draw_tokens(probs: Tensor, seeds: Tensor, factors: Tensor) -> Tensor:
 
 
 def _random_words(name: str, count: int) -> np.ndarray:
-    """Odd int64, (count,): the same on every machine and version, unlike a seeded generator's."""
+    """Return odd int64, (count,): the same on every machine and version, unlike a seeded generator's."""
     return np.frombuffer(hashlib.shake_128(name.encode()).digest(8 * count), dtype="<i8") | 1
 
 
-# of raw logits (B, V), the number of tokens that each response has, and the tokens so far
-LogitsChange = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
+# A function (raw logits (B, V), tokens that each response has, tokens so far) -> logits (B, V);
+# the second and the third are the ``step`` and ``history`` of :class:`TokenSampler`.
+LogitsProcessor = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
 
 
 class TokenSampler:
-    """Samples the next token of every row of a batch.
+    """Sample the next token of every row of a batch.
 
     Args:
         valid_vocab_size: ids from here on (which pad the model's vocabulary) are never sampled.
         log_prob_vocab_size: log probs are over so many ids, as in the trainer; None: all.
         suppressed_ids: ids that may not come before ``min_new_tokens``.
-        changes: of raw logits, see ``lightppo.plugin.LOGITS``.
+        logits_processors: change raw logits before the temperature, in this order.
     """
 
     def __init__(
@@ -117,7 +129,7 @@ class TokenSampler:
         valid_vocab_size: int,
         log_prob_vocab_size: int | None = None,
         suppressed_ids: Sequence[int] = (),
-        changes: Sequence[LogitsChange] = (),
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.greedy = sampling.greedy
         self._needs_rows = torch.are_deterministic_algorithms_enabled()  # see in_any_order
@@ -129,8 +141,8 @@ class TokenSampler:
         self._suppressed = torch.zeros(valid_vocab_size, dtype=torch.bool)
         self._suppressed[[i for i in suppressed_ids if i < valid_vocab_size]] = True
         self._factors = runner_factors(valid_vocab_size)
-        self._changes = changes
-        self.needs_history = bool(changes)
+        self._processors = logits_processors
+        self.needs_history = bool(logits_processors)
         self._filters = LogitsProcessorList()
         if sampling.min_p > 0:
             self._filters.append(MinPLogitsWarper(sampling.min_p))
@@ -146,7 +158,7 @@ class TokenSampler:
         step: int | Tensor,
         history: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Samples one token per row of raw ``logits`` (B, V): tokens (B,) long, and log_probs (B,) float32.
+        """Sample one token per row of raw ``logits`` (B, V): tokens (B,) long, and log_probs (B,) float32.
 
         Log probs are log softmax(logits / temperature) before every penalty and filter, and not finite where no token
         can be drawn (logits NaN or +inf, or every token banned).
@@ -181,62 +193,12 @@ class TokenSampler:
         step: int | Tensor,
         history: Tensor | None,
     ) -> Tensor:
-        """The changes of raw logits (B, V), and the minimum length."""
-        for change in self._changes:
-            scores = change(scores, step, history)
+        """Apply the processors and the minimum length to raw logits (B, V)."""
+        for process in self._processors:
+            scores = process(scores, step, history)
         if self.min_new_tokens:
             self._suppressed = self._suppressed.to(scores.device)  # once
             # (B or 1, 1)
             early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens
             scores = scores.masked_fill(early & self._suppressed, -torch.inf)
         return scores
-
-
-# -- ending responses -------------------------------------------------------------------------------------------------
-
-
-def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any | None) -> list[int]:
-    """The ids that end a text, from the tokenizer and from the model's generation config (an id or a list)."""
-    ids = {tokenizer.eos_token_id}
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids.update(configured if isinstance(configured, list | tuple) else [configured])
-    return sorted(i for i in ids if i is not None)
-
-
-class StopCriteria:
-    """Tells which responses have ended. A subclass, see ``lightppo.plugin.STOPS``, may know more than ids."""
-
-    strings: tuple[str, ...] = ()  # that end a response, beside ids
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingParams,
-        *,
-        eos_ids: list[int],
-        vocab_size: int,
-    ) -> None:
-        unknown = [i for i in sampling.stop_token_ids if i >= vocab_size]
-        if unknown:
-            raise ValueError(
-                f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids"
-            )
-        eos_ids = [] if sampling.ignore_eos else eos_ids
-        self.ids = sorted({*sampling.stop_token_ids, *(i for i in eos_ids if i < vocab_size)})
-        self.is_stop = torch.zeros(vocab_size, dtype=torch.bool)  # of each id
-        self.is_stop[self.ids] = True
-
-    def to(self, device: torch.device) -> StopCriteria:
-        self.is_stop = self.is_stop.to(device)
-        return self
-
-    def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
-        """Which ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
-
-        ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
-        """
-        return self.is_stop[responses[rows, length - 1]]
-
-    def trim(self, response_ids: list[int], text: str) -> str:
-        """The text of a response, of the decoded ids."""
-        return text

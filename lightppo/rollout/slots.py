@@ -343,11 +343,6 @@ class SlotCache(DynamicCache):
         )
 
 
-def slots_for(forward: CachedForward) -> type[SlotDecoder] | None:
-    """The decoder of a model whose cache slots can replace."""
-    return SlotDecoder if can_use_slots(forward.config) else None
-
-
 def slot_layer(layer: Any, span: Span) -> SlotLayer:
     """In place of a layer of transformers' cache."""
     kind = type(layer).__name__

@@ -20,10 +20,10 @@ from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
 from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
 from lightppo.models.loading import value_head
+from lightppo.models.run_models import loading_options
 from lightppo.models.wrapper import on_cpu, to_device
 from lightppo.ranks import heartbeat, level
 from lightppo.supervised.pairs import PairDataset, ReferencedPairs
-from lightppo.trainer.build import loading_options
 from lightppo.zero3 import find_hf_model
 
 FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding

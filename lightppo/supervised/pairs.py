@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightppo.data.chat_templates import Rendered
+from lightppo.data.example_rows import read_margin, read_pair
 from lightppo.data.examples import SFTDataset
-from lightppo.data.pair_rows import read_margin, read_pair
-from lightppo.data.rows import Encoded, Outcome, Rendered, template_options
+from lightppo.data.prepared_rows import Encoded, Outcome
+from lightppo.data.rows import template_options
 from lightppo.errors import BadRowError
 from lightppo.models.critic import RowForm
 

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightppo.data import examples
-from lightppo.data.rows import (
-    Encoded,
-    Outcome,
-    Rendered,
-    lookup,
-)
+from lightppo.data.chat_templates import Rendered
+from lightppo.data.prepared_rows import Encoded, Outcome
+from lightppo.data.rows import lookup
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.supervised.pairs import ReferencedPairs
-from lightppo.supervised.script_options import setting
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,18 +15,26 @@ from torch.utils.data import DataLoader
 from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config.supervised_options import SupervisedConfig
+from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.logging.phase_timer import PhaseTimer
-from lightppo.logging.speeds import perf_metrics
+from lightppo.logging.performance import PhaseTimer, perf_metrics
 from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
 from lightppo.models.packing.settle import settle_packing
+from lightppo.models.run_models import build_tokenizer
 from lightppo.models.wrapper import prepare_model, to_device
-from lightppo.plugin import ROWS
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer import build as building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
+from lightppo.trainer.optimizers import with_optimizer
+from lightppo.trainer.start_checks import (
+    check_data,
+    check_folders,
+    check_models,
+    check_options,
+    check_tokenizer,
+)
 from lightppo.zero3 import parameter_count
 
 T = TypeVar("T")
@@ -300,7 +308,7 @@ def build(
     prepare_model(model, "actor", config, strategy.device)
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(
-        building.with_optimizer(model, training.learning_rate, steps, config, strategy)
+        with_optimizer(model, training.learning_rate, steps, config, strategy)
     )
     models = objective.attach(prepared[0])
     run.saved = {"actor": prepared[0]}
@@ -309,7 +317,7 @@ def build(
     else:
         settle_packing(config, strategy, models, objective.shares_prompts)
     run.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
-    run.check("models")
+    check_models(run)
     objective.begin(prepared[0], filter(None, (rows, held_out)))
     return trainer.of_parts(
         objective,
@@ -331,10 +339,10 @@ def begin(config: SupervisedConfig) -> building.Building:
     strategy.setup_distributed()
     asked = config.resolved()
     run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
-    run.check("options")
-    run.tokenizer = building.build_tokenizer(asked)
-    run.check("tokenizer")
-    run.check("folders")
+    check_options(run)
+    run.tokenizer = build_tokenizer(asked)
+    check_tokenizer(run)
+    check_folders(run)
     return run
 
 
@@ -343,7 +351,7 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
-        rows = ROWS.last(config, name, split, strategy)
+        rows = read_rows(config, name, split, strategy)
         read = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
         strategy.print(f"--{name} {config.flat()[name]}: {read.report}")
         return read
@@ -356,7 +364,7 @@ def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | 
     if data.eval_dataset:
         held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
     run.rows, run.held_out = {"dataset": rows}, held_out
-    run.check("data")
+    check_data(run)
     if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
         few = config.training.micro_train_batch_size * strategy.world_size
         rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])

@@ -2,68 +2,70 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
+from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     estimator_entry,
-    followers,
-    frozen_models,
     generation_batch,
     moves_reference,
-    needs_critic,
     needs_reference,
-    of_role,
     old_log_probs_from,
     trains,
 )
+from lightppo.config.run_length import optimizer_steps, steps_per_episode
+from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.episodes import assembly
+from lightppo.episodes.assembly import with_episodes
 from lightppo.episodes.rewards import taped, unless_failed
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.files import stage_to_local
-from lightppo.logging.step_metrics import Phases
-from lightppo.models import loading
+from lightppo.experience.rollout_check import check_first
+from lightppo.logging.performance import PhaseTimer
+from lightppo.logging.progress import bar_of_part
+from lightppo.logging.rollout_files import replay
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.wrapper import Role, prepare_model
+from lightppo.models.run_models import Models, build_models, build_tokenizer, fit_vocabulary
+from lightppo.models.wrapper import Role
 from lightppo.plugin import (
-    CHECKS,
-    COLLECTORS,
     ENGINES,
-    LOADING,
     LOSS_TERMS,
-    MEASURING,
-    MODEL_CONFIGS,
-    ROWS,
-    SAMPLING,
     VALUE_NORMS,
-    FrozenModel,
 )
+from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
 from lightppo.rewards.async_scorer import AsyncScorer
 from lightppo.rewards.registry import source_of
 from lightppo.rewards.reward_source import NoReward, RewardRequest, RewardSource
+from lightppo.rollout import hf
+from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
+from lightppo.trainer.optimizers import with_optimizer
 from lightppo.trainer.prompts import RolloutBatchSampler
+from lightppo.trainer.start_checks import (
+    check_data,
+    check_engine,
+    check_folders,
+    check_models,
+    check_options,
+    check_tokenizer,
+    checks_of_packages,
+)
 from lightppo.trainer.update import LossTerm, Update
 from lightppo.verifiers.formats import with_xml_format
 from lightppo.verifiers.status import status_check
@@ -74,7 +76,7 @@ T = TypeVar("T")
 
 @dataclass
 class Building:
-    """A run that is being built, as far as it is: what ``lightppo.plugin.CHECKS`` look at.
+    """A run that is being built, as far as it is: what checks look at.
 
     A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
     """
@@ -116,17 +118,10 @@ class Building:
         }
         return of_parts | {"export": parameter_count(self.actor)}
 
-    def check(self, when: str) -> None:
-        """Run the checks of a time, and print what they say. Collective."""
-        for check in CHECKS.values():
-            if check.when == when:
-                for line in check.fn(self) or ():
-                    self.strategy.print(line)
-
-
-def check_options(building: Building) -> None:
-    """Options that cannot work, alone or together, are refused."""
-    building.given.validate(building.strategy.world_size)
+    def tell(self, lines: Iterable[str]) -> None:
+        """Print lines on rank 0."""
+        for line in lines:
+            self.strategy.print(line)
 
 
 @dataclass
@@ -168,7 +163,7 @@ class PPOParts(PPOInputs):
     """Everything that a trainer works with, finished."""
 
     state: TrainerState = field(kw_only=True)
-    timer: Phases = field(kw_only=True)
+    timer: PhaseTimer = field(kw_only=True)
     kl_ctl: Any = field(kw_only=True)
     experience_maker: ExperienceMaker = field(kw_only=True)
     replay_buffer: ReplayBuffer = field(kw_only=True)
@@ -192,7 +187,10 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
     if building.reward_source is None:
         build_rewards(building, models.reward_models)
     engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
-    building.check("engine")
+    if building.held_out is not None:
+        judge = building.reward_source if building.judge is None else building.judge
+        building.evaluator = build_evaluator(config, engine, judge, building.held_out, strategy)
+    check_engine(building)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
     inputs = PPOInputs(
         strategy=strategy,
@@ -224,10 +222,10 @@ def begin(config: PPOConfig) -> Building:
     strategy.setup_distributed()
     resolved = config.resolved()
     building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
-    building.check("options")
+    check_options(building)
     building.tokenizer = build_tokenizer(resolved)
-    building.check("tokenizer")
-    building.check("folders")
+    check_tokenizer(building)
+    check_folders(building)
     return building
 
 
@@ -240,7 +238,12 @@ def read_data(building: Building) -> None:
     building.loss_terms = LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
-    building.check("data")
+    if building.asked.data.eval_data is not None:
+        # All of them, also where a dry run takes few.
+        building.held_out = build_held_out(building.asked, building.tokenizer, strategy)
+    check_data(building)
+    if trains(config) and not building.keeps and building.held_out is not None:
+        building.held_out = build_held_out(config, building.tokenizer, strategy)
 
 
 def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
@@ -267,7 +270,7 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
         config, models.actor, models.critic, models.followers, models.reference
     )
     building.models = models.by_flag
-    building.check("models")
+    check_models(building)
     return models, optimizers
 
 
@@ -284,7 +287,7 @@ def assemble(
         own_training_step: its training step is a user's, which needs old log probs in place.
     """
     config, strategy = inputs.config, inputs.strategy
-    state, timer, algorithm = TrainerState(), MEASURING["timer"].fn(), config.algorithm
+    state, timer, algorithm = TrainerState(), PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = VALUE_NORMS.first(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
@@ -325,7 +328,7 @@ def build_maker(
     inputs: PPOInputs,
     kl_ctl: Any,
     value_norm: Any,
-    timer: Phases,
+    timer: PhaseTimer,
     kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:
@@ -336,7 +339,6 @@ def build_maker(
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    around_parts = MEASURING["part"].fn
     return kind(
         inputs.actor,
         inputs.critic,
@@ -348,7 +350,7 @@ def build_maker(
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: around_parts(parts, "experience", strategy),
+        progress=lambda parts: bar_of_part(parts, "experience", strategy),
         timer=timer,
     )
 
@@ -356,203 +358,12 @@ def build_maker(
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _as_config_error() -> Iterator[None]:
-    """A part that refuses its arguments refuses options."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def build_strategy(config: OptionSet) -> DeepspeedStrategy:
     """The strategy of a config; no process group yet. Raises ConfigError for ZeRO options that exclude each other."""
     flat = config.resolved().flat()
     same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
-    with _as_config_error():
+    with as_config_error():
         return DeepspeedStrategy(**same_name, timeout_minutes=config.strategy.dist_timeout)
-
-
-@dataclass
-class Models:
-    """The models of a run. No reference also where the actor itself is it, adapters off."""
-
-    actor: Actor
-    critic: Any | None  # these are in their engines, if they were prepared
-    reference: Actor | None
-    reward_models: list[Any]
-    # By the names of their parts in checkpoints.
-    followers: dict[str, Actor] = field(default_factory=dict)
-    frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
-    # Models that score or train, by the flag that names each.
-    by_flag: dict[str, Any] = field(default_factory=dict)
-
-
-def loading_options(config: OptionSet) -> dict[str, Any]:
-    """How all models but reward models are loaded."""
-    asked = config.model
-    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-    of_tables = {*LOADING, *MODEL_CONFIGS}
-    changes = {name: value for name, value in config.flat().items() if name in of_tables}
-    return changes | {
-        "attn_implementation": asked.attn_implementation,
-        "trust_remote_code": asked.trust_remote_code,
-        "external_lib": asked.external_lib,
-        "seed": config.strategy.seed,
-        "init_from_scratch": asked.init_from_scratch,
-    }
-
-
-def build_models(
-    config: PPOConfig,
-    strategy: DeepspeedStrategy,
-    into_engine: Callable[[Any, Role], Any] = lambda model, role: model,
-) -> Models:
-    """Load all models, each under the ZeRO configuration of its role.
-
-    ``into_engine(model, role)`` takes each to its place before the next one loads: below ZeRO-3 a host holds one whole
-    model per rank, not four.
-    """
-    loader = ModelLoader(config, strategy, into_engine)
-    actor = loader.actor()
-    return Models(
-        actor=actor,
-        critic=loader.critic() if needs_critic(config) else None,
-        reference=loader.reference(actor) if needs_reference(config) else None,
-        reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
-        followers={
-            name: loader.follower(name) for name in followers(config) if name != "reference"
-        },
-        frozen={name: loader.frozen(name, one) for name, one in frozen_models(config).items()},
-        by_flag=loader.by_flag,
-    )
-
-
-class ModelLoader:
-    """Loads, prepares and places the models of a run, one by one."""
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        strategy: DeepspeedStrategy,
-        into_engine: Callable[[Any, Role], Any],
-    ) -> None:
-        self.config, self.strategy, self.into_engine = config, strategy, into_engine
-        self.by_flag: dict[str, Any] = {}
-        self.options = loading_options(config)
-        of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
-        self.options_of_frozen = {name: self.options[name] for name in of_all}
-        self.temperature = config.rollout.temperature or 1.0
-
-    def actor(self) -> Actor:
-        """The policy that trains."""
-        path = self.config.model.pretrain
-        model = Actor(
-            stage_to_local(path),
-            dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_train_config(),
-            temperature=self.temperature,
-            **self._options_of(path),
-        )
-        if self.config.loss.aux_loss_coef > 0:
-            with _as_config_error():
-                model.check_router()
-        return self._placed(model, "actor", "--pretrain")
-
-    def critic(self) -> Any:
-        """``--critic_pretrain``, in its engine."""
-        named, zero = self.config.model, self.config.strategy
-        ds_config = self.strategy.get_ds_train_config(
-            zero_stage=zero.critic_zero_stage,
-            max_norm=of_role(self.config, "critic").max_norm,
-            adam_offload=zero.critic_adam_offload,
-            param_offload=zero.critic_param_offload,
-        )
-        model = Critic(
-            stage_to_local(named.critic_pretrain),
-            dtype=self.strategy.dtype,
-            ds_config=ds_config,
-            value_head_prefix=named.value_head_prefix,
-            init_value_head=True if named.init_critic_from_actor else None,
-            **self._options_of(named.critic_pretrain),
-        )
-        return self._placed(model, "critic", "--critic_pretrain")
-
-    def reference(self, actor: Actor) -> Actor | None:
-        """``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
-        path, zero = self.config.model.ref_pretrain, self.config.strategy
-        if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
-            return None
-        # A reference that moves, like an average, is fp32: small steps would vanish in 16 bits.
-        dtype = torch.float32 if moves_reference(self.config) else self.strategy.dtype
-        model = Actor(
-            stage_to_local(path),
-            dtype=dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype
-            ),
-            flag="--ref_pretrain",
-            temperature=self.temperature,
-            **self._options_of(path),
-        )
-        return self._placed(model, "reference", "--ref_pretrain")
-
-    def reward_model(self, path: str) -> Any:
-        """One of ``--reward_pretrain``, in its engine."""
-        zero = self.config.strategy
-        model = RewardModel(
-            stage_to_local(path),
-            dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                zero.reward_offload, zero_stage=zero.reward_zero_stage
-            ),
-            normalize_reward=self.config.reward.normalize_reward,
-            value_head_prefix=self.config.model.value_head_prefix,
-            **self.options_of_frozen,
-        )
-        return self._placed(model, "reward", f"--reward_pretrain {path}")
-
-    def follower(self, name: str) -> Actor:
-        """What the actor is, in float32."""
-        path, zero = self.config.model.pretrain, self.config.strategy
-        ds_config = self.strategy.get_ds_eval_config(
-            zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
-        )
-        model = Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path))
-        return self._placed(model, name)
-
-    def frozen(self, name: str, asked: FrozenModel) -> Actor:
-        """A further model, as it is: neither 4 bits nor ``--override_config`` are its."""
-        model = Actor(
-            stage_to_local(asked.path),
-            dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
-            flag=asked.flag,
-            temperature=self.temperature,
-            **self.options_of_frozen,
-        )
-        return self._placed(model, name, asked.flag)
-
-    def _options_of(self, path: str | None) -> dict[str, Any]:
-        """How the actor, or a model that may have a checkpoint of its own, is loaded."""
-        from_scratch = self.config.model.init_from_scratch and path == self.config.model.pretrain
-        return self.options | {"init_from_scratch": from_scratch}
-
-    def _placed(self, model: Any, role: Role, flag: str | None = None) -> Any:
-        prepare_model(model, role, self.config, self.strategy.device)
-        model = self.into_engine(model, role)
-        if flag is not None:
-            self.by_flag[flag] = model
-        return model
-
-
-def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
-    """Policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
-    loading.fit_to_model(tokenizer, models.actor.hf_model, config.model.pretrain, "--pretrain")
-    for name, one in frozen_models(config).items():
-        loading.fit_to_model(tokenizer, models.frozen[name].hf_model, one.path, one.flag)
-    for model in filter(None, (models.actor, models.reference, *models.frozen.values())):
-        model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 
 
 def saved_parts(
@@ -568,67 +379,6 @@ def saved_parts(
     return {name: model for name, model in parts.items() if model is not None}
 
 
-def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
-    """The actor's tokenizer; if the actor is there, checked against its embedding."""
-    asked = config.model
-    own = asked.tokenizer_path
-    return loading.get_tokenizer(
-        stage_to_local(asked.pretrain if own is None else own),
-        actor,
-        use_fast=not asked.disable_fast_tokenizer,
-        trust_remote_code=asked.trust_remote_code,
-        flag="--pretrain" if own is None else "--tokenizer_path",
-    )
-
-
-def with_optimizer(
-    model: Any,
-    learning_rate: float,
-    steps: int,
-    config: OptionSet,
-    strategy: DeepspeedStrategy,
-    role: Literal["actor", "critic"] = "actor",
-) -> tuple[Any, Any, Any]:
-    """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
-    if model is None:
-        return None, None, None
-    asked = of_role(config, role)
-    optimizer = strategy.create_optimizer(
-        model,
-        lr=learning_rate,
-        betas=asked.adam_betas,
-        weight_decay=asked.l2,
-    )
-    warmup = asked.lr_warmup_steps
-    if warmup is None:
-        warmup = math.ceil(steps * asked.lr_warmup_ratio)
-    of_step = partial(
-        share_of_peak_rate,
-        kind=asked.lr_scheduler,
-        steps=steps,
-        warmup=warmup,
-        least=asked.min_lr_ratio,
-    )
-    return model, optimizer, LambdaLR(optimizer, of_step)
-
-
-def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:
-    """The learning rate of an optimizer step, counted from 0, as a share of the highest one.
-
-    The warm-up is ``(step + 1) / (warmup + 1)``, so that its first step trains too; behind it the rates are those of
-    ``transformers.get_scheduler``, and behind the last step the last one's.
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if kind == "constant":
-        return 1.0
-    if kind == "linear":
-        return max(0, steps - step) / max(1, steps - warmup)
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return cosine if kind == "cosine" else cosine * (1 - least) + least
-
-
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -642,7 +392,7 @@ def build_prompts(
 ) -> PromptDataset:
     """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
     data = config.data
-    rows = ROWS.last(config, name, split or data.prompt_split, strategy)
+    rows = read_rows(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit or data.max_samples))),
         tokenizer,
@@ -664,6 +414,14 @@ def build_prompts(
     return dataset
 
 
+def build_held_out(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> PromptDataset:
+    """Read the prompts of ``--eval_data``, checked and tokenised."""
+    data = config.data
+    return build_prompts(
+        config, tokenizer, strategy, "eval_data", data.eval_split, data.eval_max_samples
+    )
+
+
 def prompts_dataloader(
     config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy
 ) -> DataLoader:
@@ -675,39 +433,6 @@ def prompts_dataloader(
     generator = torch.Generator()
     return DataLoader(
         prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator
-    )
-
-
-def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:
-    """PPO steps of the coming episode, at most so many with ``--dynamic_sampling``, whose rejected groups take prompts.
-
-    From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
-    the optimizer steps per episode.
-    """
-    rollout, training = config.rollout, config.training
-    if hasattr(dataloader, "__len__"):
-        prompts = len(dataloader) * generation_batch(config)
-        return math.ceil(prompts / rollout.rollout_batch_size)
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    return max(1, update_steps * training.train_batch_size // training.max_epochs // samples)
-
-
-def optimizer_steps(
-    config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
-) -> int:
-    """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
-    rollout, training = config.rollout, config.training
-    epochs = of_role(config, role).max_epochs or 0  # None: there is no critic
-    rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
-    if role == "actor":
-        frozen = max(0, config.algorithm.freezing_actor_steps)
-        rollouts = max(0, rollouts - frozen)
-    return (
-        rollouts
-        * math.ceil(
-            rollout.rollout_batch_size * rollout.n_samples_per_prompt / training.train_batch_size
-        )
-        * epochs
     )
 
 
@@ -740,19 +465,14 @@ def build_sampler(
         checks=[] if status is None else [status],
         timer=timer,
     )
-    around = [
-        entry.fn(config=config, strategy=strategy, actor=maker.actor, engine=engine)
-        for entry in SAMPLING.values()
-    ]
+    around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
     collector = BatchCollector(
         sampler,
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
         timer=timer,
     )
-    for entry in COLLECTORS.values():
-        collector = entry.fn(collector, config, maker)
-    return collector
+    return with_selection(collector, config, maker.shaper.final_scores)
 
 
 def build_scorer(
@@ -765,14 +485,23 @@ def build_scorer(
         raise ConfigError(
             "--async_rewards: this rollout engine gives its samples all at once; leave it out"
         )
-    with _as_config_error():
+    with as_config_error():
         return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
 
 
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
-    """What scores the samples, where no check has put another source in place."""
+    """Make what scores the samples, and evaluations; a run that only evaluates has nothing else."""
     building.reward_models = reward_models
-    building.check("rewards")
+    judging = evaluation_config(building.config)
+    if judging is not None:
+        own = building.config.evaluation.eval_reward_fn is not None
+        flag = "--eval_reward_fn" if own else "--reward_fn"
+        building.judge = build_reward(
+            judging, reward_models, building.tokenizer, building.strategy, flag
+        )
+        if building.config.evaluation.val_only:
+            building.reward_source = building.judge
+    checks_of_packages(building, "rewards")
     if building.reward_source is None:
         building.reward_source = build_reward(
             building.config, reward_models, building.tokenizer, building.strategy
@@ -790,7 +519,7 @@ def build_reward(
     request = RewardRequest(config, tokenizer, ranks, reward_models, flag, around=taped)
     if estimator_entry(config).ignores_scores and not request.names:
         return NoReward()
-    with _as_config_error():
+    with as_config_error():
         return unless_failed(with_xml_format(source_of(request), request), request)
 
 
@@ -809,10 +538,37 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
     )
 
 
+def eval_sampling_params(config: PPOConfig) -> SamplingParams:
+    """Say how evaluation samples: as training, but for temperature, top-p, top-k and the number of samples."""
+    evaluation = config.evaluation
+    return replace(
+        sampling_params(config),
+        n=evaluation.eval_n_samples,
+        temperature=evaluation.eval_temperature,
+        top_p=evaluation.eval_top_p,
+        top_k=evaluation.eval_top_k,
+        do_sample=True,
+        first_token_temperature=None,
+    )
+
+
+def build_evaluator(
+    config: PPOConfig,
+    engine: RolloutEngine,
+    source: RewardSource,
+    prompts: PromptDataset,
+    ranks: Ranks,
+) -> Evaluator:
+    """Make the evaluation on held-out prompts as the options say."""
+    threshold = config.evaluation.eval_correct_threshold
+    return Evaluator(engine, source, prompts, eval_sampling_params(config), ranks, threshold)
+
+
 def build_rollout_engine(
     config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any
 ) -> RolloutEngine:
-    """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
+    """Build the engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     make_engine = ENGINES.find(config.engine.rollout_engine).fn
-    engine = make_engine(config, strategy, actor, tokenizer)
-    return assembly.around(engine, config, strategy, tokenizer)
+    fitted = {"rows_that_fit": rows_that_fit} if make_engine is hf.build else {}
+    engine = make_engine(config, strategy, actor, tokenizer, **fitted)
+    return with_episodes(engine, config, strategy, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
 from lightppo.models.actor import ActionScores
-from lightppo.trainer.build import Building
 from lightppo.trainer.teacher_servers import TeacherServers
 from lightppo.trainer.update import Metrics, ScoreTerm
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
 
 # of the further models of a run, and of what its pass leaves in Experience.extra
 TEACHER = "teacher"

@@ -20,14 +20,16 @@ from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
-from lightppo.config.options import OptionSet
+from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.logging.step_metrics import Phases, on_bar, with_namespace
-from lightppo.plugin import CALLBACKS, MEASURING, METRICS, OLDER_STATES
+from lightppo.logging.performance import PhaseTimer
+from lightppo.logging.progress import Pace, bar_of_steps, on_bar
+from lightppo.logging.step_metrics import with_namespace
+from lightppo.plugin import METRICS, OLDER_STATES
 from lightppo.ranks import Ranks, heartbeat
-from lightppo.redaction import shown_value
+from lightppo.trainer.run_callbacks import run_callbacks
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class TrainingLoop:
     Args:
         config: resolved; its sections ``checkpoint``, ``logging`` and ``training`` are read.
         checkpointer: of the models of the run.
-        callbacks: of users; after those that plugins give to every run.
+        callbacks: of users, see :func:`lightppo.trainer.run_callbacks.run_callbacks`.
         evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``, for a callback; ``None``: no evaluation.
         content: marks of what options name, which a resumed run must find unchanged.
         keeps: whether anything is left of the run at its end; a trial keeps nothing.
@@ -151,7 +153,7 @@ class TrainingLoop:
         skipped: SkippedSteps,
         *,
         state: TrainerState,
-        timer: Phases,
+        timer: PhaseTimer,
         callbacks: Iterable[Callback] = (),
         evaluator: Any | None = None,
         content: Mapping[str, str] | None = None,
@@ -161,7 +163,7 @@ class TrainingLoop:
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.checkpointer, self.skipped, self.evaluator = checkpointer, skipped, evaluator
         self.content, self.keeps, self.asked = dict(content or {}), keeps, asked
-        self.state, self.timer, self.saving = state, timer, MEASURING["timer"].fn()
+        self.state, self.timer, self.saving = state, timer, PhaseTimer()
         self.total_steps: int | None = None  # of the run, known in fit
         self.last_saved: int | None = None
         self.saves = False  # checkpoints, and one at its end; known when it begins
@@ -169,11 +171,7 @@ class TrainingLoop:
         self.states_of_ranks: dict[str, Stateful] = {}
         # states of the checkpoint that no part has asked for yet
         self.unclaimed: dict[str, Any] = {}
-        first = [entry.fn(self) for entry in CALLBACKS.values() if not entry.after_yours]
-        last = [entry.fn(self) for entry in CALLBACKS.values() if entry.after_yours]
-        self.callbacks = Callbacks(
-            callback for callback in (*first, *callbacks, *last) if callback is not None
-        )
+        self.callbacks = Callbacks(run_callbacks(self, callbacks))
 
     # -- what a trainer says -----------------------------------------------------------------------------------------
 
@@ -337,7 +335,7 @@ class TrainingLoop:
         """The names of metrics are known by then."""
         self.full_names = METRICS.by_short_name
         self.saves = self.config.checkpoint.save_steps > 0
-        self.line = MEASURING["line"].fn(self.state.global_step)
+        self.line = Pace(self.state.global_step).line
 
     def steps(self) -> Iterator[tuple[int, Any]]:
         """Number and data of each step until a limit is reached."""
@@ -345,7 +343,7 @@ class TrainingLoop:
             return
         if self.reached_limits():
             self.tell_complete()
-        yield from MEASURING["steps"].fn(self._steps_of_episodes(), self)
+        yield from bar_of_steps(self._steps_of_episodes(), self)
 
     def _steps_of_episodes(self) -> Iterator[tuple[int, Any]]:
         while not self.reached_limits():
@@ -448,8 +446,3 @@ class TrainingLoop:
 
 
 _OWN_STATE = ("trainer", "config", "content", "rng", "run", "consumed_samples")
-
-
-def public_options(config: OptionSet) -> dict[str, Any]:
-    """All options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
-    return {name: shown_value(value) for name, value in config.flat().items()}

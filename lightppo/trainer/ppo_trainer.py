@@ -11,10 +11,11 @@ from typing import Any, Self
 from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
+from lightppo.config.run_length import steps_per_episode
 from lightppo.errors import NonFiniteError
 from lightppo.rewards.reward_source import RewardSource, close_source
 from lightppo.rollout.sampler import CollectedStep
-from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build, steps_per_episode
+from lightppo.trainer.build import PPOInputs, PPOParts, assemble, build
 from lightppo.trainer.loop import TrainingLoop
 from lightppo.trainer.prompts import EpisodePrompts
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader
 
 from lightppo.algorithms.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.config import PPOConfig
+from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.wrapper import on_cpu, to_device
-from lightppo.plugin import ROWS
-from lightppo.trainer.build import Building
 from lightppo.trainer.update import LossTerm, OwnLoss
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
 
 
 class Pretraining(LossTerm):
@@ -87,7 +89,7 @@ def build_pretrain(
     data = config.data
     if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
-    rows = ROWS.last(config, "pretrain_data", data.pretrain_split, strategy)
+    rows = read_rows(config, "pretrain_data", data.pretrain_split, strategy)
     dataset = SFTDataset(
         rows,
         tokenizer,

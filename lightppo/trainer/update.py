@@ -31,16 +31,17 @@ from lightppo.experience.batching import (
 )
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.logging.performance import PhaseTimer
+from lightppo.logging.progress import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
-    Phases,
+    SampleSummaries,
     checked_status,
     micro_batch_status,
-    minibatch_on_bar,
     optimizer_status,
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, MEASURING, SCORE_TERMS
+from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, SCORE_TERMS
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 
 Metrics = dict[str, Tensor]
@@ -123,7 +124,7 @@ class Update:
         value_norm: Any | None,
         state: TrainerState,
         skipped: SkippedSteps,
-        timer: Phases,
+        timer: PhaseTimer,
     ) -> None:
         config, self.strategy = inputs.config, inputs.strategy
         self.loss_terms, self.frozen = dict(inputs.loss_terms), inputs.frozen
@@ -152,9 +153,8 @@ class Update:
         # of each further term: those of the micro batches that follow
         self.own_losses: list[Iterator[OwnLoss]] = []
         self.sample_entropy = ENTROPY_SAMPLES.first(config)
-        self.samples = MEASURING["samples"].fn(self)  # their numbers
+        self.samples = SampleSummaries(self)  # their numbers
         self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
-        self.around_batches = MEASURING["part"].fn
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -186,7 +186,7 @@ class Update:
                 self.epoch = epoch
                 plan = self.minibatches(step, epoch)
                 text = f"train, epoch {epoch + 1}/{epochs}"
-                bar = self.around_batches(plan, text, self.strategy)
+                bar = bar_of_part(plan, text, self.strategy)
                 for minibatch in bar:
                     trained.append(self.train_minibatch(minibatch, step))
                     samples = [e for e in minibatch.micro_batches if e.part.has_samples]

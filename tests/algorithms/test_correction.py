@@ -17,7 +17,7 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.more_entries import CORRECTIONS, REJECTIONS, Rejection
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError
-from lightppo.logging.summaries import (
+from lightppo.logging.step_metrics import (
     Summary,
     chi_square,
     effective_share,

@@ -23,12 +23,24 @@ FILES = {
     "docs/a.md": "four words are here\n",
 }
 
+CHECKS = """
+def check_options():
+    look()
+
+
+def look():
+    pass
+"""
+
 LOOP = """
+from followed.start_checks import check_options
+
+
 class PPOTrainer:
     @classmethod
     def from_config(cls):
         before()
-        Building().check("options")
+        check_options()
         return cls()
 
     def fit(self):
@@ -40,11 +52,6 @@ class PPOTrainer:
         after()
 
     def sync_weights(self, step):
-        after()
-
-
-class Building:
-    def check(self, when):
         after()
 
 
@@ -146,6 +153,7 @@ def test_what_runs(house, tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("x = 1\n")
     (package / "loop.py").write_text(LOOP)
+    (package / "start_checks.py").write_text(CHECKS)
     (package / "late.py").write_text("x = 1\ny = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     trace, before = house.Trace(package), sys.gettrace()
@@ -155,12 +163,12 @@ def test_what_runs(house, tmp_path, monkeypatch):
         importlib.import_module("followed.late")
     finally:
         sys.settrace(before)
-        for name in ("followed", "followed.loop", "followed.late"):
+        for name in ("followed", "followed.loop", "followed.start_checks", "followed.late"):
             sys.modules.pop(name, None)
     numbers = trace.numbers()
     assert numbers["building the run: functions"] == 2  # before, check
     assert numbers["building the run: lines of functions"] == 2 + 2
-    assert numbers["checks of the run: functions"] == 1  # after
+    assert numbers["checks of the run: functions"] == 1  # look
     assert numbers["one GRPO step: files"] == 1
     assert numbers["one GRPO step: functions"] == 3  # prompts, sync_weights, after
     assert numbers["one GRPO step: lines of functions of the core"] == 3 + 2 + 2

@@ -13,8 +13,7 @@ from lightppo.compat.seed import config_from_options, constructor_config, take_s
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.logging.run_folder import public_options
-from lightppo.trainer.build import sampling_params
-from lightppo.trainer.held_out import eval_sampling_params
+from lightppo.trainer.build import eval_sampling_params, sampling_params
 
 # What SPEC row C2 says the constructor means where it is given nothing.
 C2_DEFAULTS = {

@@ -158,7 +158,7 @@ def test_skip_counts_by_reason_and_names_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # several chunks, so that workers share them
-    monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 2)
+    monkeypatch.setattr("lightppo.data.prepared_rows.CHUNK_ROWS", 2)
     path = write_jsonl(ROWS)
     with caplog.at_level(logging.WARNING):
         dataset = PromptDataset(
@@ -179,7 +179,7 @@ def test_skip_counts_by_reason_and_names_rows(
 def test_workers_give_the_same_and_carry_the_error(
     tokenizer, write_jsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 3)
+    monkeypatch.setattr("lightppo.data.prepared_rows.CHUNK_ROWS", 3)
     path = write_jsonl([{"input": "x" * (i % 7 + 1)} for i in range(20)])
     data = blending_datasets(path)
     assert list(PromptDataset(data, tokenizer, num_workers=3)) == list(

@@ -386,7 +386,7 @@ def vllm_push(subject: Subject) -> None:
     """vLLM's log probs with the trainer's, before and after all weights have changed"""
     from lightppo.config import PPOConfig
     from lightppo.distributed.deepspeed import DeepspeedStrategy
-    from lightppo.rollout.vllm.rollout_check import RolloutCheck
+    from lightppo.experience.rollout_check import RolloutCheck
     from lightppo.trainer.build import build_rollout_engine
 
     strategy = DeepspeedStrategy(zero_stage=0, micro_train_batch_size=1, train_batch_size=5)

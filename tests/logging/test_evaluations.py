@@ -12,7 +12,7 @@ from support.tiny import read_jsonl
 from lightppo.data.records import Prompt
 from lightppo.logging.evaluations import by_source, table, write_evaluation
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import EvalSample, Evaluator, eval_metrics
+from lightppo.trainer.evaluation import EvalSample, Evaluator, eval_metrics
 
 
 def sample(

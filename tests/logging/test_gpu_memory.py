@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightppo.logging.gpu_memory import gpu_memory
+from lightppo.logging.performance import GPUMemory
 
 
 def test_the_largest_peak_of_all_ranks_in_each_step(monkeypatch):
@@ -29,7 +29,7 @@ def test_the_largest_peak_of_all_ranks_in_each_step(monkeypatch):
 
     strategy = SimpleNamespace(device=torch.device("cuda"), all_reduce=all_reduce)
     run = SimpleNamespace(strategy=strategy)
-    callback = gpu_memory(run)
+    callback = GPUMemory()
     assert callback.on_step_end(run, 1, {}) == {
         "perf/gpu_memory_gb": 3.0,
         "perf/gpu_memory_reserved_gb": 6.0,
@@ -38,14 +38,10 @@ def test_the_largest_peak_of_all_ranks_in_each_step(monkeypatch):
     assert callback.on_step_end(run, 2, {})["perf/gpu_memory_gb"] == 2.0
 
 
-def test_there_are_none_without_a_gpu():
-    assert gpu_memory(SimpleNamespace(strategy=SimpleNamespace(device=torch.device("cpu")))) is None
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     strategy = SimpleNamespace(device=torch.device("cuda"), all_reduce=lambda data, op: data)
     run = SimpleNamespace(strategy=strategy)
-    callback = gpu_memory(run)
+    callback = GPUMemory()
     held = torch.zeros(1_000_000_000, dtype=torch.uint8, device="cuda")
     assert callback.on_step_end(run, 1, {})["perf/gpu_memory_gb"] >= held.nbytes / 1e9

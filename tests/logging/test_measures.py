@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,14 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.experience.experience import Experience
 from lightppo.logging import progress as paces
-from lightppo.logging import summaries as sums
-from lightppo.logging.phase_names import ROLLOUT
-from lightppo.logging.phase_timer import PhaseTimer
-from lightppo.logging.speeds import perf_metrics
-from lightppo.logging.step_metrics import SampleMeans, minibatch_on_bar, with_namespace
-from lightppo.logging.summaries import SampleSummaries, Summary
-from lightppo.metric_names import METRICS
+from lightppo.logging import step_metrics as sums
+from lightppo.logging.performance import PhaseTimer, perf_metrics
+from lightppo.logging.progress import minibatch_on_bar
+from lightppo.logging.step_metrics import (
+    Summary,
+    with_namespace,
+)
+from lightppo.metric_names import _ROLLOUT, METRICS
 
 NAN = math.nan
 
@@ -197,33 +196,11 @@ def test_no_sample_anywhere_gives_no_status():
     assert sums.rollout_status(sums.merge_summaries([{}, {}])) == {}
 
 
-@pytest.mark.parametrize("in_training", [False, True])
-def test_the_means_of_the_core_alone_are_the_same_to_the_last_bit(in_training):
-    def status_by(kind: Any) -> dict[str, float]:
-        maker = SimpleNamespace(sampled_kl=torch.sub, measures=())
-        mine = kind(SimpleNamespace(experience_maker=maker, strategy=FakeStrategy()))
-        items = rows(masked=True)
-        log_probs = [item.action_log_probs for item in items]
-        for item in items if in_training else ():
-            item.action_log_probs = item.kl = None
-        mine.begin(items)
-        for item, own in zip(items, log_probs) if in_training else ():
-            mine.add(item, own)
-        mine.read()
-        return mine.status()
-
-    alone, whole = status_by(SampleMeans), status_by(SampleSummaries)
-    assert alone == {name: whole[name] for name in alone}
-    assert {"reward", "reward/format", "kl", "policy_kl", "samples"} <= alone.keys()
-
-
 def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists():
     logged = with_namespace(status_of(rows()))
-    names = [name for name in METRICS if name.startswith("rollout/")]
-    # what follows is counted before there is a buffer
-    of_core = names[: names.index("rollout/unscored")]
-    measured = {f"rollout/{name}" for name in ROLLOUT} - {"rollout/logp_diff_on_policy"}
-    assert set(logged) - {"reward/format"} == {*of_core, *measured}
+    before_the_buffer = ("unscored", "small_group", "generated_samples", "generated_tokens")
+    others = {*before_the_buffer, "logp_diff_on_policy"}
+    assert set(logged) - {"reward/format"} == {f"rollout/{n}" for n in _ROLLOUT.keys() - others}
 
 
 def test_phases_are_summed_until_the_reset(monkeypatch):

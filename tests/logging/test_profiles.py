@@ -7,8 +7,7 @@ import json
 
 import torch
 
-from lightppo.logging.phase_timer import PhaseTimer
-from lightppo.logging.profiles import profile
+from lightppo.logging.performance import PhaseTimer, profile
 
 
 def test_a_profile_is_a_trace_with_the_phases(tmp_path):

@@ -28,7 +28,6 @@ from lightppo import storage
 from lightppo.config import PPOConfig
 from lightppo.config.supervised_options import COMMANDS, SFTConfig
 from lightppo.errors import ConfigError, ReportError
-from lightppo.logging.phase_names import TIMED
 from lightppo.logging.report_page import (
     KINDS,
     PANELS,
@@ -46,6 +45,7 @@ from lightppo.logging.report_page import (
     write_report,
 )
 from lightppo.logging.run_folder import write_run_config
+from lightppo.metric_names import TIMED
 
 ROWS = [
     {"step": 0, "time": 0.0, "eval/accuracy": 0.5, "eval/reward": 0.4},

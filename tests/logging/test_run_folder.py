@@ -23,8 +23,7 @@ from support.tiny import read_jsonl, save_causal_lm, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
 from lightppo.errors import ConfigError, StagingError, TrainingError
-from lightppo.logging.content_hashes import checkpoint_mark
-from lightppo.logging.run_folder import claim, release, set_aside
+from lightppo.logging.run_folder import checkpoint_mark, claim, release, set_aside
 from lightppo.storage import local_folder, upload
 from lightppo.trainer import build
 from lightppo.user_code import load_python_function

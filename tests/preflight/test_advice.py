@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightppo.cli.memory_command import main
 from lightppo.config import PPOConfig
 from lightppo.config.supervised_options import SFTConfig
 from lightppo.preflight.advice import tell_frozen, tell_second_masters, with_second_masters
-from lightppo.preflight.memory import main
 
 GROUP = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2}
 

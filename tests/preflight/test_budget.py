@@ -13,6 +13,7 @@ from support.towers import qwen3_5
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
 from lightppo.__main__ import main
+from lightppo.cli.memory_command import parse_size
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.preflight.budget import (
@@ -26,7 +27,7 @@ from lightppo.preflight.budget import (
     decoding_rows,
     estimate,
 )
-from lightppo.preflight.memory import host_bytes, parse_size, peak_of_process
+from lightppo.preflight.host_memory import host_bytes, peak_of_process
 from lightppo.preflight.run_checks import report_memory, tell_memory
 
 QWEN_7B = Qwen2Config(

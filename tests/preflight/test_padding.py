@@ -25,7 +25,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import load_causal_lm
 from lightppo.plugins.packing import PACKED_ATTENTION
-from lightppo.preflight.padding import (
+from lightppo.preflight.probes import (
     attending,
     other_attentions,
     padding_problem,

@@ -9,8 +9,7 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.rollout.best_of_n import BestOfN
-from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter, deal
+from lightppo.rollout.dynamic_sampling import BestOfN, GroupCollector, GroupFilter, deal
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import CollectedStep, RolloutSampler
 

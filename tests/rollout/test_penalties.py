@@ -15,7 +15,7 @@ from lightppo.rollout.sampling import NO_TOKEN, TokenSampler, token_seeds
 def draw(params, logits, *, history, step=0, bad_words=()):
     """As the HF engine draws; ``bad_words`` are sequences of ids."""
     sampler = TokenSampler(
-        params, valid_vocab_size=logits.shape[-1], changes=[Penalties(params, bad_words)]
+        params, valid_vocab_size=logits.shape[-1], logits_processors=[Penalties(params, bad_words)]
     )
     return sampler(logits, torch.from_numpy(token_seeds(0, 0, 0, len(logits))), step, history)
 

@@ -1,7 +1,6 @@
-"""How a token is drawn, and when a response ends."""
+"""How a token is drawn."""
 
 import hashlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +9,8 @@ from support.far_device import FarDevice
 
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import (
-    StopCriteria,
     TokenSampler,
     draw_tokens,
-    end_of_text_ids,
     in_any_order,
     runner_factors,
     token_seeds,
@@ -268,44 +265,3 @@ def test_each_row_has_its_own_minimum_length():
     tokens, log_probs = draw(params, logits, step=step, suppressed_ids=[1])
     assert (tokens == 1).tolist() == [False, False, True, True]
     assert log_probs[:2].tolist() == pytest.approx([-30.0, -30.0], abs=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# ends of responses
-
-
-def criteria(tokenizer, **params) -> StopCriteria:
-    return StopCriteria(tokenizer, SamplingParams(**params), eos_ids=[1], vocab_size=30)
-
-
-def lengths_until_end(stop: StopCriteria, ids: list[int]) -> int | None:
-    rows = torch.tensor([0])
-    for length in range(1, len(ids) + 1):
-        if stop.ended(torch.tensor([ids]), rows, length).item():
-            return length
-    return None
-
-
-@pytest.mark.parametrize(
-    ("configured", "expected"),
-    [(None, [1]), (1, [1]), (5, [1, 5]), ([7, 5, 1], [1, 5, 7])],
-    ids=str,
-)
-def test_end_of_text_ids_of_tokenizer_and_model(tokenizer, configured, expected):
-    assert end_of_text_ids(tokenizer, SimpleNamespace(eos_token_id=configured)) == expected
-
-
-def test_end_of_text_ids_without_a_generation_config(tokenizer):
-    assert end_of_text_ids(tokenizer, None) == [1]
-
-
-def test_ids_end_a_response_and_ignore_eos_leaves_only_the_stop_ids(tokenizer):
-    text = [3, 1, 4, 9, 5]
-    assert lengths_until_end(criteria(tokenizer), text) == 2
-    assert lengths_until_end(criteria(tokenizer, ignore_eos=True), text) is None
-    assert lengths_until_end(criteria(tokenizer, ignore_eos=True, stop_token_ids=(9,)), text) == 4
-
-
-def test_unknown_stop_id_is_named(tokenizer):
-    with pytest.raises(ValueError, match=r"stop_token_ids \[30\]"):
-        criteria(tokenizer, stop_token_ids=(3, 30))

@@ -20,7 +20,7 @@ from transformers import (
 
 from lightppo.data.records import Prompt
 from lightppo.models.wrapper import cache_argument
-from lightppo.plugin import DECODERS
+from lightppo.rollout import hf
 from lightppo.rollout import slots as cache_module
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
@@ -277,10 +277,10 @@ class TestEveryKindOfModel:
             torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
 
 
-def test_the_same_responses_as_from_the_decoder_of_the_core(generate, prompts, llama, monkeypatch):
+def test_the_same_responses_as_in_micro_batches(generate, prompts, llama, monkeypatch):
     sampling = {"max_new_tokens": 20, "n": 2, "seed": 4}
     in_slots, stats = generate(llama, prompts, 3, **sampling)
-    monkeypatch.delitem(DECODERS, "slots")
+    monkeypatch.setattr(hf, "can_use_slots", lambda config: False)
     in_batches, of_batches = generate(llama, prompts, 3, **sampling)
     assert by_key(in_batches) == by_key(in_slots)
     # its rows wait for each other, and a prompt runs once for each sample

@@ -12,10 +12,9 @@ from support.chats import CHATML, TOOLS
 from transformers import LlamaConfig
 
 from lightppo.config.supervised_options import DPOConfig
-from lightppo.data.example_rows import resolve_example_fields
-from lightppo.data.pair_rows import read_margin, read_pair
+from lightppo.data.chat_templates import PromptTemplate
+from lightppo.data.example_rows import read_margin, read_pair, resolve_example_fields
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import PromptTemplate
 from lightppo.errors import BadRowError, DataError, ModelLoadError, RewardError
 from lightppo.models.critic import RowForm
 from lightppo.rewards.reward_model import PlainText, Retemplated, SameIds

@@ -10,7 +10,7 @@ from typing import Any
 from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
 from lightppo.distributed.graceful_stop import StopAtSignal
-from lightppo.logging.phase_timer import PhaseTimer
+from lightppo.logging.performance import PhaseTimer
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from support.fakes import FakeStrategy
 

@@ -572,13 +572,13 @@ ELSEWHERE = {
     "load_checkpoint": "trainer/test_resume.py",
     # the launcher's: accepted, while ranks come from the environment
     "local_rank": "config/test_cli.py",
-    "logp_diff_tolerance": "rollout/vllm/test_rollout_check.py",
+    "logp_diff_tolerance": "experience/test_rollout_check.py",
     "num_examine": "trainer/test_options_act.py",  # what is printed
     "mlflow_experiment": "logging/test_loggers.py",
     "multiturn": "data/test_examples.py",  # of chats with several answers
     "reshape_ckpt": "checkpoint/test_run_checkpointer.py",
     "resume": "trainer/test_resume.py",
-    "rollout_check": "rollout/vllm/test_rollout_check.py",
+    "rollout_check": "experience/test_rollout_check.py",
     "signal_grace": "distributed/test_signals.py",
     "sleep_level": "rollout/vllm/test_vllm_sleep.py",
     "torch_compile": "trainer/test_build.py",  # which takes seconds
@@ -586,7 +586,7 @@ ELSEWHERE = {
     "use_mlflow": "logging/test_loggers.py",
     "use_trackio": "logging/test_loggers.py",
     "use_wandb": "logging/test_loggers.py",
-    "vllm_dtype": "rollout/vllm/test_rollout_check.py",
+    "vllm_dtype": "experience/test_rollout_check.py",
     "vllm_lora_push": "rollout/vllm/test_vllm_server.py",
     "offload_during_rollout": "rollout/vllm/test_offload_optimizer.py",
     "vllm_request_seeds": "rollout/vllm/vllm_worker.py",

@@ -51,7 +51,7 @@ HEAVY = (
     "transformers.models.llama.modeling_llama",
     "matplotlib.backends.backend_agg",
 )
-NEEDS_VLLM = ("lightppo.rollout.vllm.adapter_cache", "lightppo.rollout.vllm.worker")
+NEEDS_VLLM = ("lightppo.rollout.vllm.worker",)
 PRELOADED = tuple(
     name
     for path in sorted((REPO / "lightppo").rglob("[a-z]*.py"))

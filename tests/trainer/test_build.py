@@ -14,15 +14,17 @@ from torch import nn
 from transformers import get_scheduler
 
 from lightppo.config import PPOConfig
-from lightppo.data import row_workers
+from lightppo.data import prepared_rows
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.logging import run_folder
+from lightppo.models import run_models
 from lightppo.models.loading import get_tokenizer
 from lightppo.models.wrapper import recomputes
 from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.trainer import build
-from lightppo.trainer.held_out import held_out_prompts
+from lightppo.trainer.build import build_held_out
+from lightppo.trainer.start_checks import check_data, check_options
 from lightppo.zero3 import find_engine
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -105,7 +107,7 @@ class Loaded(nn.Module):
 def zero_of(monkeypatch, make_config, reward_model):
     """``zero_of(**options)``: the ZeRO section of every model's DeepSpeed configuration."""
     for name in ("Actor", "Critic", "RewardModel"):
-        monkeypatch.setattr(build, name, Loaded)
+        monkeypatch.setattr(run_models, name, Loaded)
 
     def roles(**options) -> dict[str, dict]:
         config = make_config(
@@ -145,7 +147,7 @@ def test_each_model_goes_to_its_place_before_the_next_one_loads(
         return model
 
     for name in ("Actor", "Critic", "RewardModel"):
-        monkeypatch.setattr(build, name, Seen)
+        monkeypatch.setattr(run_models, name, Seen)
     models = build.build_models(config, build.build_strategy(config), into_engine)
     assert set(models.frozen) == {"teacher"}
     roles = ["actor", "critic", "reference", "reward", "reward", "ema", "teacher"]
@@ -435,17 +437,17 @@ def splits(tmp_path) -> str:
 def test_splits(make_config, tokenizer, splits):
     config = make_config(prompt_data=splits, eval_data=splits)
     assert prompts_of(config, tokenizer) == ["train 0", "train 1", "train 2"]
-    assert prompts_of(config, tokenizer, held_out_prompts) == ["test 0", "test 1", "test 2"]
+    assert prompts_of(config, tokenizer, build_held_out) == ["test 0", "test 1", "test 2"]
     config = make_config(prompt_data=splits, eval_data=splits, prompt_split="test", eval_split="validation",
                          prompt_max_len=16)  # fmt: skip
     assert prompts_of(config, tokenizer)[0] == "test 0"
-    assert prompts_of(config, tokenizer, held_out_prompts)[0] == "validation 0"
+    assert prompts_of(config, tokenizer, build_held_out)[0] == "validation 0"
 
 
 def test_number_of_rows(make_config, tokenizer, splits):
     config = make_config(prompt_data=splits, eval_data=splits, max_samples=2, eval_max_samples=1)
     assert prompts_of(config, tokenizer) == ["train 0", "train 1"]
-    assert prompts_of(config, tokenizer, held_out_prompts) == ["test 0"]
+    assert prompts_of(config, tokenizer, build_held_out) == ["test 0"]
 
 
 def test_overlong_prompts_are_dropped_cut_or_refused(make_config, tokenizer, splits, capsys):
@@ -505,7 +507,7 @@ def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_pa
     other, strategy = by_task.with_options(reward_routes_by="tusk"), DeepspeedStrategy()
     building = build.Building(other, other, other, strategy, rows={"prompt_data": prompts})
     with pytest.raises(ConfigError, match=r"--reward_routes_by 'tusk'"):
-        building.check("data")
+        check_data(building)
 
 
 def test_probabilities_of_the_sources(make_config, tokenizer, splits):
@@ -527,7 +529,7 @@ def test_tokenising_processes(make_config, tokenizer, monkeypatch):
             asked.append(workers)
             super().__init__(workers, *more, **options)
 
-    monkeypatch.setattr(row_workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(prepared_rows, "ProcessPoolExecutor", Pool)
     alone = prompts_of(make_config(), tokenizer)
     assert asked == []
     assert prompts_of(make_config(data_num_workers=2), tokenizer) == alone
@@ -729,9 +731,9 @@ def test_hf_cuda_graphs_reach_the_engine_and_are_refused_without_a_gpu(make_conf
 
     config, strategy = make_config(hf_cuda_graphs=True), FakeStrategy()
     with pytest.raises(ConfigError, match="--hf_cuda_graphs: there is no CUDA device"):
-        build.Building(
-            given=config, asked=config, config=config.resolved(), strategy=strategy
-        ).check("options")
+        check_options(
+            build.Building(given=config, asked=config, config=config.resolved(), strategy=strategy)
+        )
     for asked, runner in ((config, CUDAGraphs), (make_config(), type(None))):
         assert isinstance(
             build.build_rollout_engine(asked.resolved(), strategy, nn.Linear(1, 1), None).runner,

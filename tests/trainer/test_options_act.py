@@ -27,9 +27,9 @@ from lightppo.errors import RewardError
 from lightppo.plugin import VALUE_NORMS
 from lightppo.rewards.reward_source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.trainer import build, held_out
+from lightppo.trainer import build
 from lightppo.trainer.due_times import TimedSaves
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.exports import Exports
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -330,8 +330,8 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with):
         config = make_config(eval_data=eval_data, **options).resolved()
         tokenizer, strategy = parts["tokenizer"], parts["strategy"]
         source = build.build_reward(config, [], tokenizer, strategy)
-        prompts = held_out.held_out_prompts(config, tokenizer, strategy)
-        return held_out.evaluator_of(config, real_engine, source, prompts, strategy)
+        prompts = build.build_held_out(config, tokenizer, strategy)
+        return build.build_evaluator(config, real_engine, source, prompts, strategy)
 
     def evaluated(**options: Any) -> dict[str, float]:
         return evaluator(**options).evaluate(0)
@@ -547,7 +547,7 @@ def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts
         return build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
 
     rollouts = FakeEngine().generate(
-        PROMPTS, held_out.eval_sampling_params(make_config().resolved())
+        PROMPTS, build.eval_sampling_params(make_config().resolved())
     )
     assert score_rollouts(source(remote_rm_token_env="A_TOKEN"), rollouts).scores == [0.5, 0.5]
     assert server.headers.pop()["Authorization"] == "Bearer open-sesame"

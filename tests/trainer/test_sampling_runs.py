@@ -15,10 +15,9 @@ from support.tiny import read_jsonl, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError, TrainingError
+from lightppo.experience.rollout_check import tolerance_of
 from lightppo.logging.step_metrics import METRICS
-from lightppo.rollout.vllm.rollout_check import tolerance_of
-from lightppo.trainer.build import sampling_params
-from lightppo.trainer.held_out import eval_sampling_params
+from lightppo.trainer.build import eval_sampling_params, sampling_params
 from lightppo.trainer.prompt_filter import PromptFilter
 from lightppo.trainer.prompts import EpisodePrompts
 

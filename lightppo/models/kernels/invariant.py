@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.models.attention.row_attention import PACKED_SDPA
 from lightppo.models.kernels.cpu import CPULinear
@@ -434,8 +433,3 @@ class InvariantSteps(nullcontext):
                 "--batch_invariant: leave it out: the model keeps more than keys and values of its tokens"
             )
         return InvariantDecoder
-
-
-def runner(config: PPOConfig, strategy: Any) -> InvariantSteps | None:
-    """Of ``--batch_invariant``."""
-    return InvariantSteps() if config.engine.batch_invariant else None

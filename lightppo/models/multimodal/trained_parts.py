@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.files import stage_to_local
 from lightppo.models.multimodal.detection import check_trainable
-from lightppo.trainer.build import Building, loading_options
+from lightppo.models.run_models import loading_options
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
 
 
 def check_trained_models(building: Building) -> None:

@@ -33,11 +33,17 @@ from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
 from lightppo.rollout.penalties import bad_word_ids
-from lightppo.rollout.sampling import end_of_text_ids, in_any_order
-from lightppo.rollout.stop_strings import StopStrings
-from lightppo.rollout.vllm.adapter_push import chosen, lora_arguments, model_obstacle
+from lightppo.rollout.sampling import in_any_order, joint_seed, request_seed
+from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
+from lightppo.rollout.vllm.lora_adapters import (
+    adapter_obstacle,
+    forget_adapters,
+    hold_adapter,
+    lora_arguments,
+    model_obstacle,
+    pushes_adapters_alone,
+)
 from lightppo.rollout.vllm.offload_optimizer import Room
-from lightppo.rollout.vllm.seeds import joint_seed, request_seed
 from lightppo.rollout.vllm.weights import (
     SHARED_MEMORY,
     adapter_names,
@@ -205,7 +211,7 @@ class Requests:
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # This stops at the end-of-text ids, too, which vLLM is told to ignore.
-        self._stop = StopStrings(
+        self._stop = StopCriteria(
             engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model)
         )
         # Unknown words are refused, as every engine does.
@@ -472,16 +478,14 @@ class VLLMRolloutEngine(VLLMEngine):
 
     def _choose_push(self) -> None:
         """Whether adapters travel alone; known once vLLM has the model."""
-        from lightppo.rollout.vllm.adapter_cache import obstacle
-
         if self._obstacle is None:
             names = [
                 name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))
             ]
             rank = self.exporter.config.r
-            self._obstacle = self.llm.collective_rpc(obstacle, args=(names, rank))[0]
+            self._obstacle = self.llm.collective_rpc(adapter_obstacle, args=(names, rank))[0]
         asked = self.config.engine.vllm_lora_push
-        self.pushes_adapters = chosen(asked, self._obstacle, self.strategy)
+        self.pushes_adapters = pushes_adapters_alone(asked, self._obstacle, self.strategy)
 
     def _sample(
         self,
@@ -611,11 +615,11 @@ class VLLMRolloutEngine(VLLMEngine):
         """vLLM's prefix cache knows the names of adapters, so nothing in it is of this one."""
         from vllm.lora.request import LoRARequest
 
-        from lightppo.rollout.vllm.adapter_cache import hold
-
         self.adapter = f"{self._run}-{self._pushes}"
         tensors = list(self._counted(self._named(adapter_weights(self.actor))))
-        self.llm.collective_rpc(hold, args=(self.adapter, tensors, self.exporter.description()))
+        self.llm.collective_rpc(
+            hold_adapter, args=(self.adapter, tensors, self.exporter.description())
+        )
         if self._request is not None:
             self._retired.append(self._request)
         self._request = LoRARequest(self.adapter, self._pushes, self.adapter)
@@ -626,12 +630,10 @@ class VLLMRolloutEngine(VLLMEngine):
         """Takes older adapters out of vLLM when no request uses them any more."""
         if not self._retired or self.llm.llm_engine.has_unfinished_requests():
             return
-        from lightppo.rollout.vllm.adapter_cache import forget
-
         for request in self._retired:
             self.llm.llm_engine.remove_lora(request.lora_int_id)
         names = [request.lora_name for request in self._retired]
-        self.llm.collective_rpc(forget, args=(names,))
+        self.llm.collective_rpc(forget_adapters, args=(names,))
         self._retired = []
 
     def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:

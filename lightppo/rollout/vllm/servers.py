@@ -26,8 +26,6 @@ from lightppo.errors import RefusedError, RequestError, RolloutError, Unreachabl
 from lightppo.http_client import HTTPClient, read_token
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.vllm.adapter_push import chosen
-from lightppo.rollout.vllm.adapter_routes import ADAPTERS, GENERATE
 from lightppo.rollout.vllm.colocated import (
     OnFinished,
     Requests,
@@ -36,6 +34,7 @@ from lightppo.rollout.vllm.colocated import (
     vocab_size_of,
     vocabulary_limits,
 )
+from lightppo.rollout.vllm.lora_adapters import ADAPTERS, GENERATE, pushes_adapters_alone
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     Broadcasts,
@@ -314,7 +313,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         if first:
             obstacle, remedy = next(iter(obstacles.values()), (None, ""))
             asked = self.config.engine.vllm_lora_push
-            self.pushes_adapters = chosen(asked, obstacle, self.strategy, remedy)
+            self.pushes_adapters = pushes_adapters_alone(asked, obstacle, self.strategy, remedy)
             return everybody
         lost |= {i: "; ".join(filter(None, why)) for i, why in obstacles.items()}
         return lacking

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import lightppo
-from lightppo.rollout.vllm.adapter_push import SLOTS, slot_rank
-from lightppo.rollout.vllm.adapter_routes import AdapterRoutes
+from lightppo.rollout.vllm.lora_adapters import SLOTS, AdapterRoutes, slot_rank
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Where vLLM, too, reads the key that it asks of its clients."""

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
-from lightppo.rollout.vllm.adapter_cache import added_outputs, obstacle, shelf_of
+from lightppo.rollout.vllm.lora_adapters import adapter_obstacle, added_outputs, shelf_of
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     GlooGroup,
@@ -356,7 +356,7 @@ class WorkerExtension:
 
     def lightppo_adapter_obstacle(self, names: list[str], rank: int) -> dict[str, str | None]:
         """Why it cannot take such adapters."""
-        return {"obstacle": obstacle(self, names, rank)}
+        return {"obstacle": adapter_obstacle(self, names, rank)}
 
     def lightppo_receive_adapter(self, told: dict[str, Any]) -> dict[str, str | None]:
         """A part of an adapter, by what the trainer told of it."""

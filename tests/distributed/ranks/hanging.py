@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.logging.phase_timer import PhaseTimer
+from lightppo.logging.performance import PhaseTimer
 from lightppo.ranks import heartbeat
 from lightppo.rewards.function import FunctionReward
 from lightppo.trainer import run

@@ -15,6 +15,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm import colocated
 from lightppo.rollout.vllm.colocated import (
     Requests,
@@ -30,7 +31,6 @@ from lightppo.rollout.vllm.colocated import (
     undisturbed_process,
     vocabulary_limits,
 )
-from lightppo.rollout.vllm.seeds import request_seed
 from lightppo.rollout.vllm.weights import architecture
 
 

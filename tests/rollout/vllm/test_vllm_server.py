@@ -27,12 +27,12 @@ from lightppo.errors import (
     RolloutMismatchError,
     UnreachableError,
 )
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm import servers as vllm_server
-from lightppo.rollout.vllm.rollout_check import RolloutCheck
-from lightppo.rollout.vllm.seeds import request_seed
 from lightppo.rollout.vllm.servers import VLLMServer, VLLMServerRolloutEngine
 from lightppo.rollout.vllm.weights import architecture, full_weights, trainer_fingerprints
 from lightppo.trainer import run

@@ -17,13 +17,13 @@ from lightppo.data.records import Prompt
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.episodes.hf_turns import generate_turns
 from lightppo.errors import RolloutMismatchError
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.adapters.quantised import quantised_layers
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.vllm import colocated as vllm_engine
-from lightppo.rollout.vllm.rollout_check import RolloutCheck
 from lightppo.trainer.build import build_rollout_engine
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)

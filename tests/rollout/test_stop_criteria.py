@@ -1,24 +1,51 @@
-"""Strings that end a response."""
+"""Ids and strings that end a response."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.stop_strings import StopStrings
+from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
 
 
-def criteria(tokenizer, **params) -> StopStrings:
-    return StopStrings(tokenizer, SamplingParams(**params), eos_ids=[1], vocab_size=30)
+def criteria(tokenizer, **params) -> StopCriteria:
+    return StopCriteria(tokenizer, SamplingParams(**params), eos_ids=[1], vocab_size=30)
 
 
-def lengths_until_end(stop: StopStrings, ids: list[int]) -> int | None:
+def lengths_until_end(stop: StopCriteria, ids: list[int]) -> int | None:
     rows = torch.tensor([0])
     for length in range(1, len(ids) + 1):
         if stop.ended(torch.tensor([ids]), rows, length).item():
             return length
     return None
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"),
+    [(None, [1]), (1, [1]), (5, [1, 5]), ([7, 5, 1], [1, 5, 7])],
+    ids=str,
+)
+def test_end_of_text_ids_of_tokenizer_and_model(tokenizer, configured, expected):
+    assert end_of_text_ids(tokenizer, SimpleNamespace(eos_token_id=configured)) == expected
+
+
+def test_end_of_text_ids_without_a_generation_config(tokenizer):
+    assert end_of_text_ids(tokenizer, None) == [1]
+
+
+def test_ids_end_a_response_and_ignore_eos_leaves_only_the_stop_ids(tokenizer):
+    text = [3, 1, 4, 9, 5]
+    assert lengths_until_end(criteria(tokenizer), text) == 2
+    assert lengths_until_end(criteria(tokenizer, ignore_eos=True), text) is None
+    assert lengths_until_end(criteria(tokenizer, ignore_eos=True, stop_token_ids=(9,)), text) == 4
+
+
+def test_unknown_stop_id_is_named(tokenizer):
+    with pytest.raises(ValueError, match=r"stop_token_ids \[30\]"):
+        criteria(tokenizer, stop_token_ids=(3, 30))
 
 
 def test_stop_string_ends_with_its_last_character_and_is_cut(tokenizer):
@@ -38,7 +65,7 @@ def test_a_special_token_is_a_stop_id(tokenizer):
     assert lengths_until_end(stop, [4, 4, unknown, 3]) == 3
     assert stop.trim([4, 4, unknown], "bb") == "bb"
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)  # without a name of its own
-    stop = StopStrings(tokenizer, SamplingParams(stop=("<|im_end|>",)), eos_ids=[1], vocab_size=31)
+    stop = StopCriteria(tokenizer, SamplingParams(stop=("<|im_end|>",)), eos_ids=[1], vocab_size=31)
     assert (stop.ids, stop.strings) == ([1, 30], ())
 
 

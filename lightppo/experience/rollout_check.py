@@ -35,7 +35,7 @@ numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
 
 
 def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
-    """The largest mean difference that is no mistake."""
+    """Return the largest mean difference that is no mistake."""
     types = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
     rounding = [ROUNDING[name].get(strategy.device.type, ROUNDING[name]["cuda"]) for name in types]
     return config.engine.logp_diff_tolerance or max(rounding)
@@ -44,7 +44,7 @@ def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
 def check_first(
     config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
 ) -> AroundSampling:
-    """For ``lightppo.plugin.SAMPLING``."""
+    """Return what compares the log probs of the first rollouts, around their sampling."""
     check = RolloutCheck(actor, engine, strategy, config)
 
     def checked(
@@ -58,7 +58,7 @@ def check_first(
 
 
 class RolloutCheck:
-    """Compares log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``; those
+    """Compare log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``; those
     that an adapter alone was pushed to (``engine.adapter`` is its name) also at the first rollouts of each adapter."""
 
     def __init__(
@@ -75,7 +75,7 @@ class RolloutCheck:
 
     @torch.no_grad()
     def first(self, rollouts: Sequence[Rollout]) -> None:
-        """Compares on the first call, and on the first of each adapter. Collective: a rank may have no rollouts."""
+        """Compare on the first call, and on the first of each adapter. Collective: a rank may have no rollouts."""
         adapter = getattr(self.engine, "adapter", None)
         is_first, is_new = self.pending, self.checks_adapters and adapter != self.checked
         if not is_first and not is_new:
@@ -103,7 +103,7 @@ class RolloutCheck:
             logger.warning("%s", message)
 
     def difference(self, rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
-        r"""(mean, max) of \|engine's log prob - trainer's\| over the tokens of all ranks, in nats, and their number.
+        r"""Return (mean, max) of \|engine's log prob - trainer's\| over the tokens of all ranks, in nats, and their number.
         Collective."""
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
@@ -128,7 +128,7 @@ class RolloutCheck:
         return (sums["total"] / tokens if tokens else 0.0), largest, tokens
 
     def _suspects(self) -> str:
-        """Says which weights differ. Collective."""
+        """Say which weights differ. Collective."""
         if not capabilities_of(self.engine).compares_weights:
             return "This engine cannot say which weights differ"
         differing, unknown = self.engine.differing_weights()
@@ -144,14 +144,14 @@ class RolloutCheck:
 
 
 def watch(run: Any) -> DriftWatch | None:
-    """For ``lightppo.plugin.CALLBACKS``: of every engine, those that sample with the actor itself included."""
+    """Make the callback of a PPO run, whatever its engine is; None with ``--rollout_check off``."""
     if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
         return None
     return DriftWatch(tolerance_of(run.config, run.strategy))
 
 
 class DriftWatch(Callback):
-    """Warns if a step's ``rollout/logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
+    """Warn if a step's ``rollout/logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
 
     Samples of an older policy do not count: training has moved the actor away from them.
     """

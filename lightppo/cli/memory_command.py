@@ -6,13 +6,9 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from lightppo.config import ModelConfig, PPOConfig, parse_args
 from lightppo.config.arguments import CommandParser
@@ -20,6 +16,7 @@ from lightppo.config.cli import exit_on_mistakes
 from lightppo.data.folders import check_model
 from lightppo.errors import ConfigError, UserError
 from lightppo.preflight.advice import second_masters, with_second_masters
+from lightppo.preflight.host_memory import host_bytes, library_bytes
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Estimate, Machine
@@ -143,39 +140,6 @@ def _check_models(models: ModelConfig) -> None:
                 check_model(path, flag, weights=False)
     except UserError as error:
         raise ConfigError(str(error)) from error
-
-
-def host_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
-    sizes = [psutil.virtual_memory().total]
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, version 2 and 1
-        try:
-            sizes.append(int(Path("/sys/fs/cgroup", limit).read_text()))
-        except (OSError, ValueError):  # no such file; "max"
-            continue
-    return min(sizes)
-
-
-def library_bytes(ranks: int = 1) -> int:
-    """Of this process; ranks of a host share what is mapped from files."""
-    held = psutil.Process().memory_info()
-    shared = getattr(held, "shared", 0)
-    return held.rss - shared + shared // ranks
-
-
-def peak_of_process() -> int:
-    """The most bytes that this process has been resident with."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (
-        OSError,
-        StopIteration,
-    ):  # not Linux; there getrusage would count the process before, too
-        import resource
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
 
 
 def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:

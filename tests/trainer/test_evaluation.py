@@ -11,7 +11,7 @@ from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import seed_of_step
-from lightppo.trainer.evaluator import (
+from lightppo.trainer.evaluation import (
     EvalSample,
     Evaluator,
     eval_metrics,

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutMismatchError
+from lightppo.experience.rollout_check import DriftWatch, RolloutCheck, check_first, watch
 from lightppo.models.actor import Actor
-from lightppo.rollout.vllm.rollout_check import DriftWatch, RolloutCheck, check_first, watch
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_every_engine_is_watched_unless_it_is_off(options, watched):
 
 
 def test_the_first_batch_is_compared_before_it_is_scored(actor):
-    """In the sampler, by the table SAMPLING."""
+    """Around the sampling."""
     stand_around = check_first(config=config(), strategy=FakeStrategy(), actor=actor, engine=Copy())
     right = sampled(actor)
     assert stand_around([], 1, 0, lambda: right) is right

@@ -1,0 +1,362 @@
+"""Prompts and chats as text and token ids: chat templates, and what they must not drop.
+
+Rollouts and supervised training use the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from lightppo.config.rules import template_kwargs
+from lightppo.data.rows import Chat, as_chat, name_of_tool, shown_value
+from lightppo.errors import BadRowError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as text."""
+
+    text: str  # what the model reads
+    is_chat: bool  # made by a chat template, which adds all special tokens
+    messages: Chat | None  # the chat behind it, without an added system prompt; None for plain text
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How prompts become text, and text becomes ids, for rollouts and supervised training alike.
+
+    A chat goes through the tokenizer's chat template. Plain text does so with ``apply_chat_template`` (as one user
+    message), else through ``input_template`` with its one ``{}``, else it stays.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    apply_chat_template: bool = False
+    input_template: str | None = None
+    system_prompt: str | None = None  # put before chats without a system message
+    # further variables of the chat template, as an object or its text in JSON; those of a row go before
+    chat_template_kwargs: Mapping[str, Any] | str | None = None
+    # shapes of chats that the template writes whole
+    _known_shapes: set[Any] = field(default_factory=set, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.input_template is not None:
+            self._check_input_template(self.input_template)
+        if self.apply_chat_template:
+            self._check_chat_template("--apply_chat_template")
+        kwargs = template_kwargs(self.chat_template_kwargs, "--chat_template_kwargs")
+        if unknown := self._unread(kwargs):
+            raise DataError(f"--chat_template_kwargs: the chat template does not read {unknown}")
+        object.__setattr__(self, "chat_template_kwargs", kwargs)
+
+    def _check_input_template(self, template: str) -> None:
+        if self.apply_chat_template or template.count("{}") != 1:
+            raise DataError(
+                f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
+            )
+
+    def _check_chat_template(self, reason: str) -> None:
+        if not getattr(self.tokenizer, "chat_template", None):
+            name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            raise DataError(
+                f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts"
+            )
+
+    def reads(self, name: str) -> bool:
+        """Return whether the chat template has a variable of this name; True where its text is not known."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        texts = template.values() if isinstance(template, Mapping) else [template]
+        known = [text for text in texts if isinstance(text, str)]
+        return not known or any(re.search(rf"\b{re.escape(name)}\b", text) for text in known)
+
+    def _unread(self, names: Iterable[str]) -> str:
+        return ", ".join(repr(name) for name in names if not self.reads(name))
+
+    def render(self, prompt: str | Chat, options: Mapping[str, Any] = {}) -> Rendered:
+        """Return the text of one prompt; a chat that ends with an assistant turn is to be continued, not answered.
+
+        ``options`` are those of its row, see :func:`template_options`.
+        """
+        if isinstance(prompt, str) and not self.apply_chat_template:
+            return Rendered(self.plain_text(prompt, options), is_chat=False, messages=None)
+        messages = as_chat(prompt, "user")
+        continued = messages[-1]["role"] == "assistant"
+        own = {"continue_final_message": True} if continued else {}
+        text = self.chat_text(messages, options, add_generation_prompt=not continued, **own)
+        return Rendered(text, True, messages)
+
+    def plain_text(self, prompt: str, options: Mapping[str, Any] = {}) -> str:
+        """Return a prompt without a chat template; what only such a template could take is refused."""
+        flags = {
+            "--system_prompt": self.system_prompt,
+            "--chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if given := [flag for flag, value in flags.items() if value]:
+            raise DataError(
+                f"{given[0]} needs chat rows or --apply_chat_template; the prompts are plain text"
+            )
+        if options:
+            raise BadRowError(
+                "template",
+                f"{next(iter(options))!r} is for a chat template, and the prompt is plain text: set "
+                "--apply_chat_template, or take the column out",
+            )
+        # replace, not str.format: other braces in the template are text
+        return (self.input_template or "{}").replace("{}", prompt)
+
+    def chat_text(self, messages: Chat, options: Mapping[str, Any] = {}, **own: Any) -> str:
+        """Write messages through the chat template, with the system prompt; the last turn is closed by default.
+
+        Raises:
+            BadRowError: the template refuses the chat, or drops a part of it: a message, a call, a tool. What it
+                makes of a last turn of the assistant is left to those who train on it.
+        """
+        if self.input_template is not None:
+            raise DataError(
+                "--input_template is for plain text, but the rows are chats; leave it out"
+            )
+        self._check_chat_template("the rows are chats")
+        added = self.system_prompt if messages[0]["role"] != "system" else None
+        if added is not None:
+            messages = [{"role": "system", "content": added}, *messages]
+        if unknown := self._unread(name for name in options if name != "tools"):
+            raise BadRowError("template", f"the chat template does not read {unknown}")
+        given = {"tokenize": False, "add_generation_prompt": False} | self.chat_template_kwargs
+        given |= {**options, **own}
+
+        def written(chat: Chat) -> str:
+            return self._template(chat, given)
+
+        text = with_calls(messages, written)
+        if not isinstance(self.tokenizer.chat_template, bool):  # a stand-in, which writes nothing
+            if added and not is_shown(added, text):
+                raise DataError(
+                    "--system_prompt: the chat template drops it; put it into the user's message, or use another"
+                )
+            check_roles(messages, written, self._known_shapes)
+            check_shown(messages, text, options.get("tools", ()))
+        return text
+
+    def _template(self, messages: Chat, given: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, **given)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BadRowError(
+                "template", f"the chat template refuses it: {type(error).__name__}: {error}"
+            ) from error
+
+    def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        """Return token ids; ``special_tokens`` adds a begin-of-text (chats have it already) but no end-of-text."""
+        ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        eos = [self.tokenizer.eos_token_id]
+        if special_tokens and self.tokenizer("a")["input_ids"][-1:] == eos:
+            return [row[:-1] for row in ids]
+        return ids
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Return the token ids of a text that stands behind other ids."""
+        ids = ids_behind(text, partial(self.encode, special_tokens=False))
+        if ids is None:
+            raise BadRowError(
+                "template",
+                f"the tokenizer joins the end of the prompt to the answer, and cannot write {text[:20]!r} apart: let "
+                "the prompt end without a blank",
+            )
+        return ids
+
+    def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
+        """Return the token ids of rendered prompts, in their order."""
+        ids: list[list[int]] = []
+        for is_bare, group in groupby(rendered, key=self._is_bare):
+            ids += self.encode([one.text for one in group], special_tokens=is_bare)
+        return ids
+
+    def encode_answered(
+        self, rendered: list[tuple[Rendered, Rendered]]
+    ) -> Iterator[tuple[list[int], int]]:
+        """Yield the ids of prompts with answers, from pairs of prompt and whole, and how many are the prompt's."""
+        prompts = self.encode_rendered([prompt for prompt, _ in rendered])
+        wholes = self.encode_rendered([whole for _, whole in rendered])
+        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
+            if ids[: len(prompt_ids)] != prompt_ids and whole.text.startswith(prompt.text):
+                # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
+                ids = prompt_ids + self.encode_behind(whole.text[len(prompt.text) :])
+            yield ids, len(prompt_ids)
+
+    def _is_bare(self, rendered: Rendered) -> bool:
+        """Return whether a begin-of-text is missing: chats and texts that have it get no second one."""
+        bos = self.tokenizer.bos_token
+        return not rendered.is_chat and not (bos and rendered.text.startswith(bos))
+
+
+def ended(ids: list[int], end_id: int) -> list[int]:
+    """Return the ids of a finished answer, of which ``end_id`` is the last."""
+    return ids if ids[-1:] == [end_id] else [*ids, end_id]
+
+
+def closed(chat_text: str) -> str:
+    """Return a chat without the line break that templates put after the last turn: it is not part of the answer."""
+    return chat_text.rstrip("\n")
+
+
+def ids_behind(text: str, encode: Callable[[list[str]], list[list[int]]]) -> list[int] | None:
+    """Return the ids of a text behind other ids; None where the tokenizer cannot say.
+
+    Tokenizers of SentencePiece's kind put a blank before a text, which would stand between the two.
+    """
+    others = ("\n", ".", "a")
+    ids, letter, *before = encode([text, "a", *others])
+    both = encode([other + "a" for other in others])
+    if any(two == one + letter for one, two in zip(before, both)):
+        return ids  # it puts nothing there
+    whole = encode([other + text for other in others])
+    cut = (two[len(one) :] for one, two in zip(before, whole) if one and two[: len(one)] == one)
+    return next(cut, None)
+
+
+# -- what a chat template makes of a chat ----------------------------------------------------------------------------
+
+Written = Callable[[Chat], str]  # a chat through a template; a ValueError where that refuses it
+
+
+def with_calls(messages: Chat, written: Written) -> str:
+    """Write a chat through a template, arguments of calls as objects; as texts, where the template cannot write objects."""
+    calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
+    refusal, text = None, ""
+    try:
+        text = written(messages)
+    except ValueError as error:
+        refusal = error
+    objects = [each for call in calls if isinstance(each := call.get("arguments"), Mapping)]
+    said = "\n".join(message.get("content") or "" for message in messages)
+    in_python = (str(each) for each in objects if str(each) != json.dumps(each))
+    if objects and (refusal or any(each in text and each not in said for each in in_python)):
+        try:
+            return written(_with_texts(messages))
+        except ValueError as error:
+            raise (refusal or error) from None
+    if refusal:
+        raise refusal
+    return text
+
+
+def _with_texts(messages: Chat) -> Chat:
+    """Return the same with arguments of calls as texts of JSON."""
+
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": as_text(call["function"])}
+        return {**call, "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False)}
+
+    return [
+        message | {"tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def check_roles(messages: Chat, written: Written, known: set[Any]) -> None:
+    """Refuse roles whose messages a template drops: a short text may be found by chance, a probe is not.
+
+    ``known``: shapes of chats that were looked at before.
+    """
+    shape = tuple(
+        (message["role"], bool(message.get("content")), bool(message.get("tool_calls")))
+        for message in messages
+    )
+    if shape in known:
+        return
+    probes = [
+        message | {"content": f"qz{i}probe"} if message.get("content") else message
+        for i, message in enumerate(messages)
+    ]
+    try:
+        text = with_calls(probes, written)
+    except ValueError:  # it wants something of the texts
+        known.add(shape)
+        return
+    for i, message in enumerate(messages):
+        if message.get("content") and f"qz{i}probe" not in text:
+            beside = " beside calls" * bool(message.get("tool_calls"))
+            raise BadRowError(
+                "template",
+                f"the chat template drops the text of messages of the role {message['role']!r}{beside}: write them in "
+                "another role",
+            )
+    known.add(shape)
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message whose text is the thinking before its content."""
+
+
+def check_shown(messages: Chat, text: str, tools: Iterable[Any] = ()) -> None:
+    """Refuse a rendering without the text of a message, or without the name of a call or tool.
+
+    Thinking of earlier turns may be dropped. A last turn of the assistant is for :func:`check_answer`.
+    """
+    for i, message in enumerate(messages, start=1):
+        if i == len(messages) and message["role"] == "assistant":
+            continue
+        content = message.get("content") or ""
+        if message["role"] == "assistant":
+            content = content.rpartition("</think>")[2]
+        if not is_shown(content, text):
+            raise BadRowError(
+                "template",
+                f"the chat template does not write the text of message {i} ({message['role']}) as it is",
+            )
+        _check_calls(message, text)
+    if hidden := [name for name in map(name_of_tool, tools) if name not in text]:
+        raise BadRowError(
+            "template", f"the chat template does not show the tools ({', '.join(hidden)})"
+        )
+
+
+def check_answer(message: Mapping[str, Any], text: str) -> None:
+    """Refuse a rendering without a part of a turn that is trained on, its thinking included."""
+    for part in re.split("</?think>", message.get("content") or ""):
+        if not is_shown(part, text):
+            what = "thinking" if "</think>" in message["content"] else "text"
+            raise BadRowError(
+                "template",
+                f"the chat template drops or changes {what} of the answer: {shown_value(part)}",
+            )
+    for key in THOUGHTS:
+        if isinstance(thought := message.get(key), str) and not is_shown(thought, text):
+            raise BadRowError(
+                "template",
+                f"the chat template does not write {key!r} of the answer, which would not be learned",
+            )
+    _check_calls(message, text)
+
+
+def _check_calls(message: Mapping[str, Any], text: str) -> None:
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        keys = arguments if isinstance(arguments, Mapping) else ()
+        if lost := [key for key in (function["name"], *keys) if key not in text]:
+            raise BadRowError(
+                "template",
+                f"the chat template does not write calls of tools: {lost[0]!r} of {function['name']!r} is not there",
+            )
+
+
+def is_shown(content: str, text: str) -> bool:
+    """Return whether a rendering has a content, perhaps with other white space, or as a text in JSON."""
+    content = content.strip()
+    if content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+        return True
+    return "".join(content.split()) in "".join(text.split())

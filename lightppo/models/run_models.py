@@ -1,0 +1,259 @@
+"""The models of a run: each loaded under the ZeRO configuration of its role, and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightppo.config import PPOConfig
+from lightppo.config.options import OptionSet
+from lightppo.config.rules import (
+    followers,
+    frozen_models,
+    moves_reference,
+    needs_critic,
+    needs_reference,
+    of_role,
+)
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.errors import ConfigError, as_config_error
+from lightppo.files import stage_to_local
+from lightppo.models import loading
+from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.wrapper import Role, prepare_model
+from lightppo.plugin import LOADING, MODEL_CONFIGS, FrozenModel
+
+if TYPE_CHECKING:
+    from lightppo.trainer.build import Building
+
+
+@dataclass
+class Models:
+    """The models of a run. No reference also where the actor itself is it, adapters off."""
+
+    actor: Actor
+    critic: Any | None  # these are in their engines, if they were prepared
+    reference: Actor | None
+    reward_models: list[Any]
+    # By the names of their parts in checkpoints.
+    followers: dict[str, Actor] = field(default_factory=dict)
+    frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
+    # Models that score or train, by the flag that names each.
+    by_flag: dict[str, Any] = field(default_factory=dict)
+
+
+def loading_options(config: OptionSet) -> dict[str, Any]:
+    """How all models but reward models are loaded."""
+    asked = config.model
+    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
+    of_tables = {*LOADING, *MODEL_CONFIGS}
+    changes = {name: value for name, value in config.flat().items() if name in of_tables}
+    return changes | {
+        "attn_implementation": asked.attn_implementation,
+        "trust_remote_code": asked.trust_remote_code,
+        "external_lib": asked.external_lib,
+        "seed": config.strategy.seed,
+        "init_from_scratch": asked.init_from_scratch,
+    }
+
+
+def build_models(
+    config: PPOConfig,
+    strategy: DeepspeedStrategy,
+    into_engine: Callable[[Any, Role], Any] = lambda model, role: model,
+) -> Models:
+    """Load all models, each under the ZeRO configuration of its role.
+
+    ``into_engine(model, role)`` takes each to its place before the next one loads: below ZeRO-3 a host holds one whole
+    model per rank, not four.
+    """
+    loader = ModelLoader(config, strategy, into_engine)
+    actor = loader.actor()
+    return Models(
+        actor=actor,
+        critic=loader.critic() if needs_critic(config) else None,
+        reference=loader.reference(actor) if needs_reference(config) else None,
+        reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
+        followers={
+            name: loader.follower(name) for name in followers(config) if name != "reference"
+        },
+        frozen={name: loader.frozen(name, one) for name, one in frozen_models(config).items()},
+        by_flag=loader.by_flag,
+    )
+
+
+class ModelLoader:
+    """Loads, prepares and places the models of a run, one by one."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: DeepspeedStrategy,
+        into_engine: Callable[[Any, Role], Any],
+    ) -> None:
+        self.config, self.strategy, self.into_engine = config, strategy, into_engine
+        self.by_flag: dict[str, Any] = {}
+        self.options = loading_options(config)
+        of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
+        self.options_of_frozen = {name: self.options[name] for name in of_all}
+        self.temperature = config.rollout.temperature or 1.0
+
+    def actor(self) -> Actor:
+        """The policy that trains."""
+        path = self.config.model.pretrain
+        model = Actor(
+            stage_to_local(path),
+            dtype=self.strategy.dtype,
+            ds_config=self.strategy.get_ds_train_config(),
+            temperature=self.temperature,
+            **self._options_of(path),
+        )
+        if self.config.loss.aux_loss_coef > 0:
+            with as_config_error():
+                model.check_router()
+        if self.config.evaluation.val_only:
+            model.hf_model.untrainable = None  # it only answers, and nothing of it is saved
+        return self._placed(model, "actor", "--pretrain")
+
+    def critic(self) -> Any:
+        """``--critic_pretrain``, in its engine."""
+        named, zero = self.config.model, self.config.strategy
+        ds_config = self.strategy.get_ds_train_config(
+            zero_stage=zero.critic_zero_stage,
+            max_norm=of_role(self.config, "critic").max_norm,
+            adam_offload=zero.critic_adam_offload,
+            param_offload=zero.critic_param_offload,
+        )
+        model = Critic(
+            stage_to_local(named.critic_pretrain),
+            dtype=self.strategy.dtype,
+            ds_config=ds_config,
+            value_head_prefix=named.value_head_prefix,
+            init_value_head=True if named.init_critic_from_actor else None,
+            **self._options_of(named.critic_pretrain),
+        )
+        return self._placed(model, "critic", "--critic_pretrain")
+
+    def reference(self, actor: Actor) -> Actor | None:
+        """``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
+        path, zero = self.config.model.ref_pretrain, self.config.strategy
+        if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
+            return None
+        # A reference that moves, like an average, is fp32: small steps would vanish in 16 bits.
+        dtype = torch.float32 if moves_reference(self.config) else self.strategy.dtype
+        model = Actor(
+            stage_to_local(path),
+            dtype=dtype,
+            ds_config=self.strategy.get_ds_eval_config(
+                zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype
+            ),
+            flag="--ref_pretrain",
+            temperature=self.temperature,
+            **self._options_of(path),
+        )
+        return self._placed(model, "reference", "--ref_pretrain")
+
+    def reward_model(self, path: str) -> Any:
+        """One of ``--reward_pretrain``, in its engine."""
+        zero = self.config.strategy
+        model = RewardModel(
+            stage_to_local(path),
+            dtype=self.strategy.dtype,
+            ds_config=self.strategy.get_ds_eval_config(
+                zero.reward_offload, zero_stage=zero.reward_zero_stage
+            ),
+            normalize_reward=self.config.reward.normalize_reward,
+            value_head_prefix=self.config.model.value_head_prefix,
+            **self.options_of_frozen,
+        )
+        return self._placed(model, "reward", f"--reward_pretrain {path}")
+
+    def follower(self, name: str) -> Actor:
+        """What the actor is, in float32."""
+        path, zero = self.config.model.pretrain, self.config.strategy
+        ds_config = self.strategy.get_ds_eval_config(
+            zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
+        )
+        model = Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path))
+        return self._placed(model, name)
+
+    def frozen(self, name: str, asked: FrozenModel) -> Actor:
+        """A further model, as it is: neither 4 bits nor ``--override_config`` are its."""
+        model = Actor(
+            stage_to_local(asked.path),
+            dtype=self.strategy.dtype,
+            ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
+            flag=asked.flag,
+            temperature=self.temperature,
+            **self.options_of_frozen,
+        )
+        return self._placed(model, name, asked.flag)
+
+    def _options_of(self, path: str | None) -> dict[str, Any]:
+        """How the actor, or a model that may have a checkpoint of its own, is loaded."""
+        from_scratch = self.config.model.init_from_scratch and path == self.config.model.pretrain
+        return self.options | {"init_from_scratch": from_scratch}
+
+    def _placed(self, model: Any, role: Role, flag: str | None = None) -> Any:
+        prepare_model(model, role, self.config, self.strategy.device)
+        model = self.into_engine(model, role)
+        if flag is not None:
+            self.by_flag[flag] = model
+        return model
+
+
+def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
+    """Policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
+    loading.fit_to_model(tokenizer, models.actor.hf_model, config.model.pretrain, "--pretrain")
+    for name, one in frozen_models(config).items():
+        loading.fit_to_model(tokenizer, models.frozen[name].hf_model, one.path, one.flag)
+    for model in filter(None, (models.actor, models.reference, *models.frozen.values())):
+        model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
+
+
+def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
+    """The actor's tokenizer; if the actor is there, checked against its embedding."""
+    asked = config.model
+    own = asked.tokenizer_path
+    return loading.get_tokenizer(
+        stage_to_local(asked.pretrain if own is None else own),
+        actor,
+        use_fast=not asked.disable_fast_tokenizer,
+        trust_remote_code=asked.trust_remote_code,
+        flag="--pretrain" if own is None else "--tokenizer_path",
+    )
+
+
+def check_vocabularies(building: Building) -> None:
+    """Further models of a run, and the reference of preferences, know the tokens of the model that trains."""
+    config = building.config
+    for path, flag in _compared(config):
+        check_vocabulary(config, path, flag, building.tokenizer)
+
+
+def _compared(config: OptionSet) -> Iterator[tuple[str, str]]:
+    if isinstance(config, PPOConfig):
+        yield from ((one.path, one.flag) for one in frozen_models(config).values())
+    elif (reference := config.flat().get("ref_pretrain")) is not None:
+        yield reference, "--ref_pretrain"
+
+
+def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
+    """Log probs of this model are of the same tokens as those of the model that trains."""
+    tokenizer_of_path = loading.get_tokenizer(
+        stage_to_local(path),
+        use_fast=not config.model.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+        flag=flag,
+    )
+    theirs = tokenizer_of_path.get_vocab()
+    other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
+    if other:
+        raise ConfigError(
+            f"{flag} {path} has another vocabulary than the model that trains: {len(other)} of its tokens have no id "
+            f"there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): take a model of the same family"
+        )

@@ -1,0 +1,41 @@
+"""The memory of this host, and of this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def host_bytes() -> int:
+    """Of this machine, or of the container that this process is in."""
+    sizes = [psutil.virtual_memory().total]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, version 2 and 1
+        try:
+            sizes.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+    return min(sizes)
+
+
+def library_bytes(ranks: int = 1) -> int:
+    """Of this process; ranks of a host share what is mapped from files."""
+    held = psutil.Process().memory_info()
+    shared = getattr(held, "shared", 0)
+    return held.rss - shared + shared // ranks
+
+
+def peak_of_process() -> int:
+    """The most bytes that this process has been resident with."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (
+        OSError,
+        StopIteration,
+    ):  # not Linux; there getrusage would count the process before, too
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
