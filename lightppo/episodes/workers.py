@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import json
 import logging
@@ -23,7 +22,6 @@ import subprocess
 import sys
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -46,6 +44,14 @@ from lightppo.episodes.hosts import (
 )
 from lightppo.episodes.specs import EnvironmentSpec, load_specs
 from lightppo.errors import ConfigError, WorkerStartError
+from lightppo.processes.groups import (
+    MOST_BYTES,
+    ONE_THREAD,
+    as_json,
+    closer_of,
+    end_with,
+    stay_at_sigterm,
+)
 from lightppo.user_code import error_text
 
 logger = logging.getLogger(__name__)
@@ -55,8 +61,6 @@ _START_TRIES = 5
 _END_SECONDS = 5  # until the server has ended by itself
 _SETTLE = 0.1  # seconds for an answer on its way
 _LAST_WORDS = 5.0  # seconds in which the server says how a worker ended
-_MOST_BYTES = 16 << 20  # of an answer
-_PR_SET_PDEATHSIG = 1
 _QUESTION = struct.Struct("!QQ")  # its length and number
 _ANSWER = struct.Struct("!QQQ")  # its length, the question's number, the process that answers
 _STARTER = (
@@ -87,7 +91,7 @@ class WorkerRoom:
         self._waiting: deque[Future[None]] = deque()
         self._idle: list[_Worker] = []
         self._servers: list[_Server] = []  # at most one
-        self._closer = weakref.finalize(self, _end_all, self._servers, os.getpid())
+        self._closer = closer_of(self, self._servers)
 
     async def take(self, spec: EnvironmentSpec) -> ProcessSeat:
         """A worker for one session, started if none is idle."""
@@ -239,7 +243,7 @@ class _Server:
         with contextlib.suppress(OSError):  # it has ended, and the worker with it
             self._socket.send(json.dumps({"kill": worker.number}).encode())
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill all workers and the server."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -265,7 +269,7 @@ class _Server:
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what environments print is no output of the run
                     pass_fds=[theirs.fileno()],
-                    env=_environment(),
+                    env={**ONE_THREAD, **os.environ, "CUDA_VISIBLE_DEVICES": ""},
                     start_new_session=True,  # a Ctrl-C is this process's
                 )
         except OSError as error:
@@ -376,7 +380,7 @@ class _Worker:
 
     async def _receive(self) -> Answer:
         length, number, pid = _ANSWER.unpack(await self._read(_ANSWER.size))
-        if length > 2 * _MOST_BYTES:
+        if length > 2 * MOST_BYTES:
             raise ValueError(f"an answer of {length} bytes")
         self._process = self._process or pid
         if (number, pid) != (self._asked, self._process):
@@ -432,12 +436,6 @@ class ProcessSeat:
         self.leave()
 
 
-def _end_all(servers: list[_Server], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child: the processes are its parent's
-        for server in servers:
-            server.end()
-
-
 def _how(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
@@ -446,20 +444,13 @@ def _how(code: int) -> str:
     return f"signal {-code}"
 
 
-def _environment() -> dict[str, str]:
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**one_thread, **os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-
 # --- in the server
 
 
 def serve(control_fd: int, orders: Mapping[str, Any]) -> None:
     """The server: loads the user's files, then forks and kills as it is told."""
-    _end_with(orders["parent"])
-    # Launchers signal what ranks have started, too, while the trainer ends its step. Not ignored: programs that the
-    # environments start would inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    end_with(orders["parent"])
+    stay_at_sigterm()
     control = socket.socket(fileno=control_fd)
     specs: dict[str, EnvironmentSpec] | None = None
     problem = ""
@@ -474,7 +465,7 @@ def serve(control_fd: int, orders: Mapping[str, Any]) -> None:
             again = json.dumps({**orders, "late": True})
             os.set_inheritable(control_fd, True)
             os.execv(sys.executable, [sys.executable, "-c", _STARTER, str(control_fd), again])
-    _end_with(None)  # from here the loop below looks after that
+    end_with(None)  # from here the loop below looks after that
     gc.freeze()
     control.send(json.dumps({"ready": problem}).encode())
     _Forks(control, orders, specs).serve()
@@ -491,14 +482,6 @@ def _load(orders: Mapping[str, Any]) -> tuple[dict[str, EnvironmentSpec], str]:
 def _open_files() -> set[str]:
     folder = Path("/proc/self/fd")
     return {path.name for path in folder.iterdir() if path.is_symlink()}
-
-
-def _end_with(parent: int | None) -> None:
-    """Have the kernel end this process with the one that started it, or with the thread of it that did."""
-    ending = signal.SIGKILL if parent else 0
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ending)
-    if parent and os.getppid() != parent:  # it has ended already
-        os._exit(1)
 
 
 class _Forks:
@@ -558,7 +541,7 @@ class _Forks:
                 self.control.close()
                 for other in self.processes:
                     os.close(other)
-                _end_with(server)
+                end_with(server)
                 work(socket.socket(fileno=descriptor), self.orders, self.specs)
                 code = 0
             except OSError:  # the trainer has gone
@@ -668,15 +651,7 @@ def _read(channel: socket.socket, length: int) -> bytes:
 def _send(channel: socket.socket, number: int, answer: Answer) -> None:
     """As JSON: the trainer unpickles nothing that comes from an environment."""
     try:
-        data = json.dumps(answer, default=_plain).encode()
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"the answer has {len(data)} bytes")
+        data = as_json(answer, "an environment").encode()
     except Exception as error:  # an object of the user's among the messages
         data = json.dumps({"kind": "exception", "text": error_text(error)}).encode()
     channel.sendall(_ANSWER.pack(len(data), number, os.getpid()) + data)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"an environment cannot return {type(value).__name__} from a worker process")

@@ -11,7 +11,6 @@ import pickle
 import signal
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -24,7 +23,13 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.processes.groups import default_processes, end_with
+from lightppo.processes.groups import (
+    as_json,
+    closer_of,
+    default_processes,
+    end_with,
+    stay_at_sigterm,
+)
 from lightppo.processes.user_calls import Call, Outcome, awaited, in_daemon_thread, late
 from lightppo.ranks import heartbeat
 from lightppo.user_code import error_text, without_copies
@@ -32,7 +37,6 @@ from lightppo.user_code import error_text, without_copies
 _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
 _LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
-_MAX_ANSWER = 16 << 20  # characters
 _MAX_TRACE = 10_000  # characters
 _EXIT_0 = 256  # stands for exit code 0
 
@@ -70,7 +74,7 @@ class KillablePool:
             raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
         self._lock = threading.Lock()
         self._running: list[_RunningPool] = []  # at most one
-        self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
+        self._closer = closer_of(self, self._running)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Call the target with each of ``calls``; one outcome each, in order."""
@@ -95,7 +99,7 @@ class KillablePool:
                 with self._lock:
                     if running in self._running:
                         self._running.remove(running)
-                running.end()
+                running.close()
                 if isinstance(error, WorkerStartError):
                     raise
         raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
@@ -112,12 +116,6 @@ class KillablePool:
                 setup = (self.target, tuple(self.preload), self.quiet, self.cpu_seconds)
                 self._running.append(_RunningPool(self.workers, self.memory_mb, setup))
             return self._running[0]
-
-
-def _end_all(pools: list[_RunningPool], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child: the workers are its parent's
-        for pool in pools:
-            pool.end()
 
 
 class _RunningPool(SpawnContext):
@@ -188,7 +186,7 @@ class _RunningPool(SpawnContext):
             "no process could be started",
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._pool.stop()
         self._ended.set()
         with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool itself
@@ -279,9 +277,7 @@ def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float |
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
     parent = multiprocessing.parent_process()
     end_with(0 if parent is None else parent.pid)  # with the trainer, however that ends
-    # DeepSpeed's launch.py signals what ranks have started too, while the trainer ends its step. Not ignored: programs
-    # that the function starts would inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    stay_at_sigterm()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if quiet:
@@ -318,10 +314,7 @@ def _called(target: Callable[..., Any], payload: bytes) -> str:
         signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
     try:
         args, kwargs = pickle.loads(payload)
-        answer = json.dumps({"value": awaited(target(*args, **kwargs))}, default=_plain)
-        if len(answer) > _MAX_ANSWER:
-            raise ValueError(f"the answer has {len(answer)} bytes")
-        return answer
+        return as_json({"value": awaited(target(*args, **kwargs))}, "a reward function")
     except BaseException as error:  # SystemExit too: a function that exits has no answer
         # The trace is for --debug. No exception leaves a worker.
         trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
@@ -329,10 +322,3 @@ def _called(target: Callable[..., Any], payload: bytes) -> str:
     finally:
         if _cpu_seconds is not None:
             signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _plain(value: Any) -> Any:
-    """Return numbers and arrays of numpy and torch as JSON has them."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")

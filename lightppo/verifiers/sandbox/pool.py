@@ -17,14 +17,13 @@ import sys
 import sysconfig
 import tempfile
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.processes.groups import default_processes
+from lightppo.processes.groups import ONE_THREAD, closer_of, default_processes
 from lightppo.ranks import asked_to_stop
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ ISOLATIONS = ("namespaces", "bubblewrap", "landlock")  # tried in this order; "n
 _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
     **{"PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"},
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    **ONE_THREAD,
 }
 _START_SECONDS = 60.0
 
@@ -365,7 +364,7 @@ class SandboxPool(contextlib.AbstractContextManager):
         first, self.protections = self._first(isolations, allow_unsafe_code_execution)
         self.isolation, self.layers = first.isolation, first.layers
         self.sandboxes = [first]
-        self._close = weakref.finalize(self, _close_all, self.sandboxes, os.getpid())
+        self._close = closer_of(self, self.sandboxes)
         while len(self.sandboxes) < self.size:
             self.sandboxes.append(Sandbox(self.isolation, self.limits))
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
@@ -426,9 +425,3 @@ class SandboxPool(contextlib.AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
-    if os.getpid() == owner:  # a fork of the trainer must not end what it does not own
-        for sandbox in sandboxes:
-            sandbox.close()
