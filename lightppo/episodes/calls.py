@@ -31,16 +31,16 @@ class Direct:
     tries: int | None = None  # how often the episode is tried; None: as the options say
 
     def begin_try(self, number: int) -> None:
-        """The next calls are of this try, from 0."""
+        """Begin a try, counted from 0: the next calls are of it."""
 
     def end(self) -> None:
-        """The episode has ended, well or not."""
+        """End the episode, well or not."""
 
     def flush(self) -> None:
-        """Nothing more comes."""
+        """Write what waits: nothing more comes."""
 
     async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
-        """What the environment answers to a call in a turn, from 1. EnvironmentFailed: it failed."""
+        """Return what the environment answers to a call in a turn, from 1. EnvironmentFailed: it failed."""
         begin = time.monotonic()
         try:
             return await call()
@@ -48,7 +48,7 @@ class Direct:
             self.seconds = time.monotonic() - begin
 
     async def sample(self, asked: Turn, sample: Sample) -> Rollout:
-        """What the engine samples."""
+        """Return what the engine samples."""
         return await sample(asked)
 
 
@@ -120,7 +120,7 @@ class Answered(Direct):
 
 
 def _plain(place: Place, result: Any) -> Any:
-    """What a call gave, as plain values."""
+    """Return what a call gave, as plain values."""
     if place == "reset":
         names = ("name", "contract", "has_step", "has_reward", "opening", "is_agent")
         return {name: getattr(result, name) for name in names}
@@ -128,7 +128,7 @@ def _plain(place: Place, result: Any) -> Any:
 
 
 def _restored(place: Place, reply: Any) -> Any:
-    """Inverse of :func:`_plain`."""
+    """Invert :func:`_plain`."""
     if place == "reset":
         return AnsweredSession(**reply)
     kinds = {"tool": Reply, "step": Step}
@@ -157,7 +157,7 @@ class AnsweredSession:
         raise TapeError("get_reward is asked, and there is no environment")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class AnsweredEnvironments:
@@ -187,11 +187,11 @@ class AnsweredEnvironments:
         raise TapeError("an environment is opened, and there is none")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def told_of(environments: Environments) -> dict[str, Any]:
-    """What a tape keeps of environments, for :class:`AnsweredEnvironments`."""
+    """Return what a tape keeps of environments, for :class:`AnsweredEnvironments`."""
     tools = {name: environments.tools(name) for name in environments.names}
     agents = [name for name in environments.names if environments.is_agent(name)]
     return {"contract": environments.contract, "tools": tools, "agents": agents}
@@ -226,17 +226,17 @@ class Reel:
 
     @property
     def answers(self) -> bool:
-        """Whether the entries answer; else they are written."""
+        """Tell whether the entries answer; else they are written."""
         return self.taken is not None
 
     @property
     def tries(self) -> int | None:
-        """How often the episode was tried; None: it was not ended."""
+        """Return how often the episode was tried; None: it was not ended."""
         ended = self.taken and self.taken[-1]["kind"] == END
         return self.taken[-1]["tries"] if ended else None
 
     def begin_try(self, number: int) -> None:
-        """The next entries are of this try, from 0."""
+        """Begin a try, counted from 0: the next entries are of it."""
         self.number = number
 
     def write(self, kind: str, turn: int, **content: Any) -> None:
@@ -253,18 +253,18 @@ class Reel:
             self.tape.write(*waiting)
 
     def end(self) -> None:
-        """The episode has ended; from here on it answers as a whole."""
+        """End the episode; from here on it answers as a whole."""
         if not self.answers:
             self._waiting.append({"kind": END, **self._place, "tries": self.number + 1})
             self.flush()
 
     def is_next(self, **content: Any) -> bool:
-        """Whether the next entry is such a one."""
+        """Tell whether the next entry is such a one."""
         following = self.taken[self._next] if self._next < len(self.taken) else {}
         return all(following.get(name) == value for name, value in content.items())
 
     def read(self, kind: str, turn: int, **content: Any) -> Entry:
-        """The next entry, which must be of this kind, turn and content.
+        """Return the next entry, which must be of this kind, turn and content.
 
         Raises:
             TapeError: it is another one, or there is none.
@@ -286,7 +286,7 @@ class Reel:
 
 
 def packed(numbers: Sequence[float]) -> Mapping[str, str]:
-    """Numbers as text, exactly: four bytes each where that is exact, else eight."""
+    """Return numbers as text, exactly: four bytes each where that is exact, else eight."""
     short = array.array("f", numbers)
     if short.tolist() == list(numbers):
         return {"float32": base64.b64encode(short).decode()}
@@ -294,7 +294,7 @@ def packed(numbers: Sequence[float]) -> Mapping[str, str]:
 
 
 def unpacked(text: Mapping[str, str]) -> list[float]:
-    """Inverse of :func:`packed`."""
+    """Invert :func:`packed`."""
     ((name, data),) = text.items()
     numbers = array.array({"float32": "f", "float64": "d"}[name])
     numbers.frombytes(base64.b64decode(data))

@@ -32,10 +32,10 @@ class TurnSource(Protocol):
     left: int  # conversations that have not ended: so many turns may wait or decode at a time
 
     def take(self, wait: bool) -> list[Turn] | None:
-        """Turns that can be sampled now; None: no more will come. ``wait``: at least one, if more will come."""
+        """Return turns that can be sampled now; None: no more will come. ``wait``: at least one, if more will come."""
 
     def ended(self, turn: Turn, rollout: Rollout) -> None:
-        """A turn and its new tokens; ``rollout.prompt`` is the turn's, its response the new tokens alone."""
+        """Take a turn and its new tokens; ``rollout.prompt`` is the turn's, its response the new tokens alone."""
 
     def goes_on(self, turn: Turn) -> bool:
-        """Whether another turn may follow one that the engine has sampled."""
+        """Tell whether another turn may follow one that the engine has sampled."""

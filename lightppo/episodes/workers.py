@@ -94,7 +94,7 @@ class WorkerRoom:
         self._closer = closer_of(self, self._servers)
 
     async def take(self, spec: EnvironmentSpec) -> ProcessSeat:
-        """A worker for one session, started if none is idle."""
+        """Return a worker for one session, started if none is idle."""
         await self._place()
         try:
             return ProcessSeat(spec, await self._worker(spec.name), self)
@@ -108,7 +108,7 @@ class WorkerRoom:
         return [pid for server in self._servers for pid in server.pids]
 
     def start(self) -> _Server:
-        """The server, started if there is none."""
+        """Return the server, started if there is none."""
         with self._lock:
             if not self._closer.alive:
                 raise RuntimeError("the environments are closed")
@@ -123,7 +123,7 @@ class WorkerRoom:
         self._closer()
 
     def give_back(self, worker: _Worker) -> None:
-        """For the next session; of a worker that is ending, its place is free when it has ended."""
+        """Keep a worker for the next session; of one that is ending, its place is free when it has ended."""
         if worker.is_ending:
             self.lost_workers += 1
             worker.close()
@@ -317,7 +317,7 @@ class _Worker:
         channel.setblocking(False)
 
     async def wait_until_ready(self) -> str:
-        """Until it has loaded what its server could not; why it did not start, if so."""
+        """Wait until it has loaded what its server could not; return why it did not start, if so."""
         answer = await self._within(self._receive(), _START_SECONDS)
         if answer.get("value"):
             self.kill()
@@ -325,11 +325,11 @@ class _Worker:
         return answer.get("text", "")
 
     async def exchange(self, question: bytes, timeout: float) -> Answer:
-        """Its answer; after anything else it is killed."""
+        """Return its answer; after anything else it is killed."""
         return await self._within(self._ask(question), timeout)
 
     def kill(self) -> None:
-        """At once, with all that it has started."""
+        """Kill it at once, with all that it has started."""
         self.is_ending = True
         self._server.kill(self)
 
@@ -338,7 +338,7 @@ class _Worker:
         self.ended.happen(how)
 
     def close(self) -> None:
-        """No questions any more; it ends, if it has not yet."""
+        """Ask no more questions; it ends, if it has not yet."""
         self.is_ending = True
         self._socket.close()
 
@@ -448,7 +448,7 @@ def _how(code: int) -> str:
 
 
 def serve(control_fd: int, orders: Mapping[str, Any]) -> None:
-    """The server: loads the user's files, then forks and kills as it is told."""
+    """Serve: load the user's files, then fork and kill as told."""
     end_with(orders["parent"])
     stay_at_sigterm()
     control = socket.socket(fileno=control_fd)
@@ -511,7 +511,7 @@ class _Forks:
         self.end()
 
     def obey(self) -> bool:
-        """One order; False at the end of all."""
+        """Obey one order; return False at the end of all."""
         try:
             message, descriptors, *_ = socket.recv_fds(self.control, 1 << 12, 1)
         except OSError:
@@ -579,7 +579,7 @@ class _Forks:
 
 
 def _kill(pid: int) -> None:
-    """A worker and its process group."""
+    """Kill a worker and its process group."""
     for kill in (os.killpg, os.kill):  # it may not have a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -591,7 +591,7 @@ def _kill(pid: int) -> None:
 def work(
     channel: socket.socket, orders: Mapping[str, Any], specs: dict[str, EnvironmentSpec] | None
 ) -> None:
-    """Answers until the channel is closed: sync code in this thread, which is the main one, async code in a loop."""
+    """Answer until the channel is closed: sync code in this thread, which is the main one, async code in a loop."""
     os.setsid()
     contract.in_worker = True
     with contextlib.suppress(
@@ -629,7 +629,7 @@ def work(
 
 
 def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
-    """The number of a question, and what it is."""
+    """Return the number of a question, and what it is."""
     head = _read(channel, _QUESTION.size)
     if not head:
         return None
@@ -649,7 +649,7 @@ def _read(channel: socket.socket, length: int) -> bytes:
 
 
 def _send(channel: socket.socket, number: int, answer: Answer) -> None:
-    """As JSON: the trainer unpickles nothing that comes from an environment."""
+    """Send an answer as JSON: the trainer unpickles nothing that comes from an environment."""
     try:
         data = as_json(answer, "an environment").encode()
     except Exception as error:  # an object of the user's among the messages

@@ -61,7 +61,7 @@ class ScoreRequest(BaseModel):
         return self
 
     def rollouts(self) -> list[Rollout]:
-        """The samples for a source: without ids, and every response counts as finished."""
+        """Return the samples for a source: without ids, and every response counts as finished."""
         labels = self.labels or [None] * len(self.query)
         return [
             Rollout(Prompt(prompt, [], label=label, index=i), 0, [], query[len(prompt) :], "stop")
@@ -184,7 +184,7 @@ def serve(
     shutdown_seconds: float = 10.0,
     started: Callable[[str], None] = print,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; requests in progress have ``shutdown_seconds`` to end.
+    """Serve until SIGTERM or SIGINT; requests in progress have ``shutdown_seconds`` to end.
 
     Args:
         host: where to listen; other than loopback only with a token.
@@ -216,7 +216,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def _explain_request(request: Request, error: Exception) -> JSONResponse:
-    """Says what is wrong with a request without quoting it: it may be long, or not for the log."""
+    """Say what is wrong with a request without quoting it: it may be long, or not for the log."""
     assert isinstance(error, RequestValidationError)
     parts = [
         f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]
@@ -277,19 +277,19 @@ class Connections:
         return True
 
     def rest(self, connection: H11Protocol) -> None:
-        """After a request."""
+        """Note the end of a request."""
         if connection.client not in self._keys:
             self.wait(connection)
 
     def leave(self, client: Any) -> None:
-        """The connection has ended, or begins anew."""
+        """Forget a connection that has ended, or begins anew."""
         self._open.pop(client, None)
         self._keys.pop(client, None)
         if client in self._strangers:
             self._strangers.pop(client).cancel()
 
     def forget(self, key: str) -> None:
-        """A key is not valid any more: its connections are strangers again. May be called in any thread."""
+        """Forget a key that is not valid any more: its connections are strangers again. May be called in any thread."""
         for client, shown in list(self._keys.items()):
             connection = self._open.get(client)
             if shown == key and connection is not None:
@@ -377,7 +377,7 @@ class Gate:
             await refusal(scope, receive, send)
 
     def _refusal(self, scope: _Message) -> JSONResponse | None:
-        """Why a request is not read, if so."""
+        """Return why a request is not read, if so."""
         headers = dict(scope["headers"])
         key = self.key_of(headers)
         if key is None:

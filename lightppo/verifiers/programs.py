@@ -69,7 +69,7 @@ class _Service:
     sleep: Callable[[float], None] | None
 
     def _connect(self, flag: str, url: str, path: str, seconds: float, retries: int) -> None:
-        """``path`` is added to an address without one."""
+        """Make the client; ``path`` is added to an address without one."""
         parts = urlsplit(url)
         url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
         options = {
