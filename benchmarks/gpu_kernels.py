@@ -403,9 +403,9 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
+    from lightppo.experience.entropy_sample import systematic_sample
     from lightppo.models.actor import Actor
     from lightppo.models.kernels import layers
-    from lightppo.models.kernels.entropy_sample import systematic_sample
     from lightppo.models.kernels.liger import use_liger_kernels
     from lightppo.models.kernels.offload import offloading
     from lightppo.models.wrapper import on_cpu

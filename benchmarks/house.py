@@ -11,7 +11,7 @@
 - Tables: :class:`lightppo.table.Table` and ``MetricTable`` at module level; entries as they are after ``import lightppo``.
 - Tokens of code: as Python's tokenizer counts them, without comments, line ends, indents and texts in triple quotes.
 - Letters of a name: the mean over the names that are assigned or are parameters, each counted once per function.
-- Options that no page names: of ``lightppo ppo``, neither in docs/ but the generated pages, nor README, examples, benchmarks.
+- Options that no page names: of ``lightppo ppo``; generated pages do not count, README, examples and benchmarks do.
 """
 
 from __future__ import annotations

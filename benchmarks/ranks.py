@@ -31,12 +31,12 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.distributed import distributed_c10d
 
+from lightppo.algorithms.selection import top_share
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.data.prepared_rows import Encoded, prepare_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.distributed import DistributedStrategy
-from lightppo.experience.selection import top_share
 from lightppo.logging.evaluations import write_evaluation
 from lightppo.logging.samples import SampleRecord, write_step
 from lightppo.logging.step_metrics import merge_summaries, optimizer_status, rollout_summaries

@@ -45,54 +45,54 @@ class Callback:
     """
 
     def on_start(self, run: Any) -> None:
-        """``fit`` begins; a run that goes on has its state already."""
+        """Act when ``fit`` begins; a run that goes on has its state already."""
 
     def before_steps(self, run: Any) -> None:
-        """All callbacks have started; no step is trained yet."""
+        """Act when all callbacks have started; no step is trained yet."""
 
     def around_step(self, run: Any, step: int) -> AbstractContextManager:
-        """A context in which the step is trained."""
+        """Return a context in which the step is trained."""
         return nullcontext()
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
-        """The rollouts of a step are sampled, scored and selected; no log probs of the trainer's yet. PPO only."""
+        """Take the rollouts of a step, sampled, scored and selected; no log probs of the trainer's yet. PPO only."""
 
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
-        """The replay buffer of this rank is filled, with advantages; it is empty if the step is left out. PPO only."""
+        """Take the replay buffer of this rank, with advantages; it is empty if the step is left out. PPO only."""
 
     def on_micro_batch(
         self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
     ) -> None:
-        """The actor's pass over a micro batch, before its optimizer step: (B, A) each, without gradient. PPO only.
+        """Take the actor's pass over a micro batch, before its optimizer step: (B, A) each, without gradient. PPO only.
 
         The entropy of most tokens is NaN in a large step that does not train on it; see :meth:`entropy_rows`.
         """
 
     def on_optimizer_step(self, run: Any, model: str) -> None:
-        """The actor's or the critic's optimizer step was taken, and not skipped. PPO only."""
+        """Act when the actor's or the critic's optimizer step was taken, and not skipped. PPO only."""
 
     def entropy_rows(self, run: Any, experience: Experience) -> Iterable[int]:
-        """Rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
+        """Return rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
         return ()
 
     def on_step_end(
         self, run: Any, step: int, metrics: Mapping[str, float]
     ) -> Mapping[str, float] | None:
-        """The step is trained; ``metrics`` by their names in docs/metrics.md, the same on every rank.
+        """Take a trained step's ``metrics``, by their names in docs/metrics.md, the same on every rank.
 
         Returns:
             numbers to add, for the callbacks that follow and for the records; the same on every rank.
         """
 
     def votes(self, run: Any) -> Mapping[str, float]:
-        """``{"stop": 1}``, ``"save"`` or ``"evaluate"``, where this rank wants it after the step; or names of its own.
+        """Return ``{"stop": 1}``, ``"save"`` or ``"evaluate"``, where this rank wants it after the step, or own names.
 
         Votes of all callbacks and ranks are summed in one all-reduce: all callbacks must name the same on every rank.
         """
         return {}
 
     def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
-        """The sums of :meth:`votes` over all ranks."""
+        """Take the sums of :meth:`votes` over all ranks."""
 
     def evaluate(self, run: Any, step: int) -> None:
         """Evaluate the weights: the votes ask for it, or this was the last step. A checkpoint may follow."""
@@ -100,24 +100,24 @@ class Callback:
     def on_evaluation(
         self, run: Any, step: int, result: Mapping[str, float]
     ) -> Mapping[str, float] | None:
-        """Held-out data were evaluated: ``eval/…``, the same on every rank.
+        """Take what held-out data gave: ``eval/…``, the same on every rank.
 
         Returns:
             as :meth:`on_step_end`.
         """
 
     def on_save(self, run: Any, step: int) -> None:
-        """A checkpoint was written."""
+        """Act when a checkpoint was written."""
 
     def after_step(self, run: Any, step: int) -> None:
-        """All that was due after the step is done, and no callback has stopped the run."""
+        """Act when all that was due after the step is done, and no callback has stopped the run."""
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
-        """``fit`` has ended; ``error`` is why, if it is not complete. Then it must not wait for other ranks."""
+        """Act when ``fit`` has ended; ``error`` is why, if it is not complete. Then it must not wait for other ranks."""
 
 
 def load_callbacks(specs: Iterable[str]) -> list[Callback]:
-    """``--callback``: a class of a file, made without arguments, or an object; ConfigError says what is wrong."""
+    """Load ``--callback``: a class of a file, made without arguments, or an object; ConfigError says what is wrong."""
     callbacks = []
     for spec in specs:
         loaded = load_python_object(spec, "callback", option=f"--callback {spec}")
@@ -139,7 +139,7 @@ def load_callbacks(specs: Iterable[str]) -> list[Callback]:
 
 
 def _check_methods(callback: Callback) -> None:
-    """ConfigError: a method that no run calls, or that cannot be called."""
+    """Raise ConfigError for a method that no run calls, or that cannot be called."""
     kind, where = type(callback), f"the callback {place_of(callback)}"
     for name in dir(kind):
         if name.startswith("_") or name in _OWN or not callable(getattr(kind, name)):
@@ -172,7 +172,7 @@ _TIMES = [name for name in vars(Callback) if not name.startswith("_")]
 
 
 def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, float]:
-    """What a callback gives to be logged; ConfigError where it is not numbers by name."""
+    """Return what a callback gives to be logged; ConfigError where it is not numbers by name."""
     if result is None or is_of_lightppo(callback):
         return result or {}
     where = f"the callback {place_of(callback)}: {method}"
@@ -188,7 +188,7 @@ def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, flo
 
 
 def _number(value: Any) -> float:
-    """A number of Python as it is; one of numpy, or a tensor of one, as Python's."""
+    """Return a number of Python as it is; one of numpy, or a tensor of one, as Python's."""
     return value if isinstance(value, (int, float)) else float(value)
 
 
@@ -218,7 +218,7 @@ class Callbacks:
 
     @contextmanager
     def around(self, run: Any) -> Iterator[None]:
-        """From :meth:`Callback.on_start` to :meth:`Callback.on_end`, which all get after an error, too."""
+        """Call :meth:`Callback.on_start`, and at the end :meth:`Callback.on_end`, which all get after an error, too."""
         try:
             for callback in self.all:
                 callback.on_start(run)
@@ -273,18 +273,18 @@ class Callbacks:
             callback.on_optimizer_step(run, model)
 
     def entropy_rows(self, run: Any, experience: Experience) -> set[int]:
-        """The rows that any callback needs."""
+        """Return the rows that any callback needs."""
         return {row for callback in self.all for row in callback.entropy_rows(run, experience)}
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics with what the callbacks add; each gets those of the ones before it."""
+        """Return the metrics with what the callbacks add; each gets those of the ones before it."""
         metrics = dict(metrics)
         for callback in self.all:
             metrics |= numbers_of(callback, "on_step_end", callback.on_step_end(run, step, metrics))
         return metrics
 
     def votes(self, run: Any) -> dict[str, float]:
-        """The sum of this rank's votes, with all of ``VOTES``."""
+        """Return the sum of this rank's votes, with all of ``VOTES``."""
         sums: Counter[str] = Counter(dict.fromkeys(VOTES, 0.0))
         for callback in self.all:
             sums.update(_votes_of(callback, run))

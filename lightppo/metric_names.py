@@ -66,6 +66,7 @@ SHOWN = {
     "reward": "rollout/reward",
     "kl": "rollout/kl",
     "entropy": "train/entropy",
+    "teacher kl": "rollout/teacher_kl",
 }
 
 # What progress bars show of a status, by the names that LightRFT and OpenRLHF have there.
@@ -144,6 +145,10 @@ _ROLLOUT = {
     "rejected_low": "groups rejected because their mean is at or below the lower bound of --filter_range",
     "rejected_high": "groups rejected because their mean is at or above the upper bound",
     "rejected_unmeasured": "groups rejected because a sample lacks --filter_metric",
+    "left_out_prompts": "prompts that --dataset_filter_threshold has left out so far",
+    "teacher_kl": "mean log prob - teacher's log prob per token: unbiased KL; with --distill_by loss as measured "
+    "in training (nats)",
+    "teacher_log_prob": "mean log prob per trained token under the teacher",
 }
 
 _TRAIN = {
@@ -171,6 +176,9 @@ _TRAIN = {
     "critic_loss_scale": "mean loss scale of the critic after each optimizer step (--fp16)",
     "kl_coef": "KL coefficient in this step",
     "optimizer_steps": "optimizer steps in this PPO step, including skipped ones",
+    "teacher_top_mass": "mean probability that the teacher gives to its --distill_topk tokens",
+    "distill_loss": "divergence from the teacher's distributions, before its coefficient (--distill_by loss)",
+    "ptx_loss": "language-model loss on --pretrain_data",
 }
 
 _REWARD = {

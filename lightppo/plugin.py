@@ -19,7 +19,6 @@ from typing import Any, Literal
 from lightppo.errors import UserError
 from lightppo.metric_names import METRICS as METRICS
 from lightppo.redaction import without_secrets
-from lightppo.table import FILE_ENTRIES as FILE_ENTRIES
 from lightppo.table import Entry, Table, load
 from lightppo.user_code import error_text, is_users_fault
 
@@ -81,19 +80,6 @@ class FrozenModel:
     flag: str  # that names it
     zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
     offload: bool = False  # its shards are in CPU memory
-
-
-@dataclass(frozen=True)
-class PassEntry(Entry):
-    """A pass over the samples of a rollout, under the name of its call in ``--micro_batch_specs``.
-
-    Its time is logged under this name, too.
-
-    The entry's function gets the config and the further models of the run by name. It returns a
-    :class:`lightppo.experience.maker.RolloutPass`, or None where the options ask for none.
-    """
-
-    needs: str = ""  # what ``--micro_batch_specs`` for it needs; see ``Option.needs``
 
 
 @dataclass(frozen=True)
@@ -231,39 +217,17 @@ entropy_grad, router_logits)`` makes one forward and returns :data:`lightppo.mod
 model needs its logits; the arguments are those of ``Actor._predict``. The first one that can is taken."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
-"""Further terms of the actor's loss, under the names of their states. An entry's function gets the
+"""Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the
 :class:`lightppo.trainer.build.Building` whose prompts are read, and returns a
-:class:`lightppo.trainer.update.LossTerm`, or None where the options ask for no such term."""
+:class:`lightppo.trainer.training_losses.LossTerm`, or None where the options ask for no such term."""
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
-"""Factors of each token's policy loss: corrections, rejections, and others."""
-
-NORMALISATIONS: Table = Table("normalisation")
-"""What is done to shaped scores, and to advantages that are not whitened yet, in this order. An entry's function gets
-the config and ``"scores"`` or ``"advantages"``, and returns None, or a function ``(values, mask, group_ids, *,
-all_reduce_sum)`` → (B, A), called on every rank with all its samples; of scores A is 1."""
-
-SCORE_STEPS: Table = Table("step of the shaping of scores")
-"""What is done to scores, in this order, before they are clipped to ``--reward_clip_range``. An entry's function gets
-the config and the strategy, and returns a :class:`lightppo.experience.maker.ScoreStep`, or None. A step with
-``state_dict`` and ``load_state_dict`` has its state in checkpoints, under the name of its entry."""
-
-VALUE_NORMS: Table = Table("normalisation of values")
-"""What the critic learns in place of returns, the first one: an entry's function gets the config and returns None, or an
-object with ``update(returns, mask, …)``, ``normalize``, ``normalize_old`` and ``denormalize`` of values, whose state is in
-checkpoints."""
+"""Factors of each token's policy loss that other packages add, beside the corrections and rejections that are shipped."""
 
 OLD_LOG_PROBS: Table = Table("source of old log probs")
 """What ``--old_log_probs auto`` is, the last entry: a function of the resolved config and of ``exact_rollout``, as
 :func:`lightppo.config.rules.old_log_probs_from` describes them, returns what that does. It must import nothing heavy.
 Without an entry it is ``"forward"``."""
-
-BUFFER_STEPS: Table = Table(
-    "step on the buffer", {"whiten": Entry("lightppo.experience.batching:whitening")}
-)
-"""What is done with the samples of a PPO step before they are trained on, in this order. An entry's function gets the
-config and returns None, or a function ``(buffer, loss, ranks, seed)`` of the :class:`lightppo.experience.batching.
-ReplayBuffer` and the policy loss, called on all ranks together. A plugin may put another entry in the place of whiten."""
 
 FROZEN_MODELS: Table = Table("further model")
 """Further models of a run, under the names of their roles: functions of the config that return a
@@ -274,26 +238,6 @@ FOLLOWERS: Table = Table("model that follows the actor")
 """Models in float32 that follow the actor, under the names of their parts in checkpoints: functions of the config that
 tell whether the run has one. It begins as the actor does; ``reference`` is the run's reference. Callbacks move it."""
 
-ROLLOUT_PASSES: Table[PassEntry] = Table("pass over the rollout", kind=PassEntry)
-"""What else is computed of the samples of a rollout, after the passes of actor and reference."""
-
-ADVANTAGE_TERMS: Table = Table("term of the advantages")
-"""What is added to the estimator's advantages before they are normalised. An entry's function gets the config and
-returns None, or a function of an :class:`lightppo.experience.experience.Experience` with ``action_log_probs``, and with
-what passes have made in ``extra``, to a term (B, A)."""
-
-SCORE_TERMS: Table = Table("term of the actor's loss from its own pass")
-"""Terms of the actor's loss that need no forward pass of their own. An entry's function gets the config and the further
-models of the run by name, and returns a :class:`lightppo.trainer.update.ScoreTerm`, or None."""
-
-ENTROPY_SAMPLES: Table = Table("sample of the entropy")
-"""Whose entropy is computed where it is only logged, the first one: an entry's function gets the config and returns
-None, or a function of an experience, the tokens of its optimizer step, and the rows whose entropy somebody reads. That
-returns a :class:`lightppo.trainer.update.EntropySample`, or None for all tokens."""
-
-EARLY_STOPS: Table = Table("early stop")
-"""What keeps the actor from an optimizer step, the first one: an entry's function gets the config and the ranks, and
-returns None, or a :class:`lightppo.trainer.update.EarlyStop`."""
 
 AROUND: Table = Table("what is around a rank's main function")
 """An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main

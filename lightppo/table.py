@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightppo.errors import ConfigError
@@ -87,7 +89,7 @@ class Table(dict[str, E]):
         if not isinstance(name, str):
             return self.entry_of(name)
         if name not in self and self.takes_files and ".py" in name:
-            return FILE_ENTRIES.last(name, self)
+            return declared_entry(name, self)
         if name in self:
             return self[name]
         meant = nearest(str(name), self, self.flag.lstrip("-"))
@@ -151,15 +153,43 @@ def load(function: str | Callable) -> Callable:
         ) from error
 
 
-FILE_ENTRIES: Table = Table("entry of a file", {"run": Entry("lightppo.table:run_entry")})
-"""What makes an entry of a function or a class in a file, the last one: a function of ``path.py:name`` and the table."""
+def declared_entry(spec: str, table: Table[E]) -> E:
+    """Return the entry of a function, or a class, in a file of the user's own, which is read but not run."""
+    return _declared(spec, table.flag, table.decorator, table.kind)
 
 
 @functools.cache
-def _run(spec: str) -> Callable:
-    return load(spec)
-
-
-def run_entry(spec: str, table: Table) -> Any:
-    """The file is run; what a decorator says is an attribute of the function."""
-    return table.entry_of(_run(spec))
+def _declared(spec: str, flag: str, decorator: str | None, kind: type[Entry]) -> Any:
+    path, _, name = spec.rpartition(":")
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name"
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    if name not in functions:
+        raise ConfigError(
+            f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"
+        )
+    traits: dict[str, Any] = {}
+    for node in functions[name].decorator_list:
+        if ast.unparse(node).rpartition(".")[2] == decorator:
+            raise ConfigError(
+                f"{flag} {spec}: {path}:{node.lineno}: write @{decorator}() with brackets"
+            )
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
+            try:
+                traits = {
+                    str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords
+                }
+                kind("", **traits)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}"
+                ) from None
+    return kind(f"{path}:{name}", **traits)

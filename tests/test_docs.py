@@ -8,14 +8,19 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 from support.ranks import REPO
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from lightppo.algorithms.more_entries import CORRECTIONS
+from lightppo.algorithms.entries import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+)
 from lightppo.cli.data import RowsConfig
 from lightppo.config.options import all_options
 from lightppo.config.supervised_options import COMMANDS as SUPERVISED
@@ -178,14 +183,9 @@ def test_what_docstrings_refer_to_is_there():
 
 
 def test_every_extra_is_in_the_readme():
-    calls = [
-        node
-        for node in ast.walk(ast.parse((REPO / "setup.py").read_text()))
-        if isinstance(node, ast.Call)
-    ]
-    given = {word.arg: word.value for call in calls for word in call.keywords}
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     table = re.findall(r"'\.\[([\w-]+)\]'", (REPO / "README.md").read_text(encoding="utf-8"))
-    assert sorted(table) == sorted(ast.literal_eval(given["extras_require"]))
+    assert sorted(table) == sorted(project["optional-dependencies"])
 
 
 # -- troubleshooting ---------------------------------------------------------------------------------------------------

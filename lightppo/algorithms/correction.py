@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import KL_ESTIMATORS
+from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS
 from lightppo.algorithms.kl import k3, limited
 from lightppo.algorithms.masking import (
     AllReduceSum,
@@ -25,9 +25,9 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
-from lightppo.algorithms.more_entries import CORRECTIONS, Rejection
+from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import log_ratio_of, row_mean, row_product
-from lightppo.experience.selection import first_above_mean
+from lightppo.algorithms.selection import first_above_mean
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.
@@ -68,7 +68,7 @@ def geo_tis(
 
 
 def row_within(log_ratio: Tensor, mask: Tensor, low: float, high: float, agg: str) -> Tensor:
-    """Which rows (B, 1) have a mean (geometric), product (``sum``) or largest one (``max``) of ρ within [low, high]."""
+    """Return the rows (B, 1) with a mean (geometric), product (``sum``) or largest one (``max``) of ρ in [low, high]."""
     ratio = {
         "mean": lambda: row_mean(log_ratio, mask),
         "sum": lambda: row_product(log_ratio),
@@ -129,7 +129,7 @@ def correction_weights(
     veto: float | None = None,
     agg: str | None = None,
 ) -> Tensor:
-    """The constant factor (B, A) on each token's loss, 0 at masked positions.
+    """Return the constant factor (B, A) on each token's loss, 0 at masked positions.
 
     Args:
         log_probs: (B, A), under the trainer's policy before its first update (decoupled PPO: the proximal policy).
@@ -208,7 +208,7 @@ def rejection_mask(
     advantages: Tensor | None = None,
     all_reduce_sum: AllReduceSum = identity,
 ) -> Tensor:
-    """The trained tokens (B, A) that stay in the policy loss: those which every rejection keeps.
+    """Return the trained tokens (B, A) that stay in the policy loss: those which every rejection keeps.
 
     A token's measure is ρ, or an estimate of KL(π_rollout ‖ π) from -d: k1 = -d, k2 = d²/2, k3 = ρ - 1 - d; or the
     other direction, k3r = 1/ρ - 1 + d. Source of measures and levels: Liu, Li et al. 2025, part 3

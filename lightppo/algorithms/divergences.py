@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.kl import Divergence, kl_of_rows, mean_log_ratio
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
-from lightppo.algorithms.more_kl import Divergence, kl_of_rows, mean_log_ratio
 
 REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its log is finite
 
@@ -68,6 +68,6 @@ def top_divergence(
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """With ln(1 - Σ e^x), (N, k) -> (N, k + 1)."""
+    """Append ln(1 - Σ e^x): (N, k) -> (N, k + 1)."""
     rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR).log()
     return torch.cat([log_probs, rest], dim=1)

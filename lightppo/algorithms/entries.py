@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable)
 class EstimatorEntry(Entry):
     """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
-    # The function gives one number per sample, and all tokens of the sample get it, see experience.maker.advantage_fn.
+    # The function gives one number per sample, and all tokens of the sample get it, see advantages.advantage_fn.
     per_sample: bool = False
     needs_critic: bool = False  # it reads values
     min_group_size: int = 1  # least samples per prompt
@@ -67,8 +67,38 @@ class KLEntry(Entry):
     over_vocabulary: bool = False
 
 
+@dataclass(frozen=True)
+class CorrectionEntry(Entry):
+    """An off-policy correction; the function is a :data:`.correction.CorrectionFn`."""
+
+    # The lower bound of the weight where --correction_low says nothing. None: the weight has none.
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class RejectionEntry(Entry):
+    """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
+
+    # What is bounded at a token: "ratio", or the estimate of KL(π_rollout ‖ π_old) by one of KL_ESTIMATORS; "k3r"
+    # estimates KL(π_old ‖ π_rollout).
+    measure: str = "k1"
+    two_sided: bool = False  # it may have a lower bound
+    in_training: bool = False  # the policy is the one in training; else the one before the update
+    # It compares all tokens of the rollout, so it cannot decide in training.
+    over_rollout: bool = False
+
+
+@dataclass(frozen=True)
+class PreferenceLossEntry(Entry):
+    """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
+
+    # log probs of an answer are means over its tokens, where --average_log_probs says nothing
+    of_means: bool = False
+
+
 def metric_names() -> dict[str, str]:
-    """Names under ``train/`` that single algorithms add → meaning."""
+    """Return the meaning of each name under ``train/`` that single algorithms add."""
     return {
         name: meaning
         for table in TABLES
@@ -81,7 +111,7 @@ def metric_names() -> dict[str, str]:
 
 
 def estimator(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
-    """What an estimator of your own asks of a run: attributes of :class:`EstimatorEntry`; in a file, as literals."""
+    """Say what an estimator of your own needs of a run: attributes of :class:`EstimatorEntry`; in a file, as literals."""
     if without_brackets:
         raise TypeError(
             "write @estimator() with brackets: @estimator(per_sample=True), for example"
@@ -91,7 +121,7 @@ def estimator(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
 
 
 def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
-    """The same for ``--policy_loss`` and :class:`PolicyLossEntry`."""
+    """Say it of a policy loss of your own: attributes of :class:`PolicyLossEntry`."""
     if without_brackets:
         raise TypeError(
             "write @policy_loss() with brackets: @policy_loss(eps_clip=None), for example"
@@ -101,7 +131,7 @@ def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
 
 
 def _with_traits(traits: Mapping[str, Any], function: F) -> F:
-    """The function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
+    """Return the function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
     function.traits = traits
     return function
 
@@ -109,13 +139,17 @@ def _with_traits(traits: Mapping[str, Any], function: F) -> F:
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 _ADVANTAGES = "lightppo.algorithms.advantages"
+_CORRECTION = "lightppo.algorithms.correction"
 _KL = "lightppo.algorithms.kl"
 _LOSSES = "lightppo.algorithms.losses"
 _MASKING = "lightppo.algorithms.masking"
+_PREFERENCES = "lightppo.algorithms.preferences"
+_SELECTION = "lightppo.algorithms.selection"
 
 _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
 _of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
-_GROUP_NORM = _of_group(f"{_ADVANTAGES}:group_norm", divides_by_std=True, kl_in_loss=True)
+_over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
+_GROUP_NORM = _over_std(f"{_ADVANTAGES}:group_norm")
 _REINFORCE_BASELINE = _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True)
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
@@ -131,28 +165,142 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "rloo": _of_group(f"{_ADVANTAGES}:rloo"),
         "grpo": _GROUP_NORM,
         "group_norm": _GROUP_NORM,
+        "dr_grpo": _of_group(f"{_ADVANTAGES}:dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
+        "remax": EstimatorEntry(
+            f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True
+        ),
+        "opo": _of_group(f"{_ADVANTAGES}:opo"),
+        "gpg": _of_group(f"{_ADVANTAGES}:gpg", policy_loss="gpg"),
+        "optimal_token_baseline": EstimatorEntry(
+            f"{_ADVANTAGES}:optimal_token_baseline",
+            min_group_size=2,
+            discounted=True,
+            needs_score_norms=True,
+        ),
+        "grpo_passk": _over_std(f"{_ADVANTAGES}:grpo_passk"),
+        "cpgd": _over_std(f"{_ADVANTAGES}:cpgd", policy_loss="cpgd"),
+        "group_adv_norm": EstimatorEntry(
+            f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
+        ),
+        "gdpo": EstimatorEntry(
+            f"{_ADVANTAGES}:gdpo",
+            inputs=f"{_ADVANTAGES}:parts_of_rewards",
+            min_group_size=2,
+            whiten=True,
+            divides_by_std=True,
+            kl_in_loss=True,
+        ),
+        "on_policy_distill": EstimatorEntry(
+            f"{_ADVANTAGES}:on_policy_distill", ignores_scores=True, kl_in_loss=True
+        ),
     },
     decorator="estimator",
     kind=EstimatorEntry,
 )
 
+_PPO = PolicyLossEntry(
+    f"{_LOSSES}:ppo_policy_loss",
+    options=(
+        Option(
+            "dual_clip", float | None, None,
+            "for A < 0, limit the loss to -this·A. None: off; 3 is usual.", gt=1,
+        ),
+    ),
+    metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
+)  # fmt: skip
+
+_SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
+
+_dppo = partial(
+    PolicyLossEntry,
+    options=(
+        Option("dppo_ratio_max", float, 20.0, "largest weight π / π_old of a token.", gt=1),
+        Option("dppo_drift_coef", float, 0.0, "weight of (log π - log π_old)².", ge=0),
+    ),
+    metrics={"dppo_truncated_ratio": "share of trained tokens above --dppo_ratio_max"},
+)
+
 POLICY_LOSSES: Table[PolicyLossEntry] = Table(
     "--policy_loss",
     {
-        "ppo": PolicyLossEntry(
-            f"{_LOSSES}:ppo_policy_loss",
+        "ppo": _PPO,
+        "gspo": PolicyLossEntry(
+            f"{_LOSSES}:gspo_policy_loss",
+            eps_clip=(3e-4, 4e-4),
+            loss_agg_mode="seq-mean-token-mean",
+            options=_PPO.options,
+            metrics=_PPO.metrics,
+        ),
+        "cispo": PolicyLossEntry(
+            f"{_LOSSES}:cispo_policy_loss",
+            eps_clip=(1.0, 4.0),
+            metrics={
+                "weight_clip_ratio": "share of trained tokens whose importance weight cispo clips"
+            },
+        ),
+        "gmpo": PolicyLossEntry(
+            f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
+        ),
+        "sapo": PolicyLossEntry(
+            f"{_LOSSES}:sapo_policy_loss",
+            eps_clip=None,
+            loss_agg_mode="seq-mean-token-mean",
+            options=(
+                Option("sapo_tau_pos", float, 1.0, "temperature for A > 0.", gt=0),
+                Option("sapo_tau_neg", float, 1.05, "temperature for A ≤ 0.", gt=0),
+            ),
+            metrics={"sapo_gate": "mean share of the gradient that sapo's gate lets through"},
+        ),
+        "clip_cov": PolicyLossEntry(
+            f"{_LOSSES}:clip_cov_policy_loss",
+            eps_clip=(1.0, 1.0),
             options=(
                 Option(
-                    "dual_clip", float | None, None,
-                    "for A < 0, limit the loss to -this·A. None: off; 3 is usual.", gt=1,
+                    "clip_cov_ratio", float, 2e-4, "share of tokens without gradient.", gt=0, le=1
                 ),
+                Option(
+                    "clip_cov_low",
+                    float,
+                    1.0,
+                    "lower bound of these tokens' covariance.",
+                    below="clip_cov_high",
+                ),
+                Option("clip_cov_high", float, 5.0, "upper bound of these tokens' covariance."),
             ),
-            metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
+            selection=f"{_SELECTION}:select_clip_cov",
+            metrics=_SELECTED,
         ),
+        "kl_cov": PolicyLossEntry(
+            f"{_LOSSES}:kl_cov_policy_loss",
+            eps_clip=None,
+            options=(
+                Option(
+                    "kl_cov_ratio",
+                    float,
+                    2e-3,
+                    "share of tokens with a KL penalty, highest covariance first.",
+                    gt=0,
+                    le=1,
+                ),
+                Option("kl_cov_coef", float, 1.0, "weight of the KL penalty.", ge=0),
+            ),
+            selection=f"{_SELECTION}:select_kl_cov",
+            metrics=_SELECTED,
+        ),
+        "gpg": PolicyLossEntry(f"{_LOSSES}:gpg_policy_loss", eps_clip=None),
+        "cpgd": PolicyLossEntry(
+            f"{_LOSSES}:cpgd_policy_loss",
+            options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),
+            metrics={"cpgd_drift": "policy drift of cpgd, before its coefficient"},
+        ),
+        "dppo_tv": _dppo(f"{_LOSSES}:dppo_tv_policy_loss", eps_clip=(0.15, 0.15)),
+        "dppo_kl": _dppo(f"{_LOSSES}:dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
     },
     decorator="policy_loss",
     kind=PolicyLossEntry,
-)  # fmt: skip
+)
+
+TIMES_RATIO = f"{_KL}:times_ratio"
 
 KL_ESTIMATORS: Table[KLEntry] = Table(
     "--kl_estimator",
@@ -160,6 +308,12 @@ KL_ESTIMATORS: Table[KLEntry] = Table(
         "k1": KLEntry(f"{_KL}:k1"),
         "k2": KLEntry(f"{_KL}:k2"),
         "k3": KLEntry(f"{_KL}:k3"),
+        "abs": KLEntry(f"{_KL}:absolute"),
+        "full": KLEntry(f"{_KL}:kl_of_models", over_vocabulary=True),
+        "k1+": KLEntry(f"{_KL}:k1", as_loss=f"{_KL}:with_gradient_of_k2"),
+        "k3+": KLEntry(f"{_KL}:k3", as_loss=f"{_KL}:with_gradient_of_k2"),
+        "k1_ratio": KLEntry(f"{_KL}:k1", as_loss=TIMES_RATIO),
+        "k3_ratio": KLEntry(f"{_KL}:k3", as_loss=TIMES_RATIO),
     },
 )
 
@@ -174,5 +328,68 @@ LOSS_AGG_MODES: Table = Table(
 )
 """How token losses become one number: objects of :class:`lightppo.algorithms.masking.Aggregation`."""
 
-TABLES: list[Table] = [ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, LOSS_AGG_MODES]
-"""All tables of algorithms; a plugin adds its own."""
+CORRECTIONS: Table[CorrectionEntry] = Table(
+    "--rollout_correction",
+    {
+        "none": CorrectionEntry(f"{_CORRECTION}:none"),
+        "tis": CorrectionEntry(f"{_CORRECTION}:tis", low=0.0, high=2.0),
+        "seq_tis": CorrectionEntry(f"{_CORRECTION}:seq_tis", low=0.0, high=2.0),
+        "geo_tis": CorrectionEntry(f"{_CORRECTION}:geo_tis", low=0.0, high=2.0),
+        "icepop": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.5, high=5.0),
+        "seq_mis": CorrectionEntry(f"{_CORRECTION}:seq_mis", low=0.0, high=2.0),
+        "geo_mis": CorrectionEntry(f"{_CORRECTION}:geo_mis", low=0.0, high=2.0),
+        "seq_mask": CorrectionEntry(f"{_CORRECTION}:seq_mask", low=0.999, high=1.001),
+        "seq_mask_tis": CorrectionEntry(f"{_CORRECTION}:seq_mask_tis", low=0.5, high=5.0),
+        "decoupled": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.0, high=5.0),
+    },
+)
+
+_LEVELS = {
+    "token": "of_tokens",
+    "seq_sum": "of_sums",
+    "seq_mean": "of_means",
+    "seq_max": "of_worst_tokens",
+}
+
+REJECTIONS: Table[RejectionEntry] = Table(
+    "--rollout_rejection",
+    {
+        f"{level}_{measure}": RejectionEntry(
+            f"{_CORRECTION}:{function}", measure=measure, two_sided=measure in ("ratio", "k1")
+        )
+        for level, function in _LEVELS.items()
+        for measure in ("ratio", "k1", "k2", "k3", "k3r")
+    }
+    | {
+        "opsm": RejectionEntry(f"{_CORRECTION}:opsm", in_training=True),
+        "m2po": RejectionEntry(f"{_CORRECTION}:m2po", measure="k2", over_rollout=True),
+    },
+)
+
+
+PREFERENCE_LOSSES: Table[PreferenceLossEntry] = Table(
+    "--preference_loss",
+    {
+        "dpo": PreferenceLossEntry(
+            f"{_PREFERENCES}:dpo_loss",
+            options=(
+                Option(
+                    "label_smoothing", float, 0.0, "assumed share of pairs with swapped answers; above 0: cDPO.",
+                    ge=0, lt=0.5,
+                ),
+            ),
+        ),
+        "ipo": PreferenceLossEntry(f"{_PREFERENCES}:ipo_loss", of_means=True),
+    },
+)  # fmt: skip
+
+TABLES: list[Table] = [
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
+    CORRECTIONS,
+    REJECTIONS,
+    PREFERENCE_LOSSES,
+]
+"""All tables of algorithms."""

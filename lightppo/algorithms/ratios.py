@@ -11,7 +11,7 @@ from lightppo.algorithms.masking import masked_mean, require_same_shape
 
 @torch.no_grad()
 def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far engine and trainer are apart: float64 vectors of trained tokens (N,), or of rows that have any (R,).
+    """Measure how far engine and trainer are apart: float64 vectors of trained tokens (N,), or of rows that have any (R,).
 
     The engine samples with π_rollout; the trainer scores the same tokens with π_old before its first update. Here
     d = log ρ = log_probs - rollout_log_probs.

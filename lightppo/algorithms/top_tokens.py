@@ -8,7 +8,6 @@ from torch.autograd.function import once_differentiable
 
 from lightppo.algorithms.logprobs import in_chunks, log_softmax, rows_per_chunk
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
-from lightppo.models.actor import ActionScores, Actor
 
 
 @torch.no_grad()
@@ -16,8 +15,8 @@ def top_log_probs(logits: Tensor, k: int, temperature: float = 1.0) -> tuple[Ten
     """The k largest log softmax(logits / temperature), and their ids: (N, V) -> (N, k) each, largest first."""
 
     def largest(chunk: Tensor) -> Tensor:
-        found = log_softmax(chunk, temperature).topk(k)
-        return torch.stack([found.values, found.indices.to(found.values.dtype)], dim=-1)
+        values, ids = log_softmax(chunk, temperature).topk(k)
+        return torch.stack([values, ids.to(values.dtype)], dim=-1)
 
     chunk_size = rows_per_chunk(logits.shape[-1], None, temperature)
     values, ids = in_chunks(largest, chunk_size, logits).unbind(-1)
@@ -41,11 +40,11 @@ class _LogProbsAt(torch.autograd.Function):
     def forward(ctx, logits: Tensor, ids: Tensor, temperature: float, chunk_size: int) -> Tensor:
         ctx.save_for_backward(logits, ids)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        found = at_least_float32(logits.new_empty(ids.shape))
+        log_probs = at_least_float32(logits.new_empty(ids.shape))
         for start in range(0, len(logits), chunk_size):
             rows = slice(start, start + chunk_size)
-            found[rows] = log_softmax(logits[rows], temperature).gather(1, ids[rows])
-        return found
+            log_probs[rows] = log_softmax(logits[rows], temperature).gather(1, ids[rows])
+        return log_probs
 
     @staticmethod
     @once_differentiable
@@ -60,19 +59,3 @@ class _LogProbsAt(torch.autograd.Function):
             )
             gradient[rows] = (slope / ctx.temperature).to(logits.dtype)
         return gradient, None, None, None
-
-
-def score_top(
-    policy: Actor, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, k: int
-) -> tuple[ActionScores, Tensor, Tensor]:
-    """Log probs without gradient, also of the k most likely tokens at each action, largest first.
-
-    Returns:
-        the scores; log probs and ids (as float) of the k tokens, (B, A, k) each, 0 unless real.
-    """
-    scores = policy.score_actions(sequences, num_actions, attention_mask, logits=True)
-    found = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
-    shape = *scores.real.shape, k
-    values, ids = (torch.zeros(shape, device=sequences.device) for _ in found)
-    values[scores.real], ids[scores.real] = (numbers.float() for numbers in found)
-    return scores, values, ids

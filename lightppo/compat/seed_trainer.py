@@ -82,7 +82,8 @@ from lightppo.trainer.build import (
 from lightppo.trainer.consumed_samples import state_after
 from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.pretraining import Pretraining, endless
-from lightppo.trainer.update import LossTerm, Update
+from lightppo.trainer.training_losses import LossTerm
+from lightppo.trainer.update import Update
 from lightppo.zero3 import find_engine
 
 _STEPS = ("training_step", "training_step_actor", "training_step_critic")

@@ -4,14 +4,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.algorithms.more_entries import (
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    TIMES_RATIO,
-    Norm,
-    Rejection,
-    weights_of_parts,
-)
+from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS, TIMES_RATIO
+from lightppo.algorithms.option_values import Norm, Rejection, weights_of_parts
 from lightppo.config.old_log_probs import reasons_for_a_pass
 from lightppo.config.options import all_options
 from lightppo.config.reward_plan import names_rewards

@@ -6,17 +6,10 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, EstimatorEntry
 from lightppo.http_client import check_url
 from lightppo.option import Section, option
 from lightppo.plugin import FrozenModel
 from lightppo.redaction import shown_value
-
-ON_POLICY_DISTILL = EstimatorEntry(
-    "lightppo.trainer.distillation:on_policy_distill",
-    ignores_scores=True,
-    kl_in_loss=True,
-)
 
 safe = partial(option, resume_safe=True)
 teacher = partial(option, needs="teacher_pretrain or teacher_url")
@@ -91,7 +84,7 @@ class DistillConfig(Section, of="training"):
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
         """A teacher that is not there, or cannot do what is asked."""
-        is_alone = ADVANTAGE_ESTIMATORS.find(options.advantage_estimator) is ON_POLICY_DISTILL
+        is_alone = options.advantage_estimator == "on_policy_distill"
         if is_alone and not (options.teacher_pretrain or options.teacher_url):
             name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"
             yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"

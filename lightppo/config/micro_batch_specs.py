@@ -11,7 +11,6 @@ from lightppo.config.options import Options
 from lightppo.config.rules import MicroBatchSpec, scoring_calls
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
-from lightppo.plugin import ROLLOUT_PASSES
 from lightppo.suggestions import nearest
 
 
@@ -66,8 +65,8 @@ class MicroBatchConfig(Section, adds_to="training", resume_safe=True):
             "critic_train": "critic",
             "reference": "init_kl_coef>0",
             "reward": "reward_pretrain",
+            "teacher": "teacher_pretrain",
         }
-        needed |= {name: entry.needs for name, entry in ROLLOUT_PASSES.items() if entry.needs}
         values = vars(options) | facts_of(options.config)
         for call in specs:
             if call in needed and not holds(needed[call], values):

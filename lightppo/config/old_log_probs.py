@@ -7,14 +7,15 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.algorithms.option_values import Rejection
+from lightppo.config.distillation_options import adds
 from lightppo.config.options import Options
 from lightppo.config.rules import (
-    advantage_terms,
     compute_dtype,
     estimator_entry,
     policy_loss_entry,
-    token_weights,
 )
+from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.redaction import shown_value
 
 
@@ -22,7 +23,7 @@ def fewest_passes(
     config: Options, exact_rollout: bool
 ) -> Literal["training", "rollout", "forward"]:
     """See :data:`lightppo.plugin.OLD_LOG_PROBS`."""
-    if token_weights(config, in_training=False):
+    if _weighs_tokens_before(config):
         return "forward"
     if _takes_one_step(config) and not _needed_before(config):
         return "training"
@@ -30,6 +31,20 @@ def fewest_passes(
     needs_pass = is_stale or any(reasons_for_a_pass(SimpleNamespace(**config.flat())))
     recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
     return "rollout" if recorded else "forward"
+
+
+def _weighs_tokens_before(config: Options) -> bool:
+    """Whether factors of the policy loss are made before there is a training pass."""
+    rejections = map(Rejection.parse, config.correction.rollout_rejection)
+    return (
+        config.correction.rollout_correction != "none"
+        or any(not rejection.entry.in_training for rejection in rejections)
+        or config.loss.high_entropy_token_ratio is not None
+        or any(
+            not entry.in_training and entry.fn(config) is not None
+            for entry in TOKEN_WEIGHTS.values()
+        )
+    )
 
 
 def _takes_one_step(config: Options) -> bool:
@@ -44,7 +59,7 @@ def _needed_before(config: Options) -> bool:
     algorithm = config.algorithm
     return (
         (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
-        or bool(advantage_terms(config))
+        or adds(config)
         or policy_loss_entry(config).selection is not None
         or estimator_entry(config).needs_score_norms
         or algorithm.freezing_actor_steps > 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, Self
@@ -23,16 +23,13 @@ from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import out_of_order
 from lightppo.plugin import (
-    ADVANTAGE_TERMS,
     FOLLOWERS,
     FROZEN_MODELS,
     MICRO_BATCHES,
     OLD_LOG_PROBS,
     REWARD_NAMES,
     REWARDS,
-    ROLLOUT_PASSES,
     RULES,
-    TOKEN_WEIGHTS,
     FrozenModel,
 )
 from lightppo.redaction import shown_value
@@ -48,16 +45,6 @@ def estimator_entry(config: Options) -> EstimatorEntry:
 def policy_loss_entry(config: Options) -> PolicyLossEntry:
     """The entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
     return POLICY_LOSSES.find(_or(config.loss.policy_loss, estimator_entry(config).policy_loss))
-
-
-def token_weights(config: Options, in_training: bool) -> dict[str, Callable[..., Any]]:
-    """The functions of ``TOKEN_WEIGHTS`` that this run needs in training, or before the update."""
-    functions = {
-        name: entry.fn(config)
-        for name, entry in TOKEN_WEIGHTS.items()
-        if entry.in_training == in_training
-    }
-    return {name: function for name, function in functions.items() if function is not None}
 
 
 def trains(config: OptionSet) -> bool:
@@ -80,11 +67,6 @@ def frozen_models(config: Options) -> dict[str, FrozenModel]:
     if not trains(config):
         return {}
     return FROZEN_MODELS.made(config)
-
-
-def advantage_terms(config: Options) -> list[Callable[..., Any]]:
-    """The functions of ``ADVANTAGE_TERMS`` that this run needs."""
-    return list(ADVANTAGE_TERMS.made(config).values())
 
 
 def followers(config: Options) -> list[str]:
@@ -124,7 +106,7 @@ def _or(value: Any, default: Any) -> Any:
 
 def scoring_calls() -> tuple[str, ...]:
     """The passes over a rollout, in the order in which they are made."""
-    return ("actor", "reference", *ROLLOUT_PASSES, "critic", "reward")
+    return ("actor", "reference", "teacher", "critic", "reward")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
-from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
+from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.config import option_needs as needs
 from lightppo.config import options as ppo
 from lightppo.config.evaluation_options import EvaluationConfig

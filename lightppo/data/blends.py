@@ -127,8 +127,11 @@ def blending_datasets(
 def held_out_rows(
     sources: list[str], train_rows: list[Dataset], strategy: Any, limit: int, split: str, flag: str
 ) -> Dataset:
-    """Rows of ``split``, each once. Of a source without that split the first 3 % of its training rows, which is said:
-    the model is trained on them, too, as OpenRLHF does."""
+    """Return the rows of ``split``, each once.
+
+    Of a source without that split these are the first 3 % of its training rows, as in OpenRLHF. The model is trained on
+    them, too, so a warning says it.
+    """
     parts = []
     for source, rows in zip(sources, train_rows):
         if has_split(source, split, flag):
@@ -142,7 +145,7 @@ def held_out_rows(
 
 
 def has_split(source: str, split: str, flag: str) -> bool:
-    """Whether a source has rows of this split; a single file, and a folder of one saved dataset, have no splits."""
+    """Return whether a source has rows of this split; a single file, and a folder of one saved dataset, have no splits."""
     if _is_hub_name(source, flag):
         import datasets
 
@@ -161,7 +164,7 @@ def has_split(source: str, split: str, flag: str) -> bool:
 
 
 def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
-    """The rows with the further columns of the file's row of the same id (``_IDS``); DataError if one is missing."""
+    """Add the further columns of the file's row of the same id (``_IDS``); DataError if one is missing."""
     if path is None:
         return rows
     from datasets import concatenate_datasets
@@ -183,7 +186,7 @@ def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadat
 
 
 def _joining_column(rows: Dataset, more: Dataset, what: str) -> str:
-    """The column by which the rows of ``--prompt_metadata`` are joined; DataError if there is none."""
+    """Return the column by which the rows of ``--prompt_metadata`` are joined; DataError if there is none."""
     for name in _IDS:
         if name in rows.column_names and name in more.column_names:
             return name
@@ -212,7 +215,7 @@ def check_data_paths(
 def _checked_sources(
     paths: str | list[str], probs: str | list[float] | None, flag: str
 ) -> tuple[list[str], list[float] | None]:
-    """The sources, and the probability of each; None if they have none."""
+    """Return the sources, and the probability of each; None if they have none."""
     sources = [p.strip() for p in (paths.split(",") if isinstance(paths, str) else paths)]
     if not all(sources) or not sources:
         raise DataError(
@@ -240,7 +243,7 @@ def _checked_sources(
 def interleave_indices(
     counts: list[int], probs: list[float], seed: int, stopping_strategy: StoppingStrategy
 ) -> tuple[np.ndarray, list[int]]:
-    """Row numbers of a random blend in the concatenated sources, and how many rows of each source it drew."""
+    """Draw row numbers of a blend in the concatenated sources; return also how many rows of each source."""
     from datasets import Dataset, interleave_datasets
 
     ends = np.cumsum(counts)
@@ -258,7 +261,7 @@ def interleave_indices(
 
 
 def _is_hub_name(source: str, flag: str) -> bool:
-    """False for URLs, and for files and folders of this machine; DataError if it is none of these. No network."""
+    """Return False for URLs, files and folders of this machine; DataError if it is none of these. No network."""
     if is_url(source):
         check_file_url(source, flag)
         return False
@@ -289,7 +292,7 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
 
 
 def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
-    """The first rows of a file or folder of this machine; None for URLs and hub names, which would be copied whole."""
+    """Read the first rows of a file or folder of this machine; None for URLs and hub names, copied as a whole."""
     return (
         None
         if is_url(source) or _is_hub_name(source, flag)
@@ -314,7 +317,7 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
 
 
 def _load_saved(source: str, split: str, flag: str) -> Dataset | None:
-    """What is in a folder made by ``save_to_disk``; None for any other source."""
+    """Load what is in a folder made by ``save_to_disk``; None for any other source."""
     try:
         path = Path(stage_to_local(source)).expanduser()
     except StagingError as error:

@@ -54,7 +54,7 @@ class PreparedDataset(TorchDataset):
     def __init__(
         self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
     ) -> None:
-        """``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
+        """Encode the rows; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
         self.dataset, self.template, self.fields = dataset, template, fields
         self.tokenizer = template.tokenizer
         parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
@@ -67,7 +67,7 @@ class PreparedDataset(TorchDataset):
         self.report: DatasetReport = self._rows.report
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
-        """One outcome per row."""
+        """Return one outcome per row."""
         rows = list(map(self._without_nulls, rows))
         outcomes: dict[int, Outcome] = {}
         rendered: dict[int, Any] = {}
@@ -80,7 +80,7 @@ class PreparedDataset(TorchDataset):
         return [outcomes[i] for i in range(len(rows))]
 
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row as it was written: a table has fields in it that only other rows have."""
+        """Return a row as it was written: a table has fields in it that only other rows have."""
         features = self.dataset.features
         written = {
             name: chat_without_nulls(row[name], features[name]) for name in self._rendered_columns
@@ -88,7 +88,7 @@ class PreparedDataset(TorchDataset):
         return {**row, **written}
 
     def row(self, number: int) -> dict[str, Any]:
-        """The row with this number in ``dataset``."""
+        """Return the row with this number in ``dataset``."""
         return self._without_nulls(self.dataset[number])
 
     def __len__(self) -> int:
@@ -100,27 +100,27 @@ class PreparedDataset(TorchDataset):
         return np.diff(self._rows.offsets)
 
     def origin(self, position: int) -> str:
-        """File and line, or row number, of the row at this position."""
+        """Return file and line, or row number, of the row at this position."""
         number = int(self._rows.row_numbers[position])
         return origin_of(self.dataset[number], number)
 
     def ids_of(self, position: int) -> list[int]:
-        """Token ids of the row at this position."""
+        """Return token ids of the row at this position."""
         return self._rows.token_ids(position)
 
     def prompt_ids_of(self, position: int) -> list[int]:
-        """Those of its prompt."""
+        """Return those of its prompt."""
         return self.ids_of(position)[: self._rows.prompt_lengths[position]]
 
     def numbers(self, positions: Iterable[int]) -> list[int]:
-        """Numbers in ``dataset`` of the rows at these positions."""
+        """Return numbers in ``dataset`` of the rows at these positions."""
         return [int(self._rows.row_numbers[position]) for position in positions]
 
     @staticmethod
     def _cut(
         ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
     ) -> Outcome:
-        """A row beyond the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
+        """Cut a row beyond the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
         if truncation == "drop":
             return "overlong"
         if truncation == "error":
@@ -188,7 +188,7 @@ class PromptDataset(PreparedDataset):
         return self.__getitems__([range(len(self))[position]])[0]
 
     def __getitems__(self, positions: list[int]) -> list[Prompt]:
-        """Several prompts with one access to the table; torch's DataLoader calls it for a batch."""
+        """Return several prompts with one access to the table; torch's DataLoader calls it for a batch."""
         numbers = self.numbers(positions)
         rows = self.dataset.__getitems__(numbers) if numbers else []
         return [
@@ -217,11 +217,11 @@ class PromptDataset(PreparedDataset):
 
     @staticmethod
     def collate_fn(prompts: list[Prompt]) -> list[Prompt]:
-        """The list itself; empty if this rank has no share of the last batch."""
+        """Return the list itself; empty if this rank has no share of the last batch."""
         return prompts
 
     def positions_of(self, indices: Iterable[int]) -> list[int]:
-        """Positions of the prompts with these row numbers (``Prompt.index``); KeyError for unused rows."""
+        """Return positions of the prompts with these row numbers (``Prompt.index``); KeyError for unused rows."""
         positions = {
             int(number): position for position, number in enumerate(self._rows.row_numbers)
         }
@@ -257,3 +257,9 @@ def truncate_ids(
     if len(token_ids) <= max_len:
         return token_ids
     return token_ids[:begin] + token_ids[len(token_ids) - (max_len - begin) :]
+
+
+def setting(strategy: Any, name: str, given: Any, default: Any = None) -> Any:
+    """Return the keyword if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
+    values = (given, getattr(getattr(strategy, "args", None), name, None), default)
+    return next((value for value in values if value is not None), None)

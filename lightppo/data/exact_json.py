@@ -35,13 +35,13 @@ def _is_json(text: str) -> bool:
 
 
 def exactly_read(dataset: Dataset) -> Dataset:
-    """The same rows, with :class:`ExactJson` for each ``Json``, also inside lists and structs."""
+    """Return the same rows, with :class:`ExactJson` for each ``Json``, also inside lists and structs."""
     features = {name: _exact(feature) for name, feature in dataset.features.items()}
     if all(features[name] is feature for name, feature in dataset.features.items()):
         return dataset
-    found = dataset.select_columns(dataset.column_names)  # its features are its own
-    found.info.features = Features(features)
-    return found
+    exact = dataset.select_columns(dataset.column_names)  # its features are its own
+    exact.info.features = Features(features)
+    return exact
 
 
 def _exact(feature: Any) -> Any:

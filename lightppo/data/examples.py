@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from lightppo.algorithms.lm_loss import IGNORE_INDEX
-from lightppo.data.assistant_turns import Span, assistant_turns, differs
 from lightppo.data.chat_templates import (
     PromptTemplate,
     Rendered,
+    Span,
+    assistant_turns,
     check_answer,
     closed,
+    differs,
     ended,
 )
-from lightppo.data.datasets import PreparedDataset
+from lightppo.data.datasets import PreparedDataset, setting
 from lightppo.data.example_rows import read_example, resolve_example_fields
 from lightppo.data.prepared_rows import (
     BadRowPolicy,
@@ -27,7 +29,6 @@ from lightppo.data.prepared_rows import (
 )
 from lightppo.data.records import Prompt
 from lightppo.data.rows import Chat, as_chat, shared_length, template_options
-from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
 
@@ -50,7 +51,7 @@ class Example(NamedTuple):
 
 
 def examples_of(rows: PreparedDataset, position: int) -> list[Example]:
-    """A row as texts and ids: its prompt with each of its answers, of which a prompt for rollouts has none."""
+    """Return a row as texts and ids: its prompt with each of its answers, of which a prompt for rollouts has none."""
     return rows.examples(position) if isinstance(rows, SFTDataset) else [Example(rows[position])]
 
 
@@ -132,7 +133,7 @@ class SFTDataset(PreparedDataset):
         )
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, both (S,) long."""
+        """Return ``input_ids`` and ``labels``, both (S,) long."""
         position = range(len(self))[position]
         input_ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
         labels = input_ids.clone()
@@ -163,24 +164,24 @@ class SFTDataset(PreparedDataset):
             self._rows.first_answers[position],
         )
         rendered, prompt = self._render_row(self.row(number)), self.prompt_ids_of(position)
-        rest, found = ids[len(prompt) :], []
+        rest, examples = ids[len(prompt) :], []
         answers = [rest[:first], rest[first:]] if first else [rest]
         learned = self._rows.learned(position)[len(prompt) :]
         for (start, whole, *_), answer in zip(rendered if first else [rendered], answers):
             text = whole.text[len(start.text) :]
             last = text if whole.messages is None else whole.messages[-1].get("content") or ""
-            asked = Prompt(start.text, prompt, index=number, messages=start.messages)
+            question = Prompt(start.text, prompt, index=number, messages=start.messages)
             flags = learned.tolist() if self.multiturn else [True] * len(answer)
-            found.append(Example(asked, last, text, answer, flags))
-        return found
+            examples.append(Example(question, last, text, answer, flags))
+        return examples
 
     def _pad_id(self) -> int:
-        """Any id will do for padding: it is masked and has no label."""
+        """Return an id for padding. Any will do: it is masked and has no label."""
         tokenizer = self.tokenizer
         return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
+        """Return prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
         prompt, completion = read_example(row, self.fields)
         options = template_options(row)
         if not self.multiturn:
@@ -203,7 +204,7 @@ class SFTDataset(PreparedDataset):
         completion: str | Chat | None,
         options: Mapping[str, Any] = {},
     ) -> tuple[Rendered, Rendered]:
-        """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
+        """Return prompt, and prompt with completion, as text; the first is a prefix of the second."""
         is_text = isinstance(prompt, str) and not isinstance(completion, list)
         if completion is None and not self.pretrain_mode:
             raise BadRowError(
@@ -247,7 +248,7 @@ class SFTDataset(PreparedDataset):
             yield fitted._replace(learned=learned) if isinstance(fitted, Encoded) else fitted
 
     def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-        """Ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
+        """Return ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
         ids, learned, place = [], [], 0
         for begin, end in spans:
             for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
@@ -268,7 +269,7 @@ class SFTDataset(PreparedDataset):
         return self.template.encode_behind(text)
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
-        """Ids, which end with the end-of-text, and how many of them are the prompt's."""
+        """Yield ids, which end with the end-of-text, and how many of them are the prompt's."""
         if self.pretrain_mode:
             wholes = self.template.encode_rendered([whole for _, whole in rendered])
             answered = ((ids, 0) for ids in wholes)

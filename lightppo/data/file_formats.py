@@ -27,12 +27,12 @@ SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000
 
 
 def read_json(path: str | Path, name: str, limit: int | None) -> Dataset:
-    """JSON Lines, or a JSON array of objects."""
+    """Read JSON Lines, or a JSON array of objects."""
     return _parsed_once(partial(json_files.read_json, path, name, limit), path, name, limit)
 
 
 def read_csv(path: str | Path, name: str, limit: int | None, delimiter: str = ",") -> Dataset:
-    """Cells with commas between."""
+    """Read cells with commas between."""
 
     def read() -> Dataset:
         return dataset_of(_csv_rows(path, name, delimiter), limit)
@@ -41,17 +41,17 @@ def read_csv(path: str | Path, name: str, limit: int | None, delimiter: str = ",
 
 
 def read_tsv(path: str | Path, name: str, limit: int | None) -> Dataset:
-    """Cells with tabs between."""
+    """Read cells with tabs between."""
     return read_csv(path, name, limit, delimiter="\t")
 
 
 def read_parquet(path: str | Path, name: str, limit: int | None) -> Dataset:
-    """Tables of pyarrow, which are mapped."""
+    """Read tables of pyarrow, which are mapped."""
     return _first(_read_mapped("parquet", path, name), limit)
 
 
 def read_arrow(path: str | Path, name: str, limit: int | None) -> Dataset:
-    """What ``datasets`` itself writes."""
+    """Read what ``datasets`` itself writes."""
     return _first(_read_mapped("arrow", path, name), limit)
 
 
@@ -62,7 +62,7 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
 def _parsed_once(
     read: Callable[[], Dataset], path: str | Path, name: str, limit: int | None
 ) -> Dataset:
-    """Of a large file, what one rank of this node has read."""
+    """Read a large file once on a node; small ones by each rank."""
     if ranks_on_node(1) == 1 or os.path.getsize(path) < SHARED_BYTES or limit in range(SHARED_ROWS):
         return read()
     about = os.stat(path)
@@ -72,7 +72,7 @@ def _parsed_once(
 
 
 def _shared(read: Callable[[], Dataset], name: str, key: Any) -> Dataset:
-    """Rows that one rank of a node parses and writes into its cache; all map them, so that memory has them once."""
+    """Have one rank of a node parse rows and write them into its cache; all map them, so memory has them once."""
     from datasets import Dataset
     from datasets.arrow_writer import ArrowWriter
 
@@ -93,7 +93,7 @@ def _shared(read: Callable[[], Dataset], name: str, key: Any) -> Dataset:
 
 
 def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
-    """Every cell is text; nothing is guessed (``007`` stays ``007``)."""
+    """Yield rows whose cells are all text; nothing is guessed (``007`` stays ``007``)."""
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is less than a long document
     number = 0
     with open_text(path, name) as file:
@@ -114,12 +114,12 @@ def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
 
 
 def check_separator(header: list[str], delimiter: str, name: str) -> None:
-    """DataError where the first line has another separator than its file's name says."""
+    """Raise DataError where the first line has another separator than its file's name says."""
     others = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars (|)"}
-    found = [sign for sign in others if sign != delimiter and sign in "".join(header)]
-    if len(header) == 1 and found:
+    matches = [sign for sign in others if sign != delimiter and sign in "".join(header)]
+    if len(header) == 1 and matches:
         raise DataError(
-            f"{name}: the first line has {others[found[0]]} between the names of columns, and no "
+            f"{name}: the first line has {others[matches[0]]} between the names of columns, and no "
             f"{others[delimiter]}: save it with commas as .csv, or with tabs as .tsv"
         )
 

@@ -26,7 +26,7 @@ _LFS = b"version https://git-lfs"
 
 
 def look(path: str, flag: str, kind: str) -> None:
-    """:func:`check_model` or :func:`check_tokenizer`."""
+    """Call :func:`check_model` or :func:`check_tokenizer`."""
     check = check_tokenizer if kind == "tokenizer" else check_model
     check(path, flag)
 
@@ -38,7 +38,7 @@ def check_model(
     weights: bool = True,
     tokenizer: bool = False,
 ) -> None:
-    """Refuses what is no model: a missing folder or hub id, a file, an adapter, missing or incomplete files.
+    """Refuse what is no model: a missing folder or hub id, a file, an adapter, missing or incomplete files.
 
     Args:
         weights: it needs them; random ones need the config alone.
@@ -75,14 +75,14 @@ def check_model(
 
 
 def check_tokenizer(path: str, flag: str) -> None:
-    """Refuses a folder without the files of a tokenizer, and names that are neither here nor on the hub."""
+    """Refuse a folder without the files of a tokenizer, and names that are neither here nor on the hub."""
     folder = _local_folder(path, flag, "tokenizer")
     if folder is not None:
         _check_tokenizer_files(folder, path, flag)
 
 
 def _local_folder(path: str, flag: str, kind: str) -> Path | None:
-    """The folder; None for a URL, which is copied later, and for a hub id that can be loaded."""
+    """Return the folder; None for a URL, which is copied later, and for a hub id that can be loaded."""
     if "://" in path:
         return None
     folder = Path(path).expanduser()
@@ -116,7 +116,7 @@ def _check_tokenizer_files(folder: Path, path: str, flag: str) -> None:
 
 
 def weights_problem(folder: Path) -> str | None:
-    """What is wrong with the files of weights in a folder, by their headers and sizes; None: nothing."""
+    """Return what is wrong with the files of weights in a folder, by their headers and sizes; None: nothing."""
     try:
         files = list(_weight_files(folder))
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -132,7 +132,7 @@ def weights_problem(folder: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The files that a loader would read, as it chooses them."""
+    """Yield the files that a loader would read, as it chooses them."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
@@ -145,7 +145,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def file_problem(file: Path) -> str | None:
-    """What is wrong with one file of weights; None: nothing that its header and size would show."""
+    """Return what is wrong with one file of weights; None: nothing that its header and size would show."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(_LFS))

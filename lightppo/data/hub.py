@@ -22,7 +22,7 @@ _FOUND: set[tuple[str, Kind]] = set()
 
 
 def check_on_hub(name: str, kind: Kind, flag: str) -> None:
-    """Refuses a name that is no folder here, if it is neither in the hub's cache nor on the hub.
+    """Refuse a name that is no folder here, if it is neither in the hub's cache nor on the hub.
 
     Raises:
         ModelLoadError: of a model or a tokenizer.
@@ -37,20 +37,20 @@ def check_on_hub(name: str, kind: Kind, flag: str) -> None:
 
 
 def is_cached(name: str, kind: Kind) -> bool:
-    """Whether files of this name are on this machine."""
+    """Return whether files of this name are on this machine."""
     import huggingface_hub
     from huggingface_hub import constants
 
     if kind != "dataset":
-        found = (huggingface_hub.try_to_load_from_cache(name, file) for file in _CACHED[kind])
-        return any(isinstance(path, str) for path in found)
+        paths = (huggingface_hub.try_to_load_from_cache(name, file) for file in _CACHED[kind])
+        return any(isinstance(path, str) for path in paths)
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
     files = Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "snapshots")
     return prepared.joinpath(name.replace("/", "___")).is_dir() or files.is_dir()
 
 
 def _why_not(name: str, kind: Kind) -> str | None:
-    """Why a name cannot be read from the hub; None: it can, or the hub is busy, which is left to the loader."""
+    """Return why a name cannot be read from the hub; None: it can, or the hub is busy, which is left to the loader."""
     from huggingface_hub import HfApi
 
     ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
@@ -68,11 +68,11 @@ def _why_not(name: str, kind: Kind) -> str | None:
 
 
 def mistyped_path(path: str) -> str:
-    """``"; there is FOLDER/NAME"`` for a file or folder beside it with nearly this name; else an empty string."""
-    asked = Path(path).expanduser()
-    beside = asked.parent
+    """Return ``"; there is FOLDER/NAME"`` for a file or folder beside it with nearly this name; else an empty text."""
+    named = Path(path).expanduser()
+    beside = named.parent
     names: Sequence[str] = (
         os.listdir(beside) if beside.is_dir() and os.access(beside, os.R_OK) else ()
     )
-    found = similar(asked.name, names)
-    return f"; there is {Path(path).parent / found[0]}" if found else ""
+    matches = similar(named.name, names)
+    return f"; there is {Path(path).parent / matches[0]}" if matches else ""

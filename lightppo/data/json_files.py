@@ -21,7 +21,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]  # (origin, row)
 
 
 def read_json(path: str | Path, name: str, limit: int | None) -> Dataset:
-    """JSON Lines, or a JSON array of objects; either may be compressed."""
+    """Read JSON Lines, or a JSON array of objects; either may be compressed."""
     return dataset_of(json_rows(path, name), limit)
 
 
@@ -39,14 +39,14 @@ def open_text(path: str | Path, name: str) -> Iterator[TextIO]:
 
 
 def json_rows(path: str | Path, name: str) -> Rows:
-    """Rows of a JSON array or of JSON lines; the first character decides."""
+    """Yield rows of a JSON array or of JSON lines; the first character decides."""
     with open_text(path, name) as file:
         first = next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "")
         file.seek(0)
         if first == "[":
             whole = file.read()
             values = _parsed(whole, name, lambda line: f"{name}:{line}")
-            found = ((f"{name}, row {i}", whole, value) for i, value in enumerate(values, start=1))
+            rows = ((f"{name}, row {i}", whole, value) for i, value in enumerate(values, start=1))
         else:
             # Without its line break, behind which json would place the end of an unfinished line.
             lines = (
@@ -54,11 +54,11 @@ def json_rows(path: str | Path, name: str) -> Rows:
                 for i, line in enumerate(file, start=1)
                 if line.strip()
             )
-            found = (
+            rows = (
                 (where, line, _parsed(line, where, lambda _, where=where: where))
                 for where, line in lines
             )
-        for where, text, row in found:
+        for where, text, row in rows:
             if not isinstance(row, dict):
                 raise DataError(f"{where}: an object is needed, not {type(row).__name__}")
             if "\\ud" in text or "\\uD" in text:
@@ -67,7 +67,7 @@ def json_rows(path: str | Path, name: str) -> Rows:
 
 
 def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
-    """The value of a JSON text; ``place`` names a line of it."""
+    """Return the value of a JSON text; ``place`` names a line of it."""
     try:
         return json.loads(text, parse_int=_int64, parse_float=_float64, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -80,7 +80,7 @@ def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
 
 
 def _check_characters(value: Any, name: str) -> None:
-    """DataError if a text in a JSON value has half of a surrogate pair, which is no character."""
+    """Raise DataError if a text in a JSON value has half of a surrogate pair, which is no character."""
     texts = [value]
     while texts:
         one = texts.pop()
@@ -117,7 +117,7 @@ def _no_constant(name: str) -> float:
 
 
 def dataset_of(rows: Rows, limit: int | None) -> Dataset:
-    """Columns of the rows; None for a key that a row lacks."""
+    """Make columns of the rows; None for a key that a row lacks."""
     from datasets import Dataset, Features, Value
 
     from lightppo.data.exact_json import ExactJson
@@ -145,12 +145,12 @@ def dataset_of(rows: Rows, limit: int | None) -> Dataset:
 
 
 def json_texts(values: list[Any]) -> list[str | None]:
-    """Written as JSON here: a feature of JSON would take the text "4" for a 4."""
+    """Write values as JSON here: a feature of JSON would take the text "4" for a 4."""
     return [None if v is None else json.dumps(v, allow_nan=False) for v in values]
 
 
 def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
-    """One dataset after the other. A missing column becomes None; columns of differing types become JSON."""
+    """Put one dataset after the other. Missing columns become None, columns of differing types become JSON."""
     from datasets import concatenate_datasets
 
     from lightppo.data.exact_json import exactly_read
@@ -169,7 +169,7 @@ def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
 
 
 def _written(value: Any, feature: Any) -> Any:
-    """A chat or a list of tools as it was before a table put nulls into it; other values as they are."""
+    """Return a chat or a list of tools as it was before a table put nulls into it; other values as they are."""
     return chat_without_nulls(value, feature) if isinstance(value, list) else value
 
 

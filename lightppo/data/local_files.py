@@ -30,7 +30,7 @@ SPLIT_WORDS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation"
 
 
 def load_source(source: str, split: str, flag: str, limit: int | None = None) -> Dataset:
-    """A file, or the files of a folder whose names fit the split; at most so many rows. DataError names the source."""
+    """Load a file, or the files of a folder that fit the split; at most so many rows. DataError names the source."""
     try:
         path = Path(stage_to_local(source)).expanduser()
     except StagingError as error:
@@ -52,9 +52,11 @@ def load_source(source: str, split: str, flag: str, limit: int | None = None) ->
 
 
 def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[str]:
-    """Data files whose name or folder has the split's name as a word; for ``train`` else files that name no split."""
-    found = sorted(f.relative_to(path) for f in path.rglob("*") if f.is_file() and file_format(f))
-    files = [f for f in found if not any(part.startswith(".") for part in f.parts)]
+    """Return data files with the split's name in their path as a word; for ``train`` else those that name none."""
+    all_files = sorted(
+        f.relative_to(path) for f in path.rglob("*") if f.is_file() and file_format(f)
+    )
+    files = [f for f in all_files if not any(part.startswith(".") for part in f.parts)]
     if not files:
         raise DataError(f"{flag} {source} has no data files ({', '.join(FORMATS)})")
     wanted = SPLIT_WORDS.get(split.lower(), split.lower())
@@ -78,7 +80,7 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[str]
 
 
 def split_named_by(relative: Path, split: str) -> str | None:
-    """The split that a file's path names; the file name goes before its folders."""
+    """Return the split that a file's path names; the file name goes before its folders."""
     for part in reversed(relative.parts):
         if re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", part.lower()):
             return SPLIT_WORDS.get(split, split)
@@ -89,7 +91,7 @@ def split_named_by(relative: Path, split: str) -> str | None:
 
 
 def file_format(path: str | Path) -> str | None:
-    """A file's format by its name (compression aside), such as ``.jsonl``, or None."""
+    """Return a file's format by its name (compression aside), such as ``.jsonl``, or None."""
     suffixes = [s.lower() for s in Path(path).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
@@ -97,7 +99,7 @@ def file_format(path: str | Path) -> str | None:
 
 
 def known_format(path: str | Path, name: str) -> str:
-    """:func:`file_format`, or DataError."""
+    """Return :func:`file_format`, or raise DataError."""
     if (suffix := file_format(path)) is None:
         known = f"{', '.join(FORMATS)} (files of text also with {', '.join(_COMPRESSED)})"
         raise DataError(f"{name}: unknown format; the name must end in one of {known}")

@@ -107,7 +107,7 @@ def origin_of(row: Mapping[str, Any], number: int) -> str:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """DataError unless the value is one of a ``Literal``."""
+    """Raise DataError unless the value is one of a ``Literal``."""
     if value not in get_args(choices):
         raise DataError(f"{name} is {value!r}; one of {', '.join(get_args(choices))}")
 
@@ -172,28 +172,28 @@ class Rows:
         """Encode these rows. DataError names the first bad one, unless bad rows are skipped."""
         dropped: Counter[str] = Counter()
         bad: list[str] = []
-        kept: dict[int, Encoded] = {}  # by row number
+        used: dict[int, Encoded] = {}  # by row number
         for number, outcome in zip(rows, outcomes):
             if isinstance(outcome, Encoded):
                 ids = np.asarray(outcome.token_ids, dtype=np.int32)
                 flags = np.asarray(outcome.learned, dtype=bool)[: len(ids)]
-                kept[number] = outcome._replace(token_ids=ids, learned=flags)
+                used[number] = outcome._replace(token_ids=ids, learned=flags)
             elif isinstance(outcome, BadRowError):
                 dropped[outcome.reason] += 1
                 bad.append(self._refused(number, outcome))
             else:
                 dropped[outcome] += 1
         arrays = {
-            "row_numbers": np.array(list(kept), dtype=np.int64),
+            "row_numbers": np.array(list(used), dtype=np.int64),
             "prompt_lengths": np.array(
-                [row.prompt_length for row in kept.values()], dtype=np.int64
+                [row.prompt_length for row in used.values()], dtype=np.int64
             ),
-            "truncated": np.array([row.truncated for row in kept.values()], dtype=bool),
-            "first_answers": np.array([row.first_answer for row in kept.values()], dtype=np.int64),
-            "lengths": np.array([len(row.token_ids) for row in kept.values()], dtype=np.int64),
-            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in kept.values())]),
+            "truncated": np.array([row.truncated for row in used.values()], dtype=bool),
+            "first_answers": np.array([row.first_answer for row in used.values()], dtype=np.int64),
+            "lengths": np.array([len(row.token_ids) for row in used.values()], dtype=np.int64),
+            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in used.values())]),
             "flat_learned": np.concatenate(
-                [np.zeros(0, bool), *(row.learned for row in kept.values())]
+                [np.zeros(0, bool), *(row.learned for row in used.values())]
             ),
         }
         return arrays, dropped, bad

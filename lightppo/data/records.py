@@ -66,7 +66,7 @@ class Rollout:
 
 
 def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
-    """Samples of one prompt as plain values; the prompt and its greedy baseline are stored once."""
+    """Return samples of one prompt as plain values; the prompt and its greedy baseline are stored once."""
     baseline = group[0].baseline
     return {
         "prompt": _fields(group[0].prompt),
@@ -76,7 +76,7 @@ def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _fields(record: Prompt | Rollout) -> dict[str, Any]:
-    """A record's own fields, without the records and objects that it points to."""
+    """Return a record's own fields, without the records and objects that it points to."""
     names = (f.name for f in dataclasses.fields(record))
     return {
         name: getattr(record, name)
@@ -86,14 +86,14 @@ def _fields(record: Prompt | Rollout) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:
-    """Inverse of :func:`to_plain`."""
+    """Invert :func:`to_plain`."""
     prompt = Prompt(**values["prompt"])
     baseline = Rollout(prompt, **values["baseline"]) if values["baseline"] is not None else None
     return [Rollout(prompt, **sample, baseline=baseline) for sample in values["samples"]]
 
 
 def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Groups a list in which the samples of a prompt stand together, with rising ``sample_index``."""
+    """Group a list in which the samples of a prompt stand together, with rising ``sample_index``."""
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
         last = groups[-1][-1] if groups else None
@@ -109,5 +109,5 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def seed_of_step(seed: int, step: int) -> int:
-    """A seed for each step; no two steps of a run share one."""
+    """Return a seed for each step; no two steps of a run share one."""
     return seed * 1_000_000_007 + step

@@ -110,7 +110,7 @@ def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_column(key: str, columns: Sequence[str], flag: str) -> None:
-    """DataError unless ``key`` is a column, or a field of one."""
+    """Raise DataError unless ``key`` is a column, or a field of one."""
     if column_of(key, columns) is None:
         raise DataError(
             f"{flag} {key!r} is not a column of the data; its columns: {_listed(columns)}"

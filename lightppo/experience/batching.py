@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from lightppo.algorithms.masking import LossNormalizer, whiten
-from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.experience import Experience
 from lightppo.models.wrapper import PADDED, PaddedLayout
@@ -74,13 +73,6 @@ class ReplayBuffer:
         rows = whitened.split([item.num_actions for item in items], dim=1)
         for item, row in zip(items, rows):
             item.advantages = row
-
-
-def whitening(config: PPOConfig) -> Callable[..., None] | None:
-    """``--adv_norm``, see :data:`lightppo.plugin.BUFFER_STEPS`."""
-    if not config.algorithm.adv_norm:
-        return None
-    return lambda buffer, loss, ranks, seed: buffer.whiten(ranks)
 
 
 @dataclass(frozen=True)

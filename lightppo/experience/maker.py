@@ -15,13 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import (
-    AdvantageFn,
-    OnEveryToken,
-    problem_of_samples,
-    problem_of_tokens,
-)
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, EstimatorEntry
+from lightppo.algorithms.advantages import advantage_fn
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
@@ -29,110 +24,36 @@ from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
     MicroBatchSpec,
-    advantage_terms,
     micro_batch_spec,
     old_log_probs_from,
     rollout_rows,
     scoring_calls,
-    token_weights,
 )
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience, non_finite_text
+from lightppo.experience.normalisation import (
+    normalize_advantages,
+    normalize_scores,
+    whiten_and_clip,
+)
+from lightppo.experience.scores import ScoreShaper
+from lightppo.experience.token_selection import select_tokens
+from lightppo.experience.token_weights import (
+    first_needing_engine_log_probs,
+    first_needing_entropy,
+    token_weights,
+)
 from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
 from lightppo.option import shown_object
-from lightppo.plugin import BUFFER_STEPS, NORMALISATIONS, ROLLOUT_PASSES, SCORE_STEPS, TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.table import load
-from lightppo.user_code import Checked, is_of_lightppo
-
-
-class ScoreStep:
-    """A step of the shaping of scores, see :data:`lightppo.plugin.SCORE_STEPS`."""
-
-    # (rollouts, mask of their trained tokens (B, A) or None for all of each response) → rewards (B, A) of single
-    # tokens, which are added to the score.
-    of_tokens: Callable[[Sequence[Rollout], Tensor | None], Tensor] | None = None
-
-    def learn(self, scores: Tensor) -> None:
-        """Take in the scores (B,) of the samples of a step, as they come here, before they are shaped. Collective."""
-
-    def __call__(self, scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-        """The scores (B,) after this step."""
-        return scores
-
-    def numbers(self, rollouts: Sequence[Rollout]) -> Mapping[str, Tensor]:
-        """What is logged of each sample, (B,), by its name there."""
-        return {}
-
-
-class ScoreShaper:
-    """Shapes the scores of one rank's samples by the ``SCORE_STEPS``, then clips them to ``--reward_clip_range``."""
-
-    def __init__(self, config: PPOConfig, ranks: Ranks) -> None:
-        self.device, self.clip_range = ranks.device, config.reward.reward_clip_range
-        self.steps = SCORE_STEPS.made(config, ranks)
-        self.of_tokens = next(filter(None, (step.of_tokens for step in self.steps.values())), None)
-
-    @property
-    def states(self) -> dict[str, ScoreStep]:
-        """The steps that have a state, by its name in checkpoints."""
-        return {name: step for name, step in self.steps.items() if hasattr(step, "state_dict")}
-
-    def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
-        """The score of each response (B,); with rewards of tokens, what is added at its end. ``learn``: collective."""
-        return self._clipped(self._unclipped(rollouts, learn))
-
-    def _clipped(self, scores: Tensor) -> Tensor:
-        return scores if self.clip_range is None else scores.clamp(*self.clip_range)
-
-    def _unclipped(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
-        rewards = [rollout.reward for rollout in rollouts]
-        scores = torch.tensor(rewards, dtype=torch.float32, device=self.device)
-        for step in self.steps.values():
-            if learn:
-                step.learn(scores)
-            scores = step(scores, rollouts)
-        return scores
-
-    def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """What is logged of each sample (B,), beside the numbers of the steps."""
-        numbers, unclipped = {}, self._unclipped(rollouts)
-        scores = self._clipped(unclipped)
-        if self.clip_range is not None:
-            numbers["reward_clip_ratio"] = (unclipped != scores).float()
-        if (token_scores := self.token_scores(rollouts)) is not None:
-            scores = scores + token_scores.sum(-1)
-        prompts = [rollout.prompt.index for rollout in rollouts]
-        groups = {prompt: group for group, prompt in enumerate(dict.fromkeys(prompts))}
-        if len(groups) < len(rollouts):
-            of_group = torch.tensor([groups[prompt] for prompt in prompts], device=self.device)
-            # Not by the standard deviation: for equal values, rounding may put it above 0.
-            least, most = (
-                scores.new_zeros(len(groups)).scatter_reduce(
-                    0, of_group, scores, how, include_self=False
-                )
-                for how in ("amin", "amax")
-            )
-            numbers["equal_groups"] = (least == most)[of_group].float()
-        return numbers
-
-    def token_scores(
-        self, rollouts: Sequence[Rollout], action_mask: Tensor | None = None
-    ) -> Tensor | None:
-        """Rewards of single tokens (B, A), if a step gives them."""
-        return None if self.of_tokens is None else self.of_tokens(rollouts, action_mask)
-
-    def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """What training maximises for each sample before KL (B,)."""
-        scores, token_scores = self.shape(rollouts), self.token_scores(rollouts)
-        return scores if token_scores is None else scores + token_scores.sum(-1)
 
 
 @dataclass(frozen=True)
 class RolloutPass:
-    """What further tensors are made of the samples of a rollout, see :data:`lightppo.plugin.ROLLOUT_PASSES`."""
+    """What further tensors are made of the samples of a rollout, such as a teacher's log probs."""
 
     model: Any  # it has ``eval()``, and takes part in ``layout_of_all`` if it has a layout
     # (a micro batch) → tensors (b, a) or (b, a, k) without gradient, by their names in ``Experience.extra``.
@@ -140,21 +61,6 @@ class RolloutPass:
     # (an experience, the policy's log probs) → numbers (B, A) by name; their means over trained tokens are logged.
     measure: Callable[[Experience, Tensor], Mapping[str, Tensor]] = lambda experience, log_probs: {}
     takes_all: bool = False  # in one call: it shares the samples out by itself
-
-
-def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
-    """The function of an estimator, of token rewards, whether it is one of tokens or of samples."""
-    function = estimator.fn
-    if not is_of_lightppo(function):
-        problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
-        called_with = (
-            "it is called with ScoreGroups and named arguments: take the rest as **_"
-            if estimator.per_sample
-            else "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
-            "of ScoreGroups, write @estimator(per_sample=True)"
-        )
-        function = Checked(function, "--advantage_estimator", problem_of, called_with)
-    return OnEveryToken(function) if estimator.per_sample else function
 
 
 # what the times of passes are called, where not as in --micro_batch_specs
@@ -169,7 +75,9 @@ class ExperienceMaker:
 
     Args:
         critic, initial_model: ``None`` if the estimator needs no values, and without KL.
-        frozen: the further models of the run by name, for passes over the rollout.
+        passes: further passes over the rollout, after those of actor and reference, by the names of their calls.
+        advantage_terms: functions of an experience with ``action_log_probs`` and what passes have made in ``extra``; what
+            they return (B, A) is added to the estimator's advantages before these are normalised.
         rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         progress: wraps the micro batches in a progress bar.
@@ -185,7 +93,8 @@ class ExperienceMaker:
         kl_ctl: KLController,
         config: PPOConfig,
         *,
-        frozen: Mapping[str, Any] = {},
+        passes: Mapping[str, RolloutPass] = {},
+        advantage_terms: Sequence[Callable[[Experience], Tensor]] = (),
         rewarded: bool = True,
         value_norm: Any | None = None,
         old_log_probs: Literal["training", "rollout", "forward"] | None = None,
@@ -193,9 +102,9 @@ class ExperienceMaker:
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
-        self.passes: dict[str, RolloutPass] = ROLLOUT_PASSES.made(config, frozen)
+        self.passes = dict(passes)
         self.measures = [one.measure for one in self.passes.values()]
-        self.advantage_terms, self.rewarded = advantage_terms(config), rewarded
+        self.advantage_terms, self.rewarded = list(advantage_terms), rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.progress, self.timer = progress, timer
         self.config, self.algorithm = config, config.algorithm
@@ -208,10 +117,6 @@ class ExperienceMaker:
         self.estimator_inputs = None
         if self.estimator.inputs is not None:
             self.estimator_inputs = load(self.estimator.inputs)(config)
-        self.normalisations = {
-            of: NORMALISATIONS.made(config, of) for of in ("scores", "advantages")
-        }
-        self.buffer_steps = BUFFER_STEPS.made(config)
         kl_name, kl_clip = self.algorithm.kl_estimator, self.algorithm.kl_clip
         kl_entry = KL_ESTIMATORS.find(kl_name)
         self.kl_of_models = None
@@ -219,11 +124,15 @@ class ExperienceMaker:
             self.kl_of_models, kl_name = partial(kl_entry.fn, clip=kl_clip), "k1"
         self.kl_of_samples = KLEstimate(kl_name, kl_clip)
         self.micro_rollout_batch_size = rollout_rows(config)
-        self.micro_batches = {call: micro_batch_spec(config, call) for call in scoring_calls()}
+        self.micro_batches = {
+            call: micro_batch_spec(config, call) for call in (*scoring_calls(), *self.passes)
+        }
         self.layout = layout_of_all(self.models())
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.wants_entropy = self._needs_entropy()
-        self.compared_with_engine = self._compared_with_engine(config)
+        self.compared_with_engine = first_needing_engine_log_probs(config)
+        if self.old_log_probs == "rollout":
+            self.compared_with_engine = self.compared_with_engine or "--old_log_probs rollout"
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
         # Whole distributions are compared only if the reward needs it: the KL loss compares its own.
         self.full_kl = (
@@ -233,7 +142,7 @@ class ExperienceMaker:
         self._all_reduce_sum = partial(strategy.all_reduce, op="sum")
 
     def models(self) -> list[Any]:
-        """The models of its passes."""
+        """Return the models of all passes."""
         own = (self.actor, self.critic, self.initial_model)
         models = (*own, *(one.model for one in self.passes.values()))
         return [model for model in models if model is not None]
@@ -270,42 +179,31 @@ class ExperienceMaker:
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def _require_finite(self, batch: Experience) -> None:
-        """Raises NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
-        found = batch.non_finite()
+        """Raise NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
+        rows = batch.non_finite()
         # Its KL is checked instead: an infinite log prob may give a clipped KL, which is finite.
-        found.pop("base_action_log_probs", None)
-        if self.strategy.all_reduce(len(found), "max"):
+        rows.pop("base_action_log_probs", None)
+        if self.strategy.all_reduce(len(rows), "max"):
             raise NonFiniteError(
-                f"not finite: {non_finite_text(self.strategy.all_gather_object(found))}", batch
+                f"not finite: {non_finite_text(self.strategy.all_gather_object(rows))}", batch
             )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """The ``BUFFER_STEPS``: whitens the advantages over all ranks, for example. Collective."""
-        seed = seed_of_step(self.config.strategy.seed, step)
+        """Whiten and clip the buffer's advantages, then select the tokens that the loss singles out. Collective."""
         with self.timer("advantages"):
-            for do in self.buffer_steps.values():
-                do(buffer, loss, self.strategy, seed)
+            whiten_and_clip(self.config, buffer, self.strategy)
+            seed = seed_of_step(self.config.strategy.seed, step)
+            select_tokens(buffer.items, loss, self.strategy, seed)
 
     def _needs_entropy(self) -> bool:
-        """Whether a token weight needs the entropy of a pass of the actor over the rollout."""
-        needing = [name for name in self.token_weights if TOKEN_WEIGHTS[name].needs_entropy]
-        if needing and self.old_log_probs != "forward":
+        """Return whether a token weight needs the entropy of a pass of the actor over the rollout."""
+        reader = first_needing_entropy(self.config)
+        if reader is not None and self.old_log_probs != "forward":
             raise ConfigError(
-                f"--old_log_probs {self.old_log_probs}: the token weight {needing[0]!r} needs the entropy of a pass; "
+                f"--old_log_probs {self.old_log_probs}: the token weight {reader!r} needs the entropy of a pass; "
                 "set auto or forward"
             )
-        return bool(needing)
-
-    def _compared_with_engine(self, config: PPOConfig) -> str | None:
-        """The first option that needs the log probs of the rollout engine; ``None``: no option does."""
-        for name in [*self.token_weights, *token_weights(config, in_training=True)]:
-            entry = TOKEN_WEIGHTS[name]
-            if entry.needs_rollout_log_probs and not entry.flag:
-                return f"the token weight {name!r}"
-            if entry.needs_rollout_log_probs:
-                value = config.flat()[entry.flag]
-                return f"--{entry.flag} {' '.join(value) if isinstance(value, list | tuple) else value}"
-        return "--old_log_probs rollout" if self.old_log_probs == "rollout" else None
+        return reader is not None
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         sizes = Counter(rollout.prompt.index for rollout in rollouts)
@@ -328,7 +226,7 @@ class ExperienceMaker:
             )
 
     def run_models(self, batch: Experience) -> dict[str, Tensor]:
-        """Fills in log probs, KL and values; each model runs all rows in its own micro batches. Collective.
+        """Fill in log probs, KL and values; each model runs all rows in its own micro batches. Collective.
 
         Returns:
             what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
@@ -363,8 +261,8 @@ class ExperienceMaker:
             with self.timer(_PHASES.get(name, name)):
                 for _, rows in of_call:
                     places = to_device(torch.tensor(rows), device)
-                    found = calls[name](near.select(rows).to_device(device))
-                    for key, values in found.items():  # (b, a), the first a actions
+                    tensors = calls[name](near.select(rows).to_device(device))
+                    for key, values in tensors.items():  # (b, a), the first a actions
                         if key not in into:
                             shape = *batch.action_mask.shape, *values.shape[2:]
                             into[key] = torch.zeros(shape, device=device)
@@ -379,11 +277,11 @@ class ExperienceMaker:
         return made
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """``--kl_estimator`` of each sampled token, k1 in place of one over the vocabulary; float32, without gradient."""
+        """Return ``--kl_estimator`` of each sampled token, k1 for one over the vocabulary; float32, without gradient."""
         return self.kl_of_samples(log_probs.detach(), ref_log_probs).float()
 
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
-        """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
+        """Return log probs of the actor, and of the reference beside it if whole distributions are compared."""
         inputs = (part.sequences, part.num_actions, part.attention_mask)
         wants_norms = self.estimator.needs_score_norms
         actor = self.actor.score_actions(
@@ -429,14 +327,16 @@ class ExperienceMaker:
         bootstrap: Tensor | None,
         norms: Tensor | None,
     ) -> None:
-        """Token rewards → advantages and returns; updates the statistics of ``--value_norm``."""
+        """Make token rewards, then advantages and returns; update the statistics of ``--value_norm``."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
         groups = [rollout.prompt.index for rollout in rollouts]
         groups = torch.tensor(groups, dtype=torch.long, device=device)
         scores = self.shaper.shape(rollouts, learn=True)[:, None]  # (B, 1)
-        scores = self._normalised("scores", scores, mask.any(1, keepdim=True), groups)
+        scores = normalize_scores(
+            self.config, scores, mask.any(1, keepdim=True), groups, self._all_reduce_sum
+        )
         token_rewards = compute_token_rewards(
             scores[:, 0],
             mask,
@@ -467,23 +367,19 @@ class ExperienceMaker:
         )
         for term in self.advantage_terms:
             batch.advantages = batch.advantages + term(batch)
-        batch.advantages = self._normalised("advantages", batch.advantages, mask, groups)
+        batch.advantages = normalize_advantages(
+            self.config, batch.advantages, mask, groups, self._all_reduce_sum
+        )
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)
 
-    def _normalised(self, of: str, values: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-        """Scores (B, 1) or advantages (B, A) after the ``NORMALISATIONS``. Collective."""
-        for normalise in self.normalisations[of].values():
-            values = normalise(values, mask, groups, all_reduce_sum=self._all_reduce_sum)
-        return values
-
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
-        """The product of the token weights: constant factors of the policy loss."""
+        """Multiply the token weights: constant factors of the policy loss."""
         if not self.token_weights:
             return
         weights = batch.action_mask.float()  # (B, A)
-        for weigh in self.token_weights.values():
+        for weigh in self.token_weights:
             weights = weights * weigh(
                 batch,
                 log_probs=batch.action_log_probs,
@@ -493,7 +389,7 @@ class ExperienceMaker:
         batch.loss_weights = weights
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
-        """One number per sample, for the logs."""
+        """Add the numbers of each sample that are logged."""
         numbers: dict[str, list[float | None]] = {}
         if self.rewarded:
             numbers["reward"] = [rollout.reward for rollout in rollouts]
@@ -511,8 +407,7 @@ class ExperienceMaker:
             batch.info[name] = torch.tensor(
                 values, dtype=torch.float32, device=self.strategy.device
             )
-        for step in self.shaper.steps.values():
-            batch.info |= step.numbers(rollouts)
+        batch.info |= self.shaper.penalties(rollouts)
         if self.rewarded:
             batch.info |= self.shaper.numbers(rollouts)
         kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl

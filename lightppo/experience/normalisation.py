@@ -1,23 +1,28 @@
-"""Scores and advantages less a mean and over a deviation, each of all samples or of each group."""
+"""Normalisation of scores, advantages and returns: by a batch, by groups, or by all that was seen so far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.advantages import Groups, number_groups
+from lightppo.algorithms.advantages import Groups, group_normalize, number_groups
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
     identity,
     require_same_shape,
 )
-from lightppo.algorithms.more_entries import Norm
+from lightppo.algorithms.option_values import Norm
+from lightppo.config import PPOConfig
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.ranks import Ranks
+
+# -- of a rollout ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -29,7 +34,7 @@ def normalize_by(
     *,
     all_reduce_sum: AllReduceSum = identity,
 ) -> Tensor:
-    """(x - mean) / (std + eps) of the unmasked values (B, A); masked positions become 0. In float64.
+    """Return (x - mean) / (std + eps) of the unmasked values (B, A), 0 at masked positions. In float64.
 
     Mean and deviation are of all ranks, of each group, or left out; the deviation is around this mean, or around 0
     without one. With ``norm.leave_one_out`` a value is not in its own mean. Of a single value, a mean that leaves it
@@ -62,90 +67,242 @@ def normalize_by(
     return result.masked_scatter(mask, kept.to(result.dtype))
 
 
-@torch.no_grad()
-def group_normalize(
-    advantages: Tensor,
-    action_mask: Tensor,
-    group_ids: Tensor | None,
-    eps: float = 1e-5,
-    *,
-    min_size: int = 1,
+def normalize_scores(
+    config: PPOConfig,
+    scores: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    all_reduce_sum: AllReduceSum,
 ) -> Tensor:
-    """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
-
-    A group whose trained tokens are all equal gets exactly 0.
-    Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
-    """
-    require_same_shape(advantages=advantages, action_mask=action_mask)
-    index, count = number_groups(group_ids, action_mask, min_size)
-    mask = action_mask.bool()
-    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
-    tokens = at_least_float32(advantages)[mask].double()
-    ones = torch.ones_like(tokens)
-    deviation = groups.deviation(tokens, ones)
-    std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
-    normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
-    result = torch.zeros_like(at_least_float32(advantages))
-    return result.masked_scatter(mask, normalized.to(result.dtype))
-
-
-def normalisation(config: Any, of: Literal["scores", "advantages"]) -> Callable[..., Tensor] | None:
-    """``--reward_norm_by`` and ``--adv_norm_by``, as :data:`lightppo.plugin.NORMALISATIONS` describes it."""
-    words = {"scores": config.reward.reward_norm_by, "advantages": config.algorithm.adv_norm_by}[of]
-    if not words:
-        return None
+    """Return the shaped scores (B, 1) after ``--reward_norm_by``. Collective."""
+    if not (words := config.reward.reward_norm_by):
+        return scores
     norm = Norm.parse(words)
-
-    def normalise(values: Tensor, mask: Tensor, group_ids: Tensor, **more: Any) -> Tensor:
-        return normalize_by(values, mask, group_ids, norm, **more)
-
-    return normalise
+    return normalize_by(scores, mask, group_ids, norm, all_reduce_sum=all_reduce_sum)
 
 
-# -- whitening -------------------------------------------------------------------------------------------------------
-
-
-def whitening(config: Any) -> Callable[..., None] | None:
-    """``--adv_norm`` over the batch, with its options; see :data:`lightppo.plugin.BUFFER_STEPS`."""
+def normalize_advantages(
+    config: PPOConfig,
+    advantages: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    all_reduce_sum: AllReduceSum,
+) -> Tensor:
+    """Return the advantages (B, A) after ``--adv_norm_by``, or ``--adv_norm_scope group``. Collective."""
     algorithm = config.algorithm
-    if not algorithm.adv_norm or algorithm.adv_norm_scope != "batch":
-        return None
-    options = {
-        "divide_std": algorithm.adv_std_norm,
-        "shift_mean": algorithm.adv_shift_mean,
-        "unbiased": algorithm.adv_std_unbiased,
-        "eps": algorithm.adv_norm_eps,
-    }
-
-    def whiten(buffer: ReplayBuffer, loss: Any, ranks: Ranks, seed: int) -> None:
-        buffer.whiten(ranks, **options)
-
-    return whiten
+    if words := algorithm.adv_norm_by:
+        norm = Norm.parse(words)
+        advantages = normalize_by(advantages, mask, group_ids, norm, all_reduce_sum=all_reduce_sum)
+    if algorithm.adv_norm and algorithm.adv_norm_scope == "group":
+        advantages = group_normalize(advantages, mask, group_ids, algorithm.adv_norm_eps)
+    return advantages
 
 
-def whitening_of_groups(
-    config: Any, of: Literal["scores", "advantages"]
-) -> Callable[..., Tensor] | None:
-    """``--adv_norm_scope group``, as :data:`lightppo.plugin.NORMALISATIONS` describes it."""
+def whiten_and_clip(config: PPOConfig, buffer: ReplayBuffer, ranks: Ranks) -> None:
+    """Whiten the buffer's advantages over all ranks (``--adv_norm``), then clip them (``--advantage_clip``). Collective."""
     algorithm = config.algorithm
-    is_asked = algorithm.adv_norm and algorithm.adv_norm_scope == "group"
-    if of != "advantages" or not is_asked:
-        return None
-
-    def normalise(values: Tensor, mask: Tensor, group_ids: Tensor, **_: Any) -> Tensor:
-        return group_normalize(values, mask, group_ids, algorithm.adv_norm_eps)
-
-    return normalise
-
-
-def clipping(config: Any) -> Callable[..., None] | None:
-    """``--advantage_clip``, a step on the buffer."""
-    limit = config.algorithm.advantage_clip
-    if limit is None:
-        return None
-
-    def clip(buffer: ReplayBuffer, loss: Any, ranks: Ranks, seed: int) -> None:
+    if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
+        buffer.whiten(
+            ranks,
+            divide_std=algorithm.adv_std_norm,
+            shift_mean=algorithm.adv_shift_mean,
+            unbiased=algorithm.adv_std_unbiased,
+            eps=algorithm.adv_norm_eps,
+        )
+    if (limit := algorithm.advantage_clip) is not None:
         for item in buffer.items:
             item.advantages = item.advantages.clamp(-limit, limit)
 
-    return clip
+
+# -- running statistics ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Weight (the count, if all weigh 1), mean and biased variance of numbers; all 0 for an empty set."""
+
+    weight: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        values: Tensor,
+        mask: Tensor | None = None,
+        all_reduce_sum: AllReduceSum = identity,
+        name: str = "values",
+    ) -> Moments:
+        """Measure the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
+        require_same_shape(values=values, mask=mask)
+        kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+        exact = values.double().masked_fill(~kept, 0.0)
+        total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
+        if not math.isfinite(total):
+            raise ValueError(
+                f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken"
+            )
+        if count == 0:  # the same on every rank, so all leave here together
+            return cls()
+        mean = total / count
+        squares = (exact - mean).masked_fill(~kept, 0.0).square().sum()
+        return cls(count, mean, all_reduce_sum(squares).item() / count)
+
+    def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
+        """Mix with the batch's, by share; with n_batch / n this is the merge of Chan, Golub and LeVeque 1979."""
+        step = batch.mean - self.mean
+        variance = (
+            (1.0 - share) * self.variance
+            + share * batch.variance
+            + share * (1.0 - share) * step * step
+        )
+        return Moments(weight, self.mean + share * step, variance)
+
+
+class RunningMeanStd:
+    """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
+
+    The result does not depend on ranks or the order of batches. Scores that differ by less than ``EPS`` count as equal.
+    """
+
+    EPS = 1e-6
+
+    def __init__(self) -> None:
+        self._moments = Moments()
+
+    @property
+    def count(self) -> float:
+        """How many numbers were seen."""
+        return self._moments.weight
+
+    @property
+    def mean(self) -> float:
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Divided by n, not n - 1."""
+        return math.sqrt(self._moments.variance)
+
+    def update(
+        self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
+    ) -> None:
+        """Call once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
+        batch = Moments.of(values, mask, all_reduce_sum, name="scores")
+        count = self.count + batch.weight
+        if batch.weight:
+            self._moments = self._moments.mixed_with(batch, batch.weight / count, count)
+
+    @torch.no_grad()
+    def normalize(self, values: Tensor) -> Tensor:
+        """Return (x - mean) / (std + EPS); unchanged until two numbers have been seen."""
+        values = at_least_float32(values)
+        if self.count < 2:
+            return values
+        return ((values.double() - self.mean) / (self.std + self.EPS)).to(values.dtype)
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "count": self._moments.weight,
+            "mean": self._moments.mean,
+            "variance": self._moments.variance,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._moments = Moments(
+            float(state["count"]), float(state["mean"]), float(state["variance"])
+        )
+
+
+class ValueNorm:
+    """Statistics of the returns, so that the critic's outputs stay near mean 0 and variance 1 whatever the rewards.
+
+    Per rollout: ``denormalize`` the critic's outputs to values and make advantages and returns of them; ``update`` with
+    the returns; ``normalize`` the returns as targets, and ``normalize_old`` the values for the value clip. ``kind`` is
+    ``ma`` (all returns weigh the same) or ``exp`` (a rollout's weight falls by ``beta`` per later rollout); ``eps`` is
+    the least variance. Source: MAPPO, Yu et al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016
+    (arXiv:1602.07714), whose rescaling of the critic's last layer is left out.
+    """
+
+    def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
+        if kind not in ("ma", "exp"):
+            raise ValueError(f"ValueNorm: kind must be ma or exp, not {kind!r}")
+        self.kind, self.beta, self.eps = kind, beta, eps
+        self._moments = Moments()
+        self._old = (0.0, 1.0)  # mean and std before the last update
+
+    @property
+    def mean(self) -> float:
+        """Mean of the returns; 0 before the first update."""
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
+        return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
+
+    def update(
+        self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
+    ) -> None:
+        """Call once per rollout batch, on every rank, with unnormalised returns; errors of :meth:`Moments.of`."""
+        batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
+        self._old = (self.mean, self.std)
+        if batch.weight:
+            weight = self._moments.weight
+            if self.kind == "ma":  # all returns ever seen weigh the same
+                weight = weight + batch.weight
+                share = batch.weight / weight
+            else:
+                # each later rollout multiplies a weight by beta; dividing by the sum of weights
+                # removes the bias
+                weight = self.beta * weight + (1.0 - self.beta)
+                share = (1.0 - self.beta) / weight
+            self._moments = self._moments.mixed_with(batch, share, weight)
+
+    def denormalize(self, values: Tensor) -> Tensor:
+        """Return the critic's outputs as returns: x · std + mean, with the current statistics."""
+        return _affine(values, self.std, self.mean)
+
+    def normalize(self, returns: Tensor) -> Tensor:
+        """Return (x - mean) / std with the current statistics; nothing is clipped."""
+        return _affine(returns, 1.0 / self.std, -self.mean / self.std)
+
+    def normalize_old(self, values: Tensor) -> Tensor:
+        """Return (x - mean) / std with the statistics before the last update: undoes a ``denormalize`` made before it."""
+        mean, std = self._old
+        return _affine(values, 1.0 / std, -mean / std)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            **asdict(self._moments),
+            "old_mean": self._old[0],
+            "old_std": self._old[1],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the statistics; beta and eps come from flags. ValueError for a state of another kind."""
+        if state["kind"] != self.kind:
+            raise ValueError(
+                f"the checkpoint was made with --value_norm {state['kind']}, this run has {self.kind}"
+            )
+        self._moments = Moments(
+            float(state["weight"]), float(state["mean"]), float(state["variance"])
+        )
+        self._old = (float(state["old_mean"]), float(state["old_std"]))
+
+
+def _affine(values: Tensor, scale: float, shift: float) -> Tensor:
+    """Return values · scale + shift, in float64 because shift may be large against the values' differences."""
+    values = at_least_float32(values)
+    return (values.double() * scale + shift).to(values.dtype)
+
+
+def make_value_norm(config: PPOConfig) -> ValueNorm | None:
+    """Return the statistics of ``--value_norm`` of a resolved config; ``None``: the critic learns raw returns."""
+    loss = config.loss
+    if loss.value_norm is None:
+        return None
+    beta = {} if loss.value_norm_beta is None else {"beta": loss.value_norm_beta}
+    return ValueNorm(loss.value_norm, eps=loss.value_norm_eps, **beta)

@@ -1,37 +1,39 @@
-"""Steps of the shaping of scores. Notation: B responses, A action positions; a score is one number per response (B,)."""
+"""Shaping of scores: what a reward source gives becomes what training maximises.
+
+Notation: B responses, A action positions; a score is one number per response (B,).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.algorithms.masking import at_least_float32, require_same_shape, zero_where_masked
+from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
-from lightppo.experience.maker import ScoreStep
-from lightppo.experience.running import RunningMeanStd
+from lightppo.experience.normalisation import RunningMeanStd
 from lightppo.ranks import Ranks
 
 
 def scale_scores(
     scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None
 ) -> Tensor:
-    """clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
+    """Return clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
     scores = (at_least_float32(scores) - bias) * scaling
     return scores if max_clip is None else scores.clamp(-max_clip, max_clip)
 
 
 def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
-    """Score 0 for truncated answers, which still pay for their KL (``--mask_no_eos_with_zero``)."""
+    """Give truncated answers the score 0; they still pay for their KL (``--mask_no_eos_with_zero``)."""
     return zero_where_masked(scores, ~truncated.bool())
 
 
 def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
-    """Truncated answers score less: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
+    """Lower the scores of truncated answers: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
 
     The minimum keeps an answer from gaining by not ending: half of a negative score would be a higher score.
     Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
@@ -42,7 +44,7 @@ def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: float) -> Tensor:
-    """min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor, to add to the scores.
+    """Return min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor, to add to the scores.
 
     Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor. ``lengths`` (B,) are L in tokens.
     """
@@ -52,7 +54,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
 @torch.no_grad()
 def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Tensor:
-    """Rewards of the trained tokens from a reward source's token scores, both (B, A); 0 at untrained positions.
+    """Return the rewards of trained tokens from a reward source's token scores, both (B, A); 0 at other positions.
 
     With ``delta`` (``--reward_delta``) the reward is the score minus the previous trained token's (or 0), so that a row
     sums to its last score; otherwise the score itself.
@@ -71,70 +73,82 @@ def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Ten
     return (scores - previous).masked_fill(~mask, 0.0)
 
 
-# -- as steps --------------------------------------------------------------------------------------------------------
+class ScoreShaper:
+    """Shapes the scores of one rank's samples; docs/algorithms.md gives the order.
 
+    With ``--use_dense_reward`` tokens have rewards of their own, and the score is what is added at a response's end.
+    """
 
-class Simple(ScoreStep):
-    """A function of scores and rollouts."""
+    def __init__(self, config: PPOConfig, ranks: Ranks) -> None:
+        reward = self.options = config.reward
+        self.device, self.max_len = ranks.device, config.rollout.generate_max_len
+        self.scale = partial(
+            scale_scores,
+            bias=reward.reward_bias,
+            scaling=reward.reward_scaling,
+            max_clip=reward.max_reward_clip,
+        )
+        self.running = RunningMeanStd() if reward.reward_running_norm else None
+        self._all_reduce_sum = partial(ranks.all_reduce, op="sum")
 
-    def __init__(self, function: Callable[[Tensor, Sequence[Rollout]], Tensor]) -> None:
-        self.function = function
+    @property
+    def states(self) -> dict[str, RunningMeanStd]:
+        """The parts that have a state, by its name in checkpoints."""
+        return {} if self.running is None else {"score_statistics": self.running}
 
-    def __call__(self, scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-        return self.function(scores, rollouts)
+    def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
+        """Return the score of each response (B,).
 
+        Args:
+            learn: ``--reward_running_norm`` takes these scores in first, those of all ranks. Then collective.
+        """
+        return self._clipped(self._unclipped(rollouts, learn))
 
-def scaling_of(config: Any) -> Callable[[Tensor], Tensor]:
-    """:func:`scale_scores` with the options of a run."""
-    reward = config.reward
-    return partial(
-        scale_scores,
-        bias=reward.reward_bias,
-        scaling=reward.reward_scaling,
-        max_clip=reward.max_reward_clip,
-    )
+    def _clipped(self, scores: Tensor) -> Tensor:
+        limits = self.options.reward_clip_range
+        return scores if limits is None else scores.clamp(*limits)
 
+    def _unclipped(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
+        options, rewards = self.options, [rollout.reward for rollout in rollouts]
+        scores = self.scale(torch.tensor(rewards, dtype=torch.float32, device=self.device))
+        if self.running is not None:
+            if learn:
+                self.running.update(scores, all_reduce_sum=self._all_reduce_sum)
+            scores = self.running.normalize(scores)
+        if options.use_dense_reward:
+            scores = torch.zeros_like(scores)
+        if options.stop_properly_penalty is not None:
+            truncated = self._truncated(rollouts)
+            scores = stop_properly(scores, truncated, options.stop_properly_penalty)
+        if options.overlong_buffer_len is not None:
+            scores = scores + self._overlong_penalty(rollouts)
+        if options.mask_no_eos_with_zero:
+            scores = zero_truncated(scores, self._truncated(rollouts))
+        return scores
 
-def scale_step(config: Any, ranks: Ranks) -> ScoreStep:
-    """``--reward_bias``, ``--reward_scaling``, ``--max_reward_clip``."""
-    scale = scaling_of(config)
-    return Simple(lambda scores, rollouts: scale(scores))
+    def _truncated(self, rollouts: Sequence[Rollout]) -> Tensor:
+        truncated = [rollout.truncated for rollout in rollouts]
+        return torch.tensor(truncated, dtype=torch.bool, device=self.device)  # (B,)
 
+    def _overlong_penalty(self, rollouts: Sequence[Rollout]) -> Tensor:
+        lengths = [rollout.trained_length for rollout in rollouts]
+        return overlong_penalty(
+            torch.tensor(lengths, dtype=torch.float32, device=self.device),  # (B,)
+            max_len=self.max_len,
+            buffer_len=self.options.overlong_buffer_len,
+            factor=self.options.overlong_penalty_factor,
+        )
 
-class RunningNorm(ScoreStep):
-    """:class:`RunningMeanStd` over all ranks; a rollout is normalised by statistics that hold it, too."""
+    def token_scores(
+        self, rollouts: Sequence[Rollout], action_mask: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the rewards of single tokens (B, A); ``None`` without ``--use_dense_reward``.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.running, self.all_reduce_sum = RunningMeanStd(), partial(ranks.all_reduce, op="sum")
-
-    def learn(self, scores: Tensor) -> None:
-        self.running.update(scores, all_reduce_sum=self.all_reduce_sum)
-
-    def __call__(self, scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-        return self.running.normalize(scores)
-
-    def state_dict(self) -> dict[str, float]:
-        return self.running.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.running.load_state_dict(state)
-
-
-def running_norm_step(config: Any, ranks: Ranks) -> ScoreStep | None:
-    """``--reward_running_norm``."""
-    return RunningNorm(ranks) if config.reward.reward_running_norm else None
-
-
-class DenseRewards(ScoreStep):
-    """One score per token in place of one per response: scaled like it, and :func:`dense_rewards`."""
-
-    def __init__(self, scale: Callable[[Tensor], Tensor], delta: bool, device: Any) -> None:
-        self.scale, self.delta, self.device = scale, delta, device
-
-    def __call__(self, scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-        return torch.zeros_like(scores)
-
-    def of_tokens(self, rollouts: Sequence[Rollout], action_mask: Tensor | None) -> Tensor:
+        Args:
+            action_mask: the trained tokens; ``None``: those that the rollouts name.
+        """
+        if not self.options.use_dense_reward:
+            return None
         if action_mask is None:
             trained = [
                 rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts
@@ -146,67 +160,40 @@ class DenseRewards(ScoreStep):
             row[: len(rollout.token_rewards)] = torch.tensor(
                 rollout.token_rewards, device=self.device
             )
-        return dense_rewards(self.scale(rows), action_mask, self.delta)
+        return dense_rewards(self.scale(rows), action_mask, self.options.reward_delta)
 
+    def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return what training maximises for each sample before KL (B,)."""
+        scores, token_scores = self.shape(rollouts), self.token_scores(rollouts)
+        return scores if token_scores is None else scores + token_scores.sum(-1)
 
-def dense_step(config: Any, ranks: Ranks) -> ScoreStep | None:
-    """``--use_dense_reward``."""
-    if not config.reward.use_dense_reward:
-        return None
-    return DenseRewards(scaling_of(config), config.reward.reward_delta, ranks.device)
+    # -- for the logs ------------------------------------------------------------------------------------------------
 
-
-def stop_properly_step(config: Any, ranks: Ranks) -> ScoreStep | None:
-    """``--stop_properly_penalty``."""
-    penalty = config.reward.stop_properly_penalty
-    if penalty is None:
-        return None
-    return Simple(
-        lambda scores, rollouts: stop_properly(scores, truncated_of(rollouts, scores), penalty)
-    )
-
-
-class OverlongPenalty(ScoreStep):
-    """:func:`overlong_penalty`, which is logged, too."""
-
-    def __init__(self, max_len: int, buffer_len: int, factor: float, device: Any) -> None:
-        self.penalty_of = partial(
-            overlong_penalty, max_len=max_len, buffer_len=buffer_len, factor=factor
-        )
-        self.device = device
-
-    def __call__(self, scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-        return scores + self.penalty_of(lengths_of(rollouts, self.device))
-
-    def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        penalty = self.penalty_of(lengths_of(rollouts, self.device))
+    def penalties(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """Return what ``--overlong_buffer_len`` takes from each sample (B,), by name."""
+        if self.options.overlong_buffer_len is None:
+            return {}
+        penalty = self._overlong_penalty(rollouts)
         return {"reward/overlong": (penalty < 0).float(), "reward/overlong_reward": penalty}
 
-
-def overlong_step(config: Any, ranks: Ranks) -> ScoreStep | None:
-    """``--overlong_buffer_len``, ``--overlong_penalty_factor``."""
-    reward, max_len = config.reward, config.rollout.generate_max_len
-    if reward.overlong_buffer_len is None:
-        return None
-    return OverlongPenalty(
-        max_len, reward.overlong_buffer_len, reward.overlong_penalty_factor, ranks.device
-    )
-
-
-def zero_step(config: Any, ranks: Ranks) -> ScoreStep | None:
-    """``--mask_no_eos_with_zero``."""
-    if not config.reward.mask_no_eos_with_zero:
-        return None
-    return Simple(lambda scores, rollouts: zero_truncated(scores, truncated_of(rollouts, scores)))
-
-
-def lengths_of(rollouts: Sequence[Rollout], device: Any) -> Tensor:
-    """Trained tokens of each response (B,)."""
-    lengths = [rollout.trained_length for rollout in rollouts]
-    return torch.tensor(lengths, dtype=torch.float32, device=device)
-
-
-def truncated_of(rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
-    """Whether each response was truncated (B,), where the scores are."""
-    truncated = [rollout.truncated for rollout in rollouts]
-    return torch.tensor(truncated, dtype=torch.bool, device=scores.device)
+    def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """Return what is logged of each sample's score (B,), by name."""
+        numbers, unclipped = {}, self._unclipped(rollouts)
+        scores = self._clipped(unclipped)
+        if self.options.reward_clip_range is not None:
+            numbers["reward_clip_ratio"] = (unclipped != scores).float()
+        if (token_scores := self.token_scores(rollouts)) is not None:
+            scores = scores + token_scores.sum(-1)
+        prompts = [rollout.prompt.index for rollout in rollouts]
+        groups = {prompt: group for group, prompt in enumerate(dict.fromkeys(prompts))}
+        if len(groups) < len(rollouts):
+            group_of_row = torch.tensor([groups[prompt] for prompt in prompts], device=self.device)
+            # Not by the standard deviation: for equal values, rounding may put it above 0.
+            least, most = (
+                scores.new_zeros(len(groups)).scatter_reduce(
+                    0, group_of_row, scores, how, include_self=False
+                )
+                for how in ("amin", "amax")
+            )
+            numbers["equal_groups"] = (least == most)[group_of_row].float()
+        return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,13 @@ from lightppo.table import load
 
 
 def selection_of(loss: Any) -> SelectionFn | None:
-    """The function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
+    """Return the function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
     entry = getattr(loss, "entry", None)  # a loss of a script has none
     return None if entry is None or entry.selection is None else load(entry.selection)
 
 
 def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: int) -> None:
-    """Sets ``selected`` of all rows if the loss selects tokens; then collective.
+    """Set ``selected`` of all rows if the loss selects tokens; then collective.
 
     A token's random number depends on ``seed``, its row's token ids and its position.
     """
@@ -34,7 +34,7 @@ def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: in
     masks = [item.action_mask for item in items]  # (1, A) each
 
     def trained(rows: Iterable[Tensor]) -> Tensor:
-        """(N,) of the trained tokens."""
+        """Join the rows' trained tokens, (N,)."""
         return torch.cat([row[mask] for row, mask in zip(rows, masks)])
 
     chosen = select(
@@ -50,12 +50,7 @@ def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: in
 
 
 def _uniforms(item: Experience, seed: int) -> Tensor:
-    """Random numbers of a row (1, A), independent of its rank and of the order of rows."""
+    """Return random numbers of a row (1, A), independent of its rank and of the order of rows."""
     key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
     generator = torch.Generator().manual_seed(key)
     return torch.rand(1, item.num_actions, generator=generator).to(item.sequences.device)
-
-
-def token_selection(config: Any) -> Callable[..., None]:
-    """What selects them, a step on the buffer: see :data:`lightppo.plugin.BUFFER_STEPS`."""
-    return lambda buffer, loss, ranks, seed: select_tokens(buffer.items, loss, ranks, seed)

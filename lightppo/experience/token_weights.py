@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,16 +14,60 @@ from lightppo.algorithms.correction import (
     rejection_mask,
 )
 from lightppo.algorithms.masking import AllReduceSum
-from lightppo.algorithms.more_entries import Rejection
-from lightppo.config.rules import Options
+from lightppo.algorithms.option_values import Rejection
+from lightppo.algorithms.selection import top_share
+from lightppo.config.options import Options
 from lightppo.experience.experience import Experience
-from lightppo.experience.selection import top_share
+from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
 
 Weigh = Callable[..., Tensor]
 
 
+def token_weights(config: Options, in_training: bool) -> list[Weigh]:
+    """Return the factors that this run needs, those of other packages last: of each micro batch in training, or before."""
+    shipped = (
+        (rejection_in_training(config),)
+        if in_training
+        else (correction(config), rejection(config), high_entropy(config))
+    )
+    further = (
+        weigh for _, entry, weigh in _of_packages(config) if entry.in_training == in_training
+    )
+    return [*(weigh for weigh in shipped if weigh is not None), *further]
+
+
+def first_needing_entropy(config: Options) -> str | None:
+    """Return the name of the first factor that needs the entropy before training; ``None``: none does."""
+    if config.loss.high_entropy_token_ratio is not None:
+        return "high_entropy"
+    further = _of_packages(config)
+    readers = (name for name, entry, _ in further if entry.needs_entropy and not entry.in_training)
+    return next(readers, None)
+
+
+def first_needing_engine_log_probs(config: Options) -> str | None:
+    """Return the option, or the factor, that needs the log probs of the rollout engine; ``None``: none does."""
+    options = config.correction
+    if options.rollout_correction != "none":
+        return f"--rollout_correction {options.rollout_correction}"
+    if options.rollout_rejection:
+        return f"--rollout_rejection {' '.join(options.rollout_rejection)}"
+    for name, entry, _ in _of_packages(config):
+        if entry.needs_rollout_log_probs:
+            value = config.flat()[entry.flag] if entry.flag else None
+            text = " ".join(value) if isinstance(value, list | tuple) else value
+            return f"--{entry.flag} {text}" if entry.flag else f"the token weight {name!r}"
+    return None
+
+
+def _of_packages(config: Options) -> Iterator[tuple[str, TokenWeight, Weigh]]:
+    for name, entry in TOKEN_WEIGHTS.items():
+        if (weigh := entry.fn(config)) is not None:
+            yield name, entry, weigh
+
+
 def correction(config: Options) -> Weigh | None:
-    """``--rollout_correction``: the weights of off-policy tokens."""
+    """Return the function that weighs off-policy tokens (``--rollout_correction``)."""
     options = config.correction
     if options.rollout_correction == "none":
         return None
@@ -51,7 +95,7 @@ def correction(config: Options) -> Weigh | None:
 
 
 def rejection(config: Options) -> Weigh | None:
-    """Those of ``--rollout_rejection`` that are judged before the update."""
+    """Return the function that leaves tokens out before the update (``--rollout_rejection``)."""
     rejections = rejections_of(config, in_training=False)
     if not rejections:
         return None
@@ -71,7 +115,7 @@ def rejection(config: Options) -> Weigh | None:
 
 
 def rejection_in_training(config: Options) -> Weigh | None:
-    """Those of ``--rollout_rejection`` that follow the policy in training."""
+    """Return the function that leaves tokens out by the policy in training (``--rollout_rejection``)."""
     rejections = rejections_of(config, in_training=True)
     if not rejections:
         return None
@@ -95,7 +139,7 @@ def rejection_in_training(config: Options) -> Weigh | None:
 
 
 def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
-    """``--rollout_rejection``: those judged in training, or those judged before it.
+    """Return those of ``--rollout_rejection`` that are judged in training, or before it.
 
     With ``--old_log_probs rollout`` the policy before it is the one that sampled, so all are judged in training.
     """
@@ -105,7 +149,7 @@ def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
 
 
 def high_entropy(config: Options) -> Weigh | None:
-    """``--high_entropy_token_ratio``: only the tokens of the rollout with the highest entropy have a loss."""
+    """Return the function that keeps the tokens of the highest entropy alone (``--high_entropy_token_ratio``)."""
     ratio = config.loss.high_entropy_token_ratio
     if ratio is None:
         return None

@@ -36,14 +36,14 @@ class Alarm:
 
 
 def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
-    """Whether numbers are bad in each of the last steps."""
+    """Return whether numbers are bad in each of the last steps."""
     return lambda *series: (
         len(series[0]) >= steps and all(bad(*now) for now in zip(*(s[-steps:] for s in series)))
     )
 
 
 def falling(values: Sequence[float], already: bool = False) -> bool:
-    """Whether the medians of the last steps, as many in a row, are below the best one, by half of the rise before it
+    """Return whether the medians of the last steps, as many in a row, are below the best one, by half of the rise before it
     and by more than four times what usually lies between two steps; ``already``: whether the last one is, by half of
     that. The last step of an episode may be a small, odd one."""
     middles = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
@@ -66,7 +66,7 @@ def at_its_worst(
     lowest: Sequence[float],
     prompts: Sequence[float],
 ) -> bool:
-    """Whether scores were better, and the last steps' means are within 5% of the worst score so far: in more steps and
+    """Return whether scores were better, and the last steps' means are within 5% of the worst so far: in more steps and
     prompts than chance explains, if the scores of a prompt were as before or the worst."""
     best, worst = max(highest), min(lowest)
     if not best > worst:
@@ -84,7 +84,7 @@ SCORES = ("rollout/reward", "rollout/reward_max", "rollout/reward_min")
 
 
 def solved(means: Sequence[float], highest: Sequence[float], lowest: Sequence[float]) -> bool:
-    """Whether the last steps' mean score is within 5% of the range of all samples so far from the best of them."""
+    """Return whether the last steps' mean score is within 5% of the range of all samples so far from the best of them."""
     best, worst = max(highest, default=0.0), min(lowest, default=0.0)
     return best > worst and fmean(means[-LASTING:]) >= best - 0.05 * (best - worst)
 
@@ -215,7 +215,7 @@ ALARMS |= {
 
 
 def meanings() -> dict[str, str]:
-    """What each alarm looks at, when it rings, and what to do."""
+    """Return what each alarm looks at, when it rings, and what to do."""
     return {
         name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"
         for name, alarm in ALARMS.items()
@@ -266,7 +266,7 @@ class Alarms:
         return seen, lines
 
     def summary(self) -> str:
-        """Which have rung, and when; empty if none has."""
+        """Return which have rung, and when; empty if none has."""
         told = [
             f"{name} in {len(steps)} steps ({steps[0]} to {steps[-1]})"
             if len(steps) > 1
@@ -277,7 +277,7 @@ class Alarms:
         return f"ALARMS: {', '.join(told)}: {more}" if told else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of all steps so far: a resumed run rings as an uninterrupted one."""
+        """Return the numbers of all steps so far: a resumed run rings as an uninterrupted one."""
         return {
             "series": dict(self.series),
             "ringing": sorted(self.ringing),

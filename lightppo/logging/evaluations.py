@@ -44,7 +44,7 @@ class Evaluations(Callback):
 def write_evaluation(
     folder: Path, step: int, samples: Sequence[EvalSample], metrics: Mapping[str, float]
 ) -> None:
-    """Both files of an evaluation."""
+    """Write both files of an evaluation."""
     lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
     files = files_in_use()
     with files.explained(folder):
@@ -56,7 +56,7 @@ def write_evaluation(
 
 
 def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The metrics of :func:`eval_metrics` by data source; "all": of all samples."""
+    """Return the metrics of :func:`eval_metrics` by data source; "all": of all samples."""
     each = [name[len("eval/") : -len("/samples")] for name in metrics if name.endswith("/samples")]
     # The name of a source may begin with the name of another one.
     sources = sorted(filter(None, each), key=len, reverse=True)
@@ -82,7 +82,7 @@ _IN_TABLE = (
 
 
 def table(metrics: Mapping[str, float]) -> list[str]:
-    """Lines that show :func:`eval_metrics`, one per data source."""
+    """Return lines that show :func:`eval_metrics`, one per data source."""
     found = by_source({name: value for name, value in metrics.items() if name.startswith("eval/")})
     names = [
         name

@@ -134,7 +134,7 @@ OWN_AXES = ("openrlhf", "lightrft")  # of each namespace
 
 
 def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
-    """A row for trackers under ``--metric_names``."""
+    """Return a row for trackers under ``--metric_names``."""
     if names == OURS:
         return dict(metrics)
     table = NAMES[names]
@@ -146,7 +146,7 @@ def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
 
 
 def names_of(metric: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """What a table calls a metric: by its name, else by the first pattern that fits, else as it is called here."""
+    """Return what a table calls a metric: by its name, else by the first pattern that fits, else as it is called here."""
     if metric in table:
         return table[metric]
     for pattern, names in table.items():
@@ -169,7 +169,7 @@ def _filled(name: str, values: Mapping[str, str]) -> str:
 
 
 def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, float]:
-    """The step under the names that ``--metric_names`` has for it, for Weights & Biases."""
+    """Return the step under the names that ``--metric_names`` has for it, for Weights & Biases."""
     namespaces = STEPS.get(names, ())
     if names in OWN_AXES:
         namespaces = [one for one in namespaces if any(name.startswith(f"{one}/") for name in row)]
@@ -177,7 +177,7 @@ def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, f
 
 
 def page_section() -> str:
-    """The tables for docs/metrics.md."""
+    """Return the tables for docs/metrics.md."""
     parts = [
         "## Names of other trainers\n\n`--metric_names verl`, `openrlhf` or `lightrft` gives trackers these "
         "names in place of ours; a metric that is not in the table keeps its name. Where the other trainer counts a "
@@ -212,7 +212,7 @@ no reference) is missing. `PPOTrainer.ppo_train` returns `rollout/` and `train/`
 
 
 def metrics_page() -> str:
-    """The page: one table per namespace, and the names of other trainers."""
+    """Return the page: one table per namespace, and the names of other trainers."""
     parts = [_HEAD]
     for namespace, about in METRICS.namespaces.items():
         rows = [

@@ -36,7 +36,7 @@ class PhaseTimer:
         self.passed.append((phase, start, now()))
 
     def reset(self) -> dict[str, float]:
-        """The seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
+        """Return the seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
         passed, self.passed, seconds = self.passed, [], Counter()
         for phase, start, end in passed:
             if not isinstance(end, float):
@@ -93,7 +93,7 @@ def perf_metrics(
     parameters: float,
     peak_tflops: float | None,
 ) -> dict[str, float]:
-    """Speed of one step, from its ``time_<phase>``.
+    """Return the speed of one step, from its ``time_<phase>``.
 
     ``status`` is of the rollout (samples, generated_tokens, total_length), ``parameters`` of all models that an epoch
     trains, ``peak_tflops`` of one device; ``epochs`` by the part in ``TIMED``.
@@ -150,7 +150,7 @@ class Profiles(Callback):
 
 @contextmanager
 def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
-    """A context whose operators torch's profiler writes to ``path``, a trace for chrome://tracing or Perfetto."""
+    """Let torch's profiler write the operators of a context to ``path``, a trace for chrome://tracing or Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler = torch.profiler.profile(
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),

@@ -18,7 +18,7 @@ from lightppo.ranks import Ranks
 
 
 def shown_status(status: Mapping[str, float]) -> str:
-    """What the line of a step shows of its metrics: ``reward 0.61 · kl 0.04 · entropy 1.3 · len 3.4``."""
+    """Return what the line of a step shows of its metrics: ``reward 0.61 · kl 0.04 · entropy 1.3 · len 3.4``."""
     shown = SHOWN | {"len": "rollout/response_length"}
     return " · ".join(
         f"{short} {round(status[name], 4) + 0.0:.3g}"
@@ -51,7 +51,7 @@ class Pace:
 
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
-    """A bar as wide as the terminal, with numbers behind it; silent elsewhere."""
+    """Return a bar as wide as the terminal, with numbers behind it; silent elsewhere."""
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}<{remaining}{postfix}"
     columns = get_terminal_size().columns
     return tqdm(
@@ -65,7 +65,7 @@ def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **opt
 
 
 def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
-    """The steps of a run, with a bar; how many there are may change with each episode."""
+    """Yield the steps of a run, with a bar; how many there are may change with each episode."""
     shown, done = run.strategy.is_rank_0(), run.state.global_step
     with progress_bar(None, run.unit, shown=shown, initial=done) as run.bar:
         for step in steps:
@@ -75,19 +75,19 @@ def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[i
 
 
 def bar_of_part(items: Iterable, text: str, ranks: Ranks) -> Iterable:
-    """The items of a part of a step, with a bar that goes when it ends."""
+    """Return the items of a part of a step, with a bar that goes when it ends."""
     return progress_bar(items, text, shown=ranks.is_rank_0(), leave=False)
 
 
 def on_bar(status: Mapping[str, float]) -> dict[str, float]:
-    """What a progress bar shows of a status, by the names there."""
+    """Return what a progress bar shows of a status, by the names there."""
     return {short: status[name] for short, name in ON_BARS.items() if name in status}
 
 
 def minibatch_on_bar(
     samples: Sequence[Experience], statuses: Iterable[Mapping[str, float]]
 ) -> dict[str, float]:
-    """The same of one optimizer step on this rank alone; a KL is the mean over tokens."""
+    """Return the same of one optimizer step on this rank alone; a KL is the mean over tokens."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for status in statuses:
         for name, value in status.items():

@@ -67,7 +67,7 @@ class JsonlSink:
             self.file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
 
     def sync(self) -> None:
-        """All rows are on disk: a checkpoint will say that their steps are done."""
+        """Put all rows on disk: a checkpoint will say that their steps are done."""
         with durable.explained(self.path):
             os.fsync(self.file.fileno())
 
@@ -109,14 +109,14 @@ def open_sinks(
     run_ids: Mapping[str, str] | None = None,
     path: Path | None = None,
 ) -> list[Sink]:
-    """All sinks of a run: metrics.jsonl in its folder, and what the options name. Arguments as of :class:`Recorder`."""
+    """Open all sinks of a run: metrics.jsonl in its folder, and what the options name."""
     trackers = open_trackers(config, run_name(config, folder), options, start_step, run_ids or {})
     # Last: it puts the file of an older run aside, which a missing package above should not.
     return [*trackers, JsonlSink(path or local_folder(folder) / "metrics.jsonl", start_step)]
 
 
 def metrics_file(config: OptionSet) -> Path:
-    """Where the rows of a run are: ``metrics.jsonl`` in its folder, or ``--log_file``, which PPO has not."""
+    """Return where the rows of a run are: ``metrics.jsonl`` in its folder, or ``--log_file``, which PPO has not."""
     log_file = config.flat().get("log_file")
     return (
         local_folder(config.checkpoint.save_path) / "metrics.jsonl"
@@ -149,7 +149,7 @@ class Recorded:
         self.sums: dict[str, tuple[int, str]] = {}
 
     def state_dict(self) -> dict[str, tuple[int, str]]:
-        """Collective."""
+        """Return sizes and sums of what is recorded. Collective."""
         recorder = self.recorder
 
         def take() -> None:
@@ -226,7 +226,7 @@ class Recorder(Callback):
             self.write(step, metrics)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row for the file, a point for the trackers."""
+        """Write a row to the file, and a point to the trackers."""
         names_of_trackers = renamed(metrics, self.run.config.logging.metric_names)
         for sink in self.sinks:
             sink.log(step, metrics if isinstance(sink, JsonlSink) else names_of_trackers)

@@ -76,7 +76,7 @@ ROLLOUTS_MB = 50.0  # of samples in a report
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a JSONL file, but for a last one that is being written, or was torn by a crash.
+    """Return all rows of a JSONL file, but for a last one that is being written, or was torn by a crash.
 
     Raises:
         ReportError: no such file, no row, or a line that is no JSON object.
@@ -106,7 +106,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl: ``step``, ``time`` and what was logged at that step.
+    """Return rows of a run's metrics.jsonl: ``step``, ``time`` and what was logged at that step.
 
     Raises:
         ReportError: as :func:`read_jsonl`, or a row without a step.
@@ -119,13 +119,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps at which a metric was logged, and its values; rows that lack it or hold null (not finite) are left out."""
+    """Return the steps at which a metric was logged, and its values; rows without a finite one are left out."""
     logged = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in logged], [value for _, value in logged]
 
 
 def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]:
-    """Rows of evaluations, in order: the first is before training, the last after it.
+    """Return rows of evaluations, in order: the first is before training, the last after it.
 
     Raises:
         ReportError: fewer than two steps with an evaluation.
@@ -139,7 +139,7 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
 
 
 def before_and_after(rows: Sequence[Row]) -> str:
-    """A table: the evaluations, if there are two, and the training: the first and last tenth of its steps, the best."""
+    """Return a table: the evaluations, if there are two, and of the training the first and last tenth of steps, the best."""
     names = sorted({name for row in rows for name in row if name.startswith("eval/")})
     names = [
         name for name in names if len(series(rows, name)[0]) > 1 and not name.endswith("/samples")
@@ -163,7 +163,7 @@ def before_and_after(rows: Sequence[Row]) -> str:
 
 
 def single_values(rows: Sequence[Row]) -> str:
-    """The numbers of an evaluation without a training."""
+    """Return the numbers of an evaluation without a training."""
     last = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
     return (
         "\n".join(f"{plain(name):<32}{value:>12.4g}" for name, value in last.items())
@@ -172,7 +172,7 @@ def single_values(rows: Sequence[Row]) -> str:
 
 
 def summary(path: Path) -> str:
-    """What to tell at the end of a run whose metrics are in ``path``; beside them it draws the picture, writes the
+    """Return what to tell at the end of a run whose metrics are in ``path``; beside them it draws the picture, writes the
     report."""
     try:
         rows = read_metrics(path)
@@ -219,7 +219,7 @@ class Summary(Callback):
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
-    """The panels of ``PANELS`` over steps, or of ``SFT_PANELS``, from rows of :func:`read_metrics`. A panel of which
+    """Return the panels of ``PANELS`` over steps, or of ``SFT_PANELS``, from rows of :func:`read_metrics`. A panel of which
     nothing was logged is left out, unless there is no other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -242,7 +242,7 @@ def _is_logged(panel: Panel, rows: Sequence[Row]) -> bool:
 
 
 def _name_of(metrics: Path) -> str:
-    """The name of the run with this file of metrics."""
+    """Return the name of the run with this file of metrics."""
     return metrics.resolve().parent.name
 
 
@@ -271,7 +271,7 @@ def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = Non
 
 
 def options_of(run: Path, file: str = "run_config.resolved.yaml") -> dict[str, Any]:
-    """The options of a run, resolved; empty where it kept none."""
+    """Return the options of a run, resolved; empty where it kept none."""
     import yaml
 
     path = run / file
@@ -282,7 +282,7 @@ KINDS = {"ppo": PPOConfig, **COMMANDS}
 
 
 def command_of(options: Mapping[str, Any]) -> str:
-    """The command whose options a run's are the most like; other versions have some more or fewer."""
+    """Return the command whose options a run's are the most like; other versions have some more or fewer."""
 
     def unlike(name: str) -> tuple[int, int]:
         known = KINDS[name]().flat().keys()
@@ -292,7 +292,7 @@ def command_of(options: Mapping[str, Any]) -> str:
 
 
 def recorded_path(run: Path, option: str) -> Path | None:
-    """The folder that an option of the run names, if it is there; both may have been moved."""
+    """Return the folder that an option of the run names, if it is there; both may have been moved."""
     options = options_of(run)
     if (value := options.get(option)) is None:
         return None
@@ -303,13 +303,13 @@ def recorded_path(run: Path, option: str) -> Path | None:
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
-    """What ``trainer.run_folder.record_start`` kept of each start of a run."""
+    """Return what ``trainer.run_folder.record_start`` kept of each start of a run."""
     path = run / "run_metadata.jsonl"
     return read_jsonl(path) if path.is_file() else []
 
 
 def facts_of(run: Path) -> dict[str, str]:
-    """Versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
+    """Return versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
     found: dict[str, list[str]] = {}
     for start in starts_of(run):
         content = {
@@ -384,7 +384,7 @@ PHASES = {
 
 
 def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_MB) -> None:
-    """Writes one page that shows runs, given by their files of metrics, beside one another; it needs no other file.
+    """Write one page that shows runs, given by their files of metrics, beside one another; it needs no other file.
 
     What is embedded is gzip in base64, and read only when it is shown.
 
@@ -424,7 +424,7 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """What the page shows of a run, beside its samples."""
+    """Return what the page shows of a run, beside its samples."""
     rows, run = read_metrics(path), path.parent
     names = sorted({name for row in rows for name in row} - {"step", "time"})
     curves = {name: (steps, [float(f"{x:.6g}") for x in values]) for name in names
@@ -455,7 +455,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _alarms(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The alarms that rang, with the first and the last step of each time."""
+    """Yield the alarms that rang, with the first and the last step of each time."""
     for name, alarm in ALARMS.items():
         steps, values = series(rows, f"alarm/{name}")
         rings = [
@@ -469,7 +469,7 @@ def _alarms(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What is not the same in all runs, by name; None where a run has none."""
+    """Return what is not the same in all runs, by name; None where a run has none."""
     names = dict.fromkeys(name for run in runs for name in run)
     values = {name: [run.get(name) for run in runs] for name in names}
     return {
@@ -496,7 +496,7 @@ def _step_of(path: Path) -> int:
 
 
 def _evenly(files: Mapping[tuple[str, int], bytes], limit: float) -> list[tuple[str, int]]:
-    """As many files as there is room for, steps left out evenly; the last step of each kind is always there."""
+    """Return as many files as there is room for, steps left out evenly; the last step of each kind is always there."""
     last = [max(keys) for _, keys in groupby(files, lambda key: key[0])]
     for stride in range(1, len(files) + 1):
         kept = sorted({*list(files)[::stride], *last})
@@ -519,13 +519,13 @@ def _block(name: str, content: bytes) -> str:
 
 
 def named_run(path: str) -> str:
-    """The folder of a run, also where somebody names its file of metrics."""
+    """Return the folder of a run, also where somebody names its file of metrics."""
     folder, _, name = path.rpartition("/")
     return folder or "." if name == "metrics.jsonl" else path
 
 
 def brought(run: str) -> Path:
-    """The folder of a run; of a URL its records, brought to a folder that goes at the end."""
+    """Return the folder of a run; of a URL its records, brought to a folder that goes at the end."""
     if is_url(run):
         from lightppo.logging.run_paths import RECORDS
 

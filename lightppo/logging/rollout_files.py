@@ -37,7 +37,7 @@ class RolloutReplay:
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
-        """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
+        """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
         key = "first" if self.reuse else f"step{step}_batch{batch}"
         path = (
             Path(self.folder)

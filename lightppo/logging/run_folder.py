@@ -67,7 +67,7 @@ _held: dict[Path, IO[str]] = {}  # lock files of this process
 
 
 def _leave_to_parent() -> None:
-    """A process that was forked off, such as a worker, does not hold the locks on."""
+    """Close the locks in a process that was forked off, such as a worker: it does not hold them."""
     for file in _held.values():
         file.close()
     _held.clear()
@@ -77,7 +77,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def refuse_overlaps(config: OptionSet, ranks: Ranks) -> None:
-    """ConfigError if a run, of a resolved config, would write over what it reads. Collective."""
+    """Raise ConfigError if a run, of a resolved config, would write over what it reads. Collective."""
     problem = None
     if ranks.is_rank_0():
         try:
@@ -127,7 +127,7 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
 
 
 def _warn_of_memory(folders: Mapping[str, str]) -> None:
-    """A run in the memory of its process cannot be resumed."""
+    """Warn that a run in the memory of its process cannot be resumed."""
     for flag, folder in folders.items():
         if is_in_memory(folder):
             logger.warning(
@@ -154,7 +154,7 @@ def _claim(flag: str, folder: str) -> str | None:
 
 
 def _leave_nothing(made: Sequence[Path], owner: int) -> None:
-    """A run that was refused before it wrote a file takes the folders back that it has made, the deepest one first."""
+    """Remove the folders that a run has made which was refused before it wrote a file, the deepest one first."""
     if os.getpid() != owner:
         return
     with suppress(OSError):  # others write there, too
@@ -214,7 +214,7 @@ def _lock(file: IO[str], name: str) -> str | None:
 
 
 def is_at(path: Path, file: IO[str]) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Return whether an open file is still the one of that name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -222,7 +222,7 @@ def is_at(path: Path, file: IO[str]) -> bool:
 
 
 def locks_of(folders: Iterable[str]) -> dict[Path, str]:
-    """The lock file of each folder → the folder."""
+    """Return the lock file of each folder → the folder."""
     return {(local_folder(folder) / _LOCK).resolve(): folder for folder in folders if folder}
 
 
@@ -321,7 +321,7 @@ class RecordSums:
         return self._known[path][1]
 
     def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
-        """What is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
+        """Return what is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
         found = []
         for name, (size, sha256) in taken.items():
             written = durable.Digest(size, sha256)
@@ -349,7 +349,7 @@ def cut_samples(folder: str, last: int) -> None:
 
 
 def run_name(config: LoggingConfig, folder: str) -> str:
-    """The name of the run in TensorBoard and Weights & Biases."""
+    """Return the name of the run in TensorBoard and Weights & Biases."""
     return config.wandb_run_name or local_folder(folder).resolve().name
 
 
@@ -357,7 +357,7 @@ def run_name(config: LoggingConfig, folder: str) -> str:
 
 
 def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
-    """A mark of the content behind each option that names some: reward files, models, data. Collective.
+    """Return a mark of the content behind each option that names some: reward files, models, data. Collective.
 
     Args:
         config: resolved.
@@ -419,7 +419,7 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
 
 
 def _code_of(config: OptionSet) -> dict[str, Any]:
-    """The functions, objects and files with them that a resumed run must find unchanged, by option."""
+    """Return the functions, objects and files with them that a resumed run must find unchanged, by option."""
     flat = config.flat()
     given = {
         one.name: flat[one.name]
@@ -436,12 +436,12 @@ def _code_of(config: OptionSet) -> dict[str, Any]:
 
 
 def _is_gone(spec: str) -> bool:
-    """Whether the file of ``path.py:name`` is not there any more."""
+    """Return whether the file of ``path.py:name`` is not there any more."""
     return not Path(spec.rpartition(".py")[0] + ".py").expanduser().is_file()
 
 
 def source_of(value: Any) -> str | None:
-    """The source of a function, or of the class of an object; None where Python does not have it."""
+    """Return the source of a function, or of the class of an object; None where Python does not have it."""
     while isinstance(value, functools.partial):
         value = value.func
     definition = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
@@ -459,7 +459,7 @@ _MARKED = ("config.json", "tokenizer*.json", "*.safetensors", "pytorch_model*.bi
 
 
 def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
-    """A mark of a checkpoint's content: config and tokenizer whole, of each weight file its length and some blocks.
+    """Return a mark of a checkpoint's content: config and tokenizer whole, of each weight file its length and some blocks.
 
     Cheap for any size, and the same wherever and whenever the files were copied.
     """
@@ -560,7 +560,7 @@ def versions() -> Mapping[str, str]:
 
 
 def claim_folders(building: Any) -> None:
-    """The run's folders are its own from here on. Collective."""
+    """Take the run's folders, which are its own from here on. Collective."""
     config = building.config
     if not isinstance(config, PPOConfig):
         refuse_overlaps(building.asked, building.strategy)
@@ -572,6 +572,6 @@ def claim_folders(building: Any) -> None:
 
 
 def mark_content(building: Any) -> None:
-    """What the options name is marked, so that a resumed run finds it unchanged. Collective."""
+    """Mark what the options name, so that a resumed run finds it unchanged. Collective."""
     rows = {name: data.dataset for name, data in building.rows.items()}
     building.content = content_of(building.config, rows, building.strategy)

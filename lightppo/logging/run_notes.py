@@ -21,12 +21,12 @@ _MODELS = {
 
 
 def tell_options(building: Any) -> Iterator[str]:
-    """Those that were set."""
+    """Yield those that were set."""
     yield described(building.given)
 
 
 def tell_models(building: Any) -> Iterator[str]:
-    """Their sizes; where files will be."""
+    """Yield their sizes; where files will be."""
     sizes = building.sizes
     if isinstance(building.config, PPOConfig):
         yield f"models: {model_sizes(building)}"
@@ -36,7 +36,7 @@ def tell_models(building: Any) -> Iterator[str]:
 
 
 def described(config: OptionSet) -> str:
-    """The options that were set, and differ from the defaults and from what None means, by section."""
+    """Return the options that were set, and differ from the defaults and from what None means, by section."""
     config, asked = config.resolved(), config.flat()
     values, public = config.flat(), public_options(config)
     lines = ["options that differ from the defaults (all are in run_config.yaml):"]
@@ -56,7 +56,7 @@ def described(config: OptionSet) -> str:
 
 
 def model_sizes(building: Any) -> str:
-    """The parameters of each model, and how many of them train where not all do."""
+    """Return the parameters of each model, and how many of them train where not all do."""
     texts, rewards = [], 0
     for flag, model in building.models.items():
         rewards += flag.startswith("--reward_pretrain")
@@ -70,7 +70,7 @@ def model_sizes(building: Any) -> str:
 
 
 def places(config: OptionSet) -> str:
-    """Where a run writes to."""
+    """Return where a run writes to."""
     checkpoint = config.checkpoint
     saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
     # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
@@ -87,7 +87,7 @@ def places(config: OptionSet) -> str:
 
 
 def has_chats(prompts_dataloader: Any) -> bool:
-    """Whether prompts are rendered by the chat template though no option says so, as rows that are chats are."""
+    """Return whether prompts are rendered by the chat template though no option says so, as rows that are chats are."""
     dataset = getattr(prompts_dataloader, "dataset", None)
     return isinstance(dataset, PromptDataset) and dataset[0].messages is not None
 
@@ -105,7 +105,7 @@ class ClosingLines(Callback):
 
 
 def closing_lines(run: Any) -> Iterator[str]:
-    """Of a run that has ended."""
+    """Yield what to do next, of a run that has ended."""
     config, folder = run.config, local_folder(run.config.checkpoint.save_path)
     yield f"files: {places(config)}"
     if not isinstance(config, PPOConfig):

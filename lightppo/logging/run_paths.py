@@ -73,14 +73,14 @@ class Place:
         )
 
     def shown(self) -> str:
-        """As it was given, and where links lead from there."""
+        """Return as it was given, and where links lead from there."""
         follows_link = not self.server and os.path.abspath(local_folder(self.text)) != str(
             self.path
         )
         return f"{self.text} (a link to {self.path})" if follows_link else self.text
 
     def below(self, folder: Place) -> tuple[str, ...] | None:
-        """The names that lead from the folder to this place: none if they are the same; ``None`` if it is outside."""
+        """Return the names that lead from the folder to this place: none if they are the same; ``None`` if it is outside."""
         if self.server != folder.server:
             return None
         for depth, above in enumerate((self.path, *self.path.parents)):
@@ -90,7 +90,7 @@ class Place:
 
 
 def _is_same(one: PurePath, other: PurePath) -> bool:
-    """Whether two names are of one file or folder, as where a file system ignores case, or is mounted twice."""
+    """Return whether two names are of one file or folder, as where a file system ignores case, or is mounted twice."""
     try:
         return os.path.samefile(one, other)
     except OSError:  # one of them is not there
@@ -98,7 +98,7 @@ def _is_same(one: PurePath, other: PurePath) -> bool:
 
 
 def check_places(config: OptionSet) -> None:
-    """Refuses a run that would write over what it reads; of a resolved config.
+    """Refuse a run that would write over what it reads; of a resolved config.
 
     Raises:
         ConfigError: a line for each written place.
@@ -125,7 +125,7 @@ def check_places(config: OptionSet) -> None:
 
 
 def check_output(output: str | os.PathLike[str], read: Mapping[str, str | None]) -> None:
-    """Refuses the output of a command in a folder that it reads; ``read``: by what the command calls it."""
+    """Refuse the output of a command in a folder that it reads; ``read``: by what the command calls it."""
     for name, text in read.items():
         place = None if text is None else _place_of(text)
         if place is not None and (problem := overlap("OUT", os.fspath(output), (), name, place)):
@@ -133,7 +133,7 @@ def check_output(output: str | os.PathLike[str], read: Mapping[str, str | None])
 
 
 def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Place) -> str | None:
-    """What is wrong with writing to a place, and in it to ``names``, beside what is read; ``None`` if nothing is."""
+    """Return what is wrong with writing to a place, and in it to ``names``, beside what is read; ``None`` if nothing is."""
     remedy = f"name another {flag}"
     for written in _with_copy(text):
         said = f"{flag} {written.shown()}"
@@ -149,7 +149,7 @@ def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Pl
 
 
 def _with_copy(text: str) -> Iterator[Place]:
-    """A place, and the folder of this machine that stands for it if it is a URL."""
+    """Yield a place, and the folder of this machine that stands for it if it is a URL."""
     place = _place_of(text)
     if place is not None:
         yield place
@@ -166,7 +166,7 @@ def _place_of(text: str) -> Place | None:
 
 
 def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Flag and path of each file and folder that the options name."""
+    """Yield flag and path of each file and folder that the options name."""
     for flag in flags:
         given = values.get(flag)
         if is_object(given):
@@ -184,7 +184,7 @@ def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[st
 
 
 def file_of_world(entry: Any) -> str | None:
-    """The file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None: an object, or it names none."""
+    """Return the file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None where there is none."""
     if is_object(entry):
         return None
     found = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
@@ -198,7 +198,7 @@ def _without_name(spec: str) -> str:
 
 
 def _written(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Flag, place, and what of it is replaced."""
+    """Yield flag, place, and what of it is replaced."""
     for flag, names in WRITTEN.items():
         text = values.get(flag)
         if not text or (flag == "ckpt_path" and values.get("val_only")):
@@ -214,6 +214,6 @@ def _written(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, .
 
 
 def _is_own(resumed: Place, values: Mapping[str, Any]) -> bool:
-    """Whether ``--resume`` names the run's own checkpoints, which it goes on with and replaces."""
+    """Return whether ``--resume`` names the run's own checkpoints, which it goes on with and replaces."""
     own = _place_of(values["ckpt_path"])
     return own is not None and resumed.below(own) == ()

@@ -40,7 +40,7 @@ _LONGEST_CHARACTER = 4  # tokens of one byte each
 def with_overlong(
     rollouts: Sequence[Rollout], max_len: int, buffer_len: int | None, penalty_factor: float | None
 ) -> list[Rollout]:
-    """Copies whose score has the overlong penalty, and extras its numbers, as in verl; without a buffer as they are."""
+    """Return copies whose score has the overlong penalty, and extras its numbers, as in verl, if there is a buffer."""
     if buffer_len is None:
         return list(rollouts)
     lengths = torch.tensor([r.trained_length for r in rollouts], dtype=torch.float32)
@@ -56,7 +56,7 @@ def with_overlong(
 
 
 def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
-    """A sample as a row of a file; an episode has its messages and turns, too."""
+    """Return a sample as a row of a file; an episode has its messages and turns, too."""
     episode = (
         {} if rollout.turns is None else {"messages": rollout.messages, "turns": rollout.turns}
     )
@@ -82,7 +82,7 @@ def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
 
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
-    """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
+    """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
     own = [
         (r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n")
         for r in rollouts
@@ -99,14 +99,14 @@ def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the whole file or nothing."""
+    """Write the whole file or nothing."""
     with durable.explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.write_text(path, text)
 
 
 def examined(rollout: Rollout) -> str:
-    """A sample for people: the end of its prompt, the answer, label, score and other numbers."""
+    """Return a sample for people: the end of its prompt, the answer, label, score and other numbers."""
     prompt, facts = rollout.prompt, {"score": rollout.reward} | rollout.extras | rollout.texts
     label = "" if prompt.label is None else f"label {prompt.label} · "
     end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
@@ -136,7 +136,7 @@ class Samples(Callback):
         self.collected = collected
 
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
-        """Collective."""
+        """Write the samples of the step that are to be kept. Collective."""
         collected, config = self.collected, run.config
         reward, max_len = config.reward, config.rollout.generate_max_len
         buffer_len, penalty = reward.overlong_buffer_len, reward.overlong_penalty_factor
@@ -211,7 +211,7 @@ class SampleRecord:
     def pick(
         self, step: int, rollouts: Sequence[Rollout], items: Sequence[Experience], repeated: int = 0
     ) -> None:
-        """This rank's share of its rollouts of a step.
+        """Choose this rank's share of its rollouts of a step.
 
         Args:
             items: the rows for training, in this order, as far as they are there; then ``repeated`` others.
@@ -228,13 +228,13 @@ class SampleRecord:
         self.passes = {_key(r.prompt.token_ids + r.response_ids): [] for r in chosen}
 
     def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
-        """A training pass has made these, each (B, A), of the current policy."""
+        """Take what a training pass has made, each (B, A), of the current policy."""
         for i, passes in self.rows_of(experience):
             passes[1:] = [_Pass(log_probs[i].detach().clone(), entropy[i].detach().clone())]
             passes[:1] = passes[:1] or passes[1:]
 
     def rows_of(self, experience: Experience) -> Iterator[tuple[int, list[_Pass]]]:
-        """The rows of a micro batch that are picked, each with its passes."""
+        """Yield the rows of a micro batch that are picked, each with its passes."""
         if not self.passes:
             return
         rows = zip(
@@ -245,7 +245,7 @@ class SampleRecord:
                 yield i, passes
 
     def write(self, step: int) -> None:
-        """Writes the step. Collective, as :meth:`pick` is not."""
+        """Write the step. Collective, as :meth:`pick` is not."""
         if self.count == 0:
             return
         own = [
@@ -273,7 +273,7 @@ class SampleRecord:
         )
 
     def _numbers(self, rollout: Rollout, item: Experience | None) -> Iterable[tuple[str, Tensor]]:
-        """Name and values (A,) of each known quantity."""
+        """Return name and values (A,) of each known quantity."""
         passes = self.passes[_key(rollout.prompt.token_ids + rollout.response_ids)]
         found = {"rollout_log_prob": rollout.log_probs, "reward": rollout.token_rewards}
         found = {name: torch.tensor(values) for name, values in found.items() if values is not None}
@@ -310,7 +310,7 @@ def _key(ids: Sequence[int]) -> bytes:
 
 
 def _plain(values: Tensor, length: int) -> list[float | int | None]:
-    """As JSON has it: few digits, None where a number is not finite."""
+    """Return a number as JSON has it: few digits, None where a number is not finite."""
     if not values.is_floating_point():
         return values[:length].int().tolist()
     rounded = values[:length].double().cpu().round(decimals=DIGITS) + 0.0  # no -0

@@ -82,7 +82,7 @@ def write_batch(
 
 
 def _experience(batch: Experience | Sequence[Rollout]) -> Experience:
-    """What a step that was left out was to train on: experience, or rollouts with their scores."""
+    """Return what a step that was left out was to train on: experience, or rollouts with their scores."""
     if isinstance(batch, Experience):
         return batch
     batch = [rollout for rollout in batch if rollout.response_ids]  # a failed episode has none
@@ -94,7 +94,7 @@ def _experience(batch: Experience | Sequence[Rollout]) -> Experience:
 def save_batch(
     path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any
 ) -> None:
-    """Writes this rank's part of an optimizer step, for :func:`load_batch`.
+    """Write this rank's part of an optimizer step, for :func:`load_batch`.
 
     Args:
         texts: prompt and response of each row, for people.
@@ -119,7 +119,7 @@ def save_batch(
 
 
 def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
-    """What :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts. Runs no code of the file."""
+    """Read what :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts; no code of it runs."""
     saved = tensor_file.read(path)
 
     def experience(plain: dict[str, Any]) -> Experience:

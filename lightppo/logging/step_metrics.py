@@ -22,7 +22,7 @@ from lightppo.ranks import Ranks
 def with_namespace(
     status: Mapping[str, float], full_names: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """Short names of a status → names in the logs, by ``full_names``; None: ``METRICS.by_short_name``.
+    """Return a status under its names in the logs, by ``full_names``; None: ``METRICS.by_short_name``.
 
     A name of the user's own is in ``train/``, or in ``rollout/`` if it begins with ``rollout_``, as LightRFT has it.
     """
@@ -91,7 +91,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """Summary of all entries of a tensor; NaN marks a missing number and is skipped."""
+        """Return the summary of all entries of a tensor; NaN marks a missing number and is skipped."""
         values = values.double()
         values = values[~values.isnan()]
         if values.numel() == 0:
@@ -131,7 +131,7 @@ def effective_share(weights: Summary) -> float:
 
 
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """The metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
+    """Return the metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
     tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
     return {
         "kl": summaries["kl"].mean,
@@ -155,7 +155,7 @@ def policy_summaries(
     sampled_kl: Callable[[Tensor, Tensor], Tensor],
     measures: Sequence[Measure] = (),
 ) -> dict[str, Summary]:
-    """The policy before the update against reference and rollout engine, per trained token.
+    """Return the policy before the update against reference and rollout engine, per trained token.
 
     Args:
         experience: with what there is of reference, engine and KL; without a KL, ``sampled_kl`` makes it.
@@ -222,7 +222,7 @@ def rollout_summaries(
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
-    """One summary per name over all ranks; a rank without samples brings none."""
+    """Return one summary per name over all ranks; a rank without samples brings none."""
     merged: dict[str, Summary] = {}
     for summaries in per_rank:
         for name, summary in summaries.items():
@@ -236,7 +236,7 @@ _MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for n
 
 
 def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """The flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
+    """Return the flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
     status: dict[str, float] = {}
     mismatch: dict[str, Summary] = {}
     for name, summary in summaries.items():
@@ -272,13 +272,13 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
 
 
 def micro_batch_status(metrics: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """What a micro batch says, on its device: its shares of the step's metrics, times ``StepPart.status_scale``."""
+    """Return what a micro batch says, on its device: its shares of the step's metrics, times ``StepPart.status_scale``."""
     values = torch.stack([share.detach().float() for share in metrics.values()])
     return dict(zip(metrics, (values.double() * scale).unbind()))
 
 
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
-    """A status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
+    """Return a status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
     status, numbers = dict(status or {}), {}
     tensors = {
         name: value.detach().double()
@@ -301,7 +301,9 @@ def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
 def optimizer_status(
     steps: Sequence[Sequence[Mapping[str, float]]], ranks: Ranks
 ) -> dict[str, float]:
-    """The status of all optimizer steps of a PPO step: means over micro batches and ranks, then over steps. Collective.
+    """Return the status of all optimizer steps of a PPO step: means over micro batches and ranks, then over steps.
+
+    Collective.
 
     A name counts where a status has it. A step in which it is NaN is left out.
 

@@ -197,7 +197,7 @@ class MlflowSink:
 
 
 def mlflow_name(metric: str) -> str:
-    """A name as MLflow can hold it: it has fewer characters, 250 at most, and takes names for paths."""
+    """Return a name as MLflow can hold it: it has fewer characters, 250 at most, and takes names for paths."""
     parts = re.sub(r"[^\w\-. :/]", "_", metric).split("/")
     name = "/".join(re.sub(r"^\.", "_", part) or "_" for part in parts)
     if len(name) <= 250:
@@ -215,7 +215,7 @@ def open_trackers(
     start_step: int,
     run_ids: Mapping[str, str],
 ) -> list[Tracker]:
-    """Those that the options name; ``run_ids``: the runs to go on with, by tracker."""
+    """Return those that the options name; ``run_ids``: the runs to go on with, by tracker."""
     found: list[Tracker] = []
     if config.use_tensorboard:
         found.append(TensorBoardSink(Path(config.use_tensorboard) / run_name, start_step))
@@ -245,7 +245,7 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
-    """A client of the server or folder, and the experiment, or None where there is none yet."""
+    """Return a client of the server or folder, and the experiment, or None where there is none yet."""
     uri = config.use_mlflow
     # Ranks wait meanwhile: by default four minutes for a server that is gone, 16 for one that does not answer.
     for name, value in {

@@ -11,7 +11,7 @@ _KEY = "WANDB_API_KEY"
 
 
 def take_wandb_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the key of ``--use_wandb KEY``: it goes where wandb looks, and out of the process list."""
+    """Return the arguments without the key of ``--use_wandb KEY``, which goes where wandb looks."""
     kept: list[str] = []
     for before, text in zip(["", *arguments], arguments):
         with_key = text.startswith("--use_wandb=")

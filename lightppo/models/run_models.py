@@ -47,7 +47,7 @@ class Models:
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
-    """How all models but reward models are loaded."""
+    """Return how all models but reward models are loaded."""
     asked = config.model
     # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
     of_tables = {*LOADING, *MODEL_CONFIGS}
@@ -103,7 +103,7 @@ class ModelLoader:
         self.temperature = config.rollout.temperature or 1.0
 
     def actor(self) -> Actor:
-        """The policy that trains."""
+        """Load the policy that trains."""
         path = self.config.model.pretrain
         model = Actor(
             stage_to_local(path),
@@ -120,7 +120,7 @@ class ModelLoader:
         return self._placed(model, "actor", "--pretrain")
 
     def critic(self) -> Any:
-        """``--critic_pretrain``, in its engine."""
+        """Load ``--critic_pretrain``, in its engine."""
         named, zero = self.config.model, self.config.strategy
         ds_config = self.strategy.get_ds_train_config(
             zero_stage=zero.critic_zero_stage,
@@ -139,7 +139,7 @@ class ModelLoader:
         return self._placed(model, "critic", "--critic_pretrain")
 
     def reference(self, actor: Actor) -> Actor | None:
-        """``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
+        """Load ``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
         path, zero = self.config.model.ref_pretrain, self.config.strategy
         if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
             return None
@@ -158,7 +158,7 @@ class ModelLoader:
         return self._placed(model, "reference", "--ref_pretrain")
 
     def reward_model(self, path: str) -> Any:
-        """One of ``--reward_pretrain``, in its engine."""
+        """Load one of ``--reward_pretrain``, in its engine."""
         zero = self.config.strategy
         model = RewardModel(
             stage_to_local(path),
@@ -173,7 +173,7 @@ class ModelLoader:
         return self._placed(model, "reward", f"--reward_pretrain {path}")
 
     def follower(self, name: str) -> Actor:
-        """What the actor is, in float32."""
+        """Load what the actor is, in float32."""
         path, zero = self.config.model.pretrain, self.config.strategy
         ds_config = self.strategy.get_ds_eval_config(
             zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
@@ -182,7 +182,7 @@ class ModelLoader:
         return self._placed(model, name)
 
     def frozen(self, name: str, asked: FrozenModel) -> Actor:
-        """A further model, as it is: neither 4 bits nor ``--override_config`` are its."""
+        """Load a further model, as it is: neither 4 bits nor ``--override_config`` are its."""
         model = Actor(
             stage_to_local(asked.path),
             dtype=self.strategy.dtype,
@@ -194,7 +194,7 @@ class ModelLoader:
         return self._placed(model, name, asked.flag)
 
     def _options_of(self, path: str | None) -> dict[str, Any]:
-        """How the actor, or a model that may have a checkpoint of its own, is loaded."""
+        """Return how the actor, or a model that may have a checkpoint of its own, is loaded."""
         from_scratch = self.config.model.init_from_scratch and path == self.config.model.pretrain
         return self.options | {"init_from_scratch": from_scratch}
 
@@ -207,7 +207,7 @@ class ModelLoader:
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
-    """Policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
+    """Let policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
     loading.fit_to_model(tokenizer, models.actor.hf_model, config.model.pretrain, "--pretrain")
     for name, one in frozen_models(config).items():
         loading.fit_to_model(tokenizer, models.frozen[name].hf_model, one.path, one.flag)
@@ -216,7 +216,7 @@ def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
 
 
 def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
-    """The actor's tokenizer; if the actor is there, checked against its embedding."""
+    """Return the actor's tokenizer; if the actor is there, checked against its embedding."""
     asked = config.model
     own = asked.tokenizer_path
     return loading.get_tokenizer(
@@ -229,7 +229,7 @@ def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
 
 
 def check_vocabularies(building: Building) -> None:
-    """Further models of a run, and the reference of preferences, know the tokens of the model that trains."""
+    """Refuse further models of a run, or a reference of preferences, with other tokens than the model that trains."""
     config = building.config
     for path, flag in _compared(config):
         check_vocabulary(config, path, flag, building.tokenizer)
@@ -243,7 +243,7 @@ def _compared(config: OptionSet) -> Iterator[tuple[str, str]]:
 
 
 def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
-    """Log probs of this model are of the same tokens as those of the model that trains."""
+    """Raise ConfigError where log probs of this model are of other tokens than those of the model that trains."""
     tokenizer_of_path = loading.get_tokenizer(
         stage_to_local(path),
         use_fast=not config.model.disable_fast_tokenizer,

@@ -2,7 +2,6 @@
 
 from lightppo.option import register_section
 from lightppo.plugin import (
-    ENTROPY_SAMPLES,
     HEAD_SCORES,
     KERNELS,
     MODULES,
@@ -18,7 +17,6 @@ def register() -> None:
     MODULES.register("cpu_linear", Entry("lightppo.models.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.models.kernels.fused:fuse"))
     HEAD_SCORES.register("head", Entry("lightppo.models.kernels.scoring_head:scores_by_head"))
-    ENTROPY_SAMPLES.register("stride", Entry("lightppo.models.kernels.entropy_sample:sampling"))
     KERNELS.register("linear", Entry("lightppo.models.kernels.matmul:linear"))
     KERNELS.register("product", Entry("lightppo.models.kernels.matmul:product"))
     KERNELS.register("head_rows", Entry("lightppo.models.kernels.invariant:head_rows"))

@@ -3,7 +3,6 @@
 from lightppo.option import register_section
 from lightppo.plugin import (
     COMMANDS,
-    LOSS_TERMS,
     METRICS,
     PUBLIC,
     STRATEGY_METHODS,
@@ -40,10 +39,6 @@ _COMMANDS = (
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    from lightppo.algorithms.entries import TABLES
-    from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
-
-    TABLES.append(PREFERENCE_LOSSES)
     share = "lightppo.supervised.rank_samples:setup_dataloader"
     STRATEGY_METHODS.register("setup_dataloader", Entry(share))
     METRICS.register(
@@ -72,8 +67,6 @@ def register() -> None:
     register_section(
         "pretraining", "lightppo.config.supervised_options:PretrainingConfig", adds_to="algorithm"
     )
-    LOSS_TERMS.register("pretraining", Entry("lightppo.trainer.pretraining:pretraining"))
-    METRICS.register("train", {"ptx_loss": "language-model loss on --pretrain_data"})
     for name, about, config in _COMMANDS:
         function = f"lightppo.cli.{name}:main"
         options = f"lightppo.config.supervised_options:{config}"

@@ -14,7 +14,7 @@ SPARED = 100_000_000  # bytes that are worth a note
 
 
 def tell_advice(building: Any) -> Iterator[str]:
-    """What is printed of it."""
+    """Yield what is printed of it."""
     if "\\n" in (getattr(building.config.data, "input_template", None) or ""):
         yield "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
     if isinstance(building.config, PPOConfig):
@@ -22,7 +22,7 @@ def tell_advice(building: Any) -> Iterator[str]:
 
 
 def tell_second_masters(building: Any) -> Iterator[str]:
-    """Where ZeRO keeps masters that one rank does not need: by the sizes of the models."""
+    """Say where ZeRO keeps masters that one rank does not need: by the sizes of the models."""
     roles = with_second_masters(building.config, building.strategy.world_size)
     spared = 4 * sum(building.sizes.get(role, 0) for role in roles)
     if spared >= SPARED:
@@ -30,7 +30,7 @@ def tell_second_masters(building: Any) -> Iterator[str]:
 
 
 def tell_frozen(building: Any) -> Iterator[str]:
-    """Where the whole run trains the critic alone."""
+    """Say where the whole run trains the critic alone."""
     config = building.config
     if not isinstance(config, PPOConfig) or config.evaluation.val_only:
         return
@@ -41,7 +41,7 @@ def tell_frozen(building: Any) -> Iterator[str]:
 
 
 def second_masters(config: Options) -> str:
-    """The note, up to how much it is."""
+    """Return the note, up to how much it is."""
     return (
         f"--zero_stage {config.strategy.zero_stage} with one rank in float32 shards nothing, and keeps the weights that "
         "train twice: --zero_stage 0 needs"
@@ -49,7 +49,7 @@ def second_masters(config: Options) -> str:
 
 
 def with_second_masters(config: Options, ranks: int) -> list[str]:
-    """The models that train with weights in float32, which DeepSpeed's ZeRO 1 and 2 copy, on one rank."""
+    """Return the models that train with weights in float32, which DeepSpeed's ZeRO 1 and 2 copy, on one rank."""
     given = config.flat()
     if ranks > 1 or given["bf16"] or given["fp16"] or given["overlap_comm"]:
         return []
@@ -64,7 +64,7 @@ def with_second_masters(config: Options, ranks: int) -> list[str]:
 
 
 def advice(config: Options) -> list[str]:
-    """What works but is seldom meant; of a resolved config."""
+    """Return what works but is seldom meant; of a resolved config."""
     algorithm, found = config.algorithm, []
     if not config.evaluation.val_only and not (
         config.rollout.do_sample and config.rollout.temperature > 0

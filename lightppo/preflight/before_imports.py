@@ -132,7 +132,7 @@ def preflight(config: PPOConfig) -> None:
 
 
 def preflight_supervised(config: SupervisedConfig) -> None:
-    """The same for training on data."""
+    """Do the same for training on data."""
     checkpoint, data, flat = config.checkpoint, config.data, config.flat()
     is_pairs = not hasattr(data, "output_key")
     fields = {"input_key": data.input_key} | (
@@ -191,7 +191,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
 
 
 def look(config: OptionSet, prog: str) -> None:
-    """What a command looks at before it imports anything heavy."""
+    """Look at what a command can know before it imports anything heavy."""
     if not isinstance(config, PPOConfig):
         return before_imports(lambda: preflight_supervised(config), prog)
     resolved = config.resolved()
@@ -204,7 +204,7 @@ looked_at: list[dict[str, Any]] = []
 
 
 def before_imports(check: Callable[[], None], prog: str) -> None:
-    """Runs a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
+    """Run a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
     if os.environ.get("RANK", "0") == "0":
         with exit_on_mistakes(prog):
             check()
@@ -270,7 +270,7 @@ def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:
 
 
 def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
-    """The check of a model's folder: random weights are in none, and the tokenizer is --pretrain's."""
+    """Return the check of a model's folder: random weights are in none, and the tokenizer is --pretrain's."""
     model = config.model
     has_tokenizer = flag == "pretrain" and model.tokenizer_path is None
     is_random = model.init_from_scratch and path == model.pretrain
@@ -292,7 +292,7 @@ def _check_lengths(config: PPOConfig) -> None:
 
 
 def _check_worlds(config: PPOConfig) -> None:
-    """The files of environments and tools are there; a tape answers without them."""
+    """Refuse files of environments and tools that are not there; a tape answers without them."""
     flat = config.flat()
     for flag in () if flat.get("tape_from") else WORLDS:
         for file in filter(None, map(file_of_world, flat.get(flag, ()))):
@@ -301,7 +301,7 @@ def _check_worlds(config: PPOConfig) -> None:
 
 
 def _check_steps(config: PPOConfig) -> None:
-    """The rows of JSONL files hold ``--total_training_steps``. What is dropped of them is seen when they are read."""
+    """Refuse JSONL files whose rows do not hold ``--total_training_steps``. What is dropped is seen later."""
     training, data = config.training, config.data
     files = [Path(path).expanduser() for path in _sources(data.prompt_data)]
     if (
@@ -334,7 +334,7 @@ def _check_resume(resume: str) -> None:
 
 
 def _check_shape(config: PPOConfig) -> None:
-    """The last checkpoint is of as many ranks and the same ZeRO stage; what else may be wrong is seen at the resume."""
+    """Refuse a last checkpoint of other ranks or another ZeRO stage; what else may be wrong is seen at the resume."""
     checkpoint = config.checkpoint
     root = checkpoint.ckpt_path if checkpoint.resume == "auto" else checkpoint.resume
     if (
@@ -368,7 +368,7 @@ def _check_shape(config: PPOConfig) -> None:
 
 
 def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
-    """Files have no splits: one that no source has, and whose name is none of the usual ones, is a typing error."""
+    """Refuse a split that no source has, and whose name is none of the usual ones: files have no splits."""
     flat, usual = config.flat(), type(config)().flat()
     for name, source in splits.items():
         paths = _sources(flat[source])
@@ -402,7 +402,7 @@ def _sources(paths: str | None) -> list[str]:
 
 
 def _place(path: str, split: str) -> tuple[str, str]:
-    """A source, whichever way it is written, and the split where it has some."""
+    """Return a source, whichever way it is written, and the split where it has some."""
     local = Path(path).expanduser()
     if not local.exists():
         return path, split
@@ -413,7 +413,7 @@ def _place(path: str, split: str) -> tuple[str, str]:
 
 
 def _check_prompts(config: PPOConfig, flag: str) -> None:
-    """The reward file, and the first rows of each source: keys, template, labels that the rewards need."""
+    """Check the reward file, and the first rows of each source: keys, template, labels that the rewards need."""
     data = config.data
     paths, probs, split = data.prompt_data, data.prompt_data_probs, data.prompt_split
     if flag == "--eval_data":
@@ -492,7 +492,7 @@ def _check_rows(
     metadata: str | None = None,
     resolve: Callable[..., RowFields] = resolve_fields,
 ) -> list[tuple[Any, RowFields]]:
-    """The first rows of each local source, and their keys. With ``skip`` it is only seen that sources can be read."""
+    """Return the first rows of each local source, and their keys. With ``skip`` it is only seen that sources can be read."""
 
     def outcome(row: Row, fields: RowFields) -> Outcome:
         try:

@@ -117,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
         self.most_small = max(self.most_small, self.small)
 
     def finish(self, parameter: nn.Parameter | None = None) -> None:
-        """A hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
+        """Return a hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
         before = self.curve[-1][0] if self.curve else 0
         self.curve.append((before + (0 if parameter is None else parameter.grad.nbytes), self.peak))
         if parameter is not None:
@@ -174,7 +174,7 @@ def _counted_attention(
 def _counted_experts(
     module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
 ) -> Tensor:
-    """A mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
+    """Return a mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
     up, down = module.gate_up_proj[0], module.down_proj[0]
     rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
     gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
@@ -234,13 +234,13 @@ class PassBytes:
     states: int = 0  # of layers that have those instead, whatever the length
 
     def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
-        """The most, with what is held ``beside`` so many bytes of gradients."""
+        """Return the most, with what is held ``beside`` so many bytes of gradients."""
         return int(max(live + beside(made) for made, live in self.curve))
 
 
 @lru_cache(maxsize=32)
 def built(shape: Shape) -> Actor | Critic:
-    """The model on the meta device; its attention is counted unless it is eager."""
+    """Return the model on the meta device; its attention is counted unless it is eager."""
     config, auto = copy.deepcopy(shape.config), transformers.AutoModelForCausalLM
     if shape.scores:
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
@@ -270,7 +270,7 @@ def built(shape: Shape) -> Actor | Critic:
 
 @lru_cache(maxsize=32)
 def sizes(shape: Shape) -> Sizes:
-    """Numbers of parameters, and bytes."""
+    """Return numbers of parameters, and bytes."""
     model, width = built(shape).hf_model, shape.dtype.itemsize
     named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
     trained, total = (
@@ -300,7 +300,7 @@ def pass_bytes(
     checkpoints: bool = False,
     entropy: bool = False,
 ) -> PassBytes:
-    """One pass on the meta device: forward through body and head, in training the backward too."""
+    """Return one pass on the meta device: forward through body and head, in training the backward too."""
     wrapper, model, live = built(shape), built(shape).hf_model, LiveBytes("meta")
     transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
     model.train(trains)
@@ -328,7 +328,7 @@ def pass_bytes(
 
 
 def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
-    """Keys and values, and states of layers that have those instead, which do not grow."""
+    """Return the keys and values, and states of layers that have those instead, which do not grow."""
     grows = stays = 0
     for layer in layers:
         for part in vars(layer).values():
@@ -342,7 +342,7 @@ def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
 def _scores(
     shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
+    """Return log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
     model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
     if takes(model, "position_ids"):
@@ -395,7 +395,7 @@ class Machine:
 
     @property
     def limit(self) -> int | None:
-        """What the peak must fit into."""
+        """Return what the peak must fit into."""
         return self.device_bytes if self.gpus else self.host_bytes
 
 
@@ -422,14 +422,14 @@ class Estimate:
     parts: tuple[Part, ...]
 
     def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
-        """Bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
+        """Return bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
         there = [p for p in self.parts if phase in p.phases and (p.sure or not sure)]
         gpu, host = sum(p.gpu for p in there), sum(p.host for p in there)
         ranks = min(self.machine.world_size, self.machine.per_node)
         return (gpu, host * ranks) if self.machine.gpus else (0, (gpu + host) * ranks)
 
     def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
-        """The phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
+        """Return the phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
         place = int(of_host or not self.machine.gpus)
         return max(
             ((phase, self.of_phase(phase, sure)[place]) for phase in PHASES),
@@ -438,14 +438,14 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a GPU, or without GPUs within a host."""
+        """Return whether the peak is within a GPU, or without GPUs within a host."""
         return self.machine.limit is None or self.peak()[1] <= self.machine.limit
 
 
 def estimate(
     config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> Estimate:
-    """What a run of a resolved config needs, part by part.
+    """Return what a run of a resolved config needs, part by part.
 
     Args:
         configs: model configs by path; others are read from their folder or the hub.
@@ -493,7 +493,7 @@ def estimate(
 
 
 def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
-    """What is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
+    """Yield what is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
     ranks, saving = min(machine.world_size, machine.per_node), frozenset({SAVE})
     named = built(actor).hf_model.named_parameters()
     adapted = sum(p.numel() for name, p in named if name.endswith(".base_layer.weight"))
@@ -502,7 +502,7 @@ def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
 
 
 def _kept(parts: Iterable[Part]) -> Iterator[Part]:
-    """What a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
+    """Yield what a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
     used = {phase: sum(p.small for p in parts if phase in p.phases) for phase in PHASES}
     apart = {phase: max(used.values()) - size for phase, size in used.items() if phase != LOADING}
     for size in sorted(set(apart.values()) - {0}):
@@ -511,7 +511,7 @@ def _kept(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
-    """The models of a run, by role."""
+    """Return the models of a run, by role."""
     model, adapter, lora = config.model, config.adapter, None
     options = {"override_config": model.override_config}
     options |= {"trust_remote_code": model.trust_remote_code, "external_lib": model.external_lib}
@@ -577,7 +577,7 @@ def _weights(
 
 
 def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
-    """The largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
+    """Yield the largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
     found = []
     for role, shape in roles.items():
         counted, scratch = sizes(shape), config.model.init_from_scratch
@@ -679,7 +679,7 @@ def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine)
 
 
 def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Part]:
-    """The sum of gradients, and those of a pass: they may find no room between the activations that it frees.
+    """Yield the sum of gradients, and those of a pass: they may find no room between the activations that it frees.
 
     ZeRO copies a pass's gradients; where there is no sum of earlier passes, both are new.
     """
@@ -693,7 +693,7 @@ def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Pa
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
-    """Whether what trains is put aside while vLLM samples on the same GPU."""
+    """Return whether what trains is put aside while vLLM samples on the same GPU."""
     engine = config.engine
     return machine.gpus > 0 and engine.rollout_engine == "vllm" and engine.offload_during_rollout
 
@@ -702,7 +702,7 @@ def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
 
 
 def _joint(config: PPOConfig) -> bool:
-    """Whether actor and critic take each micro batch in turn."""
+    """Return whether actor and critic take each micro batch in turn."""
     actor, critic = (
         rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
     )
@@ -710,7 +710,7 @@ def _joint(config: PPOConfig) -> bool:
 
 
 def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
-    """A full micro batch of a call, and how it attends."""
+    """Return a full micro batch of a call, and how it attends."""
     training = config.training
     prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
     attention, per_prompt = config.model.attn_implementation, config.rollout.n_samples_per_prompt
@@ -757,7 +757,7 @@ def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
 
 
 def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
-    """The largest pass without gradients."""
+    """Yield the largest pass without gradients."""
     calls = {name: name for name in ("critic", "reference", *rules.frozen_models(config))}
     flat = config.flat()
     plays = (flat.get("env") or flat.get("tools")) and not flat.get("batch_invariant")
@@ -782,7 +782,7 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
 
 
 def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
-    """The KV cache of the HF engine, or vLLM's share."""
+    """Yield the KV cache of the HF engine, or vLLM's share."""
     engine, rollout, counted = config.engine, config.rollout, sizes(shape)
     prompt = config.data.prompt_max_len
     slots = max(
@@ -846,7 +846,7 @@ MOST_ROWS = 512
 def decoding_rows(
     config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> int:
-    """Rows that the HF engine can decode together beside all that a run holds then: a multiple of 8, at least 8.
+    """Return the rows that the HF engine can decode together beside all that a run holds then: a multiple of 8, at least 8.
 
     A step of decoding launches the same kernels for any number of rows.
     """
@@ -984,7 +984,7 @@ def table(found: Estimate) -> list[str]:
 def check_memory(
     config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> list[str]:
-    """What to print of a resolved config before anything loads.
+    """Return what to print of a resolved config before anything loads.
 
     Raises:
         ConfigError: even what is certain does not fit into a GPU, or a host; the message says what would help.

@@ -84,7 +84,7 @@ def rehearse(
 
 
 def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
-    """What the numbers of the step tell; of rank 0."""
+    """Yield what the numbers of the step tell; of rank 0."""
     rows = [
         json.loads(x)
         for x in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
@@ -109,7 +109,7 @@ def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
 
 
 def described(dataset: Any, ids: bool = True) -> Iterator[str]:
-    """The first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
+    """Yield the first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
     fields, examples = dataset.fields, examples_of(dataset, 0)
     parts = ("prompt", "completion", "label")  # prompts for rollouts have no completion
     keys = {name: " or ".join(getattr(fields, name, ())) for name in parts}
@@ -160,7 +160,7 @@ def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) 
 
 
 def lengths(rows: Any) -> str:
-    """Tokens of the rows."""
+    """Return tokens of the rows."""
     middle, most, longest = np.percentile(
         rows.lengths, (50, 95, 100), method="inverted_cdf"
     ).astype(int)
@@ -168,7 +168,7 @@ def lengths(rows: Any) -> str:
 
 
 def _names(config: OptionSet) -> tuple[str, ...]:
-    """The options of PPO, or what they are called for training on data."""
+    """Return the options of PPO, or what they are called for training on data."""
     if isinstance(config, PPOConfig):
         return (
             "actor_learning_rate",
@@ -182,7 +182,7 @@ def _names(config: OptionSet) -> tuple[str, ...]:
 
 
 def fewer_rows(config: OptionSet, rows: Any) -> str | None:
-    """What to say where a step asks for more rows than there are."""
+    """Return what to say where a step asks for more rows than there are."""
     _, size, *_, what = _names(config)
     wanted = config.flat()[size]
     if len(rows) >= wanted:
@@ -269,7 +269,7 @@ def _told(
     text: Callable[[Any], str],
     found: dict[str, Any],
 ) -> Iterator[str]:
-    """Each kind of mistake with its number and the first of them."""
+    """Yield each kind of mistake with its number and the first of them."""
     total = sum(map(len, some))
     for what, (is_so, cure) in found.items():
         if at := [
@@ -281,7 +281,7 @@ def _told(
 
 
 def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
-    """What pairs teach beside what they mean to."""
+    """Yield what pairs teach beside what they mean to."""
     if len(pairs[0]) < 2:
         return
     known = {
@@ -305,7 +305,7 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
     plays = isinstance(config, PPOConfig) and config.episodes.env
 
     def row_of(dataset: Any, position: int, ids: list[int]) -> tuple:
-        """What makes a row another one: an environment reads its columns, too."""
+        """Return what makes a row another one: an environment reads its columns, too."""
         if not plays:
             return tuple(ids)
         prompt = dataset[position]
@@ -369,7 +369,7 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
 
 
 def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[str]:
-    """The labels themselves and nonsense as answers: the ones should score higher, in the time there is."""
+    """Yield the labels themselves and nonsense as answers: the ones should score higher, in the time there is."""
     made = [
         _made_up(prompts.tokenizer, prompts[position]) for position in range(min(8, len(prompts)))
     ]
@@ -424,7 +424,7 @@ def _made_up(tokenizer: Any, prompt: Prompt) -> tuple[list[Rollout], list[Rollou
 
 
 def _answer_of(label: Any) -> str:
-    """The label as a text that may be an answer; empty where it is none, such as the tests of a program."""
+    """Return the label as a text that may be an answer; empty where it is none, such as the tests of a program."""
     first = label[0] if isinstance(label, (list, tuple)) and label else label
     text = str(first).strip() if isinstance(first, (str, int, float)) else ""
     try:

@@ -27,7 +27,7 @@ def library_bytes(ranks: int = 1) -> int:
 
 
 def peak_of_process() -> int:
-    """The most bytes that this process has been resident with."""
+    """Return the most bytes that this process has been resident with."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

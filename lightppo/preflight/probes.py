@@ -75,7 +75,7 @@ def check_training(models: Mapping[str, Any], strategy: Ranks) -> None:
 
 
 def _agreed(strategy: Ranks, reason: str | None) -> str | None:
-    """The first reason of all ranks. Collective."""
+    """Return the first reason of all ranks. Collective."""
     return next(filter(None, strategy.all_gather_object(reason)), None)
 
 
@@ -147,7 +147,7 @@ def _differences(
 
 @torch.no_grad()
 def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | None:
-    """What is wrong with a padded batch of two rows; None: each is as alone. Under ZeRO-3 on all ranks together."""
+    """Return what is wrong with a padded batch of two rows; None: each is as alone. Under ZeRO-3 on all ranks together."""
     long, short = tiny_rows(wrapper.hf_model, device)
     end = long.shape[1] - RIGHT
     real = slice(end - SHORT, end)
@@ -173,7 +173,7 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
 
 @torch.no_grad()
 def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | None:
-    """What is wrong with a row in training; None: it is as in evaluation, or dropout was asked for. As above.
+    """Return what is wrong with a row in training; None: it is as in evaluation, or dropout was asked for. As above.
 
     PhiMoE draws its experts at random there, so that no ratio of a policy loss would mean anything.
     """
@@ -199,7 +199,7 @@ def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | 
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
-    """Whether anything is left out at random, by an option or by a caller's own model."""
+    """Return whether anything is left out at random, by an option or by a caller's own model."""
     return any(
         (isinstance(module, torch.nn.Dropout) and module.p > 0)
         or any(
@@ -210,7 +210,7 @@ def has_dropout(model: PreTrainedModel) -> bool:
 
 
 def other_attentions(model: PreTrainedModel) -> list[str]:
-    """Values of ``--attn_implementation`` that run on any device, beside the present one."""
+    """Return values of ``--attn_implementation`` that run on any device, beside the present one."""
     if not model._can_set_attn_implementation():
         return []
     names = ["eager"] + ["sdpa"] * (model._supports_sdpa and not caps_scores(model.config))
@@ -250,7 +250,7 @@ def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Ten
 
 
 def pad_id(model: PreTrainedModel) -> int:
-    """The pad token if the config names one, else id 0."""
+    """Return the pad token if the config names one, else id 0."""
     configured = getattr(model.config.get_text_config(), "pad_token_id", None)
     return configured if isinstance(configured, int) and configured >= 0 else 0
 
@@ -260,7 +260,7 @@ def distance(
     outputs: list[Tensor],
     expected: list[Tensor],
 ) -> str:
-    """How far outputs are apart: a causal LM's in nats, others in parts of their size."""
+    """Return how far outputs are apart: a causal LM's in nats, others in parts of their size."""
     pairs = [(output.float(), other.float()) for output, other in zip(outputs, expected)]
     if wrapper.hf_model.can_generate():
         nats = max(

@@ -14,7 +14,7 @@ from lightppo.redaction import shown_value
 
 
 def check_same_run(resumed: Resumed) -> Iterator[str]:
-    """A line for each option that may change, and did; ConfigError for what may not."""
+    """Yield a line for each option that may change, and did; ConfigError for what may not."""
     saved, options, content = resumed.saved, resumed.options, resumed.content
     # Older checkpoints hold values as they were given.
     as_shown = {name: shown_value(value) for name, value in saved["config"].items()}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_positions_of(building: Building) -> None:
-    """``--pretrain`` is a language model whose positions hold prompt and response, as transformers' config of it says."""
+    """Check that ``--pretrain`` is a language model whose positions hold prompt and response, by its config."""
     config = building.config
     if isinstance(config, PPOConfig):  # else rows say how long they are
         from lightppo.models.loading import check_language_model
@@ -29,7 +29,7 @@ def check_positions_of(building: Building) -> None:
 
 
 def check_rows(building: Building) -> None:
-    """The longest row to learn from fits the positions, and prompts hold ``--total_training_steps``."""
+    """Check that the longest row to learn from fits the positions, and prompts hold ``--total_training_steps``."""
     config, loader = building.config, building.prompts_dataloader
     if "dataset" in building.rows:
         check_longest_row(config, int(building.rows["dataset"].lengths.max()), positions_of(config))
@@ -38,7 +38,7 @@ def check_rows(building: Building) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many ``--pretrain`` has; ``None``: no limit."""
+    """Return how many ``--pretrain`` has; ``None``: no limit."""
     return _positions_in(_config_of_pretrain(config))
 
 
@@ -54,7 +54,7 @@ def _positions_in(loaded: PretrainedConfig) -> int | None:
 
 
 def check_positions(config: Any, positions: int | None) -> None:
-    """Prompt and response must fit; ``None``: a model without a limit."""
+    """Refuse prompts and responses that do not fit; ``None``: a model without a limit."""
     prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
     if positions is not None and prompt + response > positions:
         raise ConfigError(
@@ -64,7 +64,7 @@ def check_positions(config: Any, positions: int | None) -> None:
 
 
 def check_longest_row(config: Any, longest: int, positions: int | None) -> None:
-    """The longest row must fit; ``None``: a model without a limit."""
+    """Refuse a longest row that does not fit; ``None``: a model without a limit."""
     if positions is not None and longest > positions:
         raise ConfigError(
             f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
@@ -73,7 +73,7 @@ def check_longest_row(config: Any, longest: int, positions: int | None) -> None:
 
 
 def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
-    """The schedules must not stretch over steps that the prompts do not hold."""
+    """Refuse schedules that stretch over steps which the prompts do not hold."""
     training = config.training
     total, held = training.total_training_steps, training.num_episodes * per_episode
     if total is not None and total > held:

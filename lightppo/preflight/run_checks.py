@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def check_files(building: Building) -> None:
-    """Files, folders, first rows and logins, as rank 0 sees them. Collective."""
+    """Check files, folders, first rows and logins, as rank 0 sees them. Collective."""
     has_looked = building.asked.flat() in looked_at
     looked_at.clear()
     if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
@@ -56,7 +56,7 @@ def _refusal(config: PPOConfig) -> str | None:
 
 
 def tell_memory_of(building: Building) -> None:
-    """The memory of a run that has a GPU, or is only tried. Collective."""
+    """Say what memory a run needs that has a GPU, or is only tried. Collective."""
     config, strategy = building.config, building.strategy
     if isinstance(config, PPOConfig) and (
         config.training.dry_run or strategy.device.type == "cuda"
@@ -65,7 +65,7 @@ def tell_memory_of(building: Building) -> None:
 
 
 def become_dry_run(building: Building) -> None:
-    """With ``--dry_run`` a small run, in a folder that goes at its end. Collective."""
+    """Make a small run of one with ``--dry_run``, in a folder that goes at its end. Collective."""
     config, strategy = building.config, building.strategy
     if not config.training.dry_run:
         return
@@ -88,7 +88,7 @@ def become_dry_run(building: Building) -> None:
 
 
 def look_at_rows(building: Building) -> Iterator[str]:
-    """What a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
+    """Yield what a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
     rows = next(
         (building.rows[name] for name in ("prompt_data", "dataset") if name in building.rows), None
     )
@@ -102,14 +102,14 @@ def look_at_rows(building: Building) -> Iterator[str]:
 
 
 def check_disk(building: Building) -> None:
-    """Room for the checkpoints of the run that was asked for."""
+    """Check the room for the checkpoints of the run that was asked for."""
     sizes = dict(building.sizes)
     exported = sizes.pop("export")
     check_disk_space(building.asked, sizes, exported)
 
 
 def check_places(building: Building) -> None:
-    """The first save would not fail: nothing stands where checkpoints are to be written. Collective."""
+    """Check that nothing stands where checkpoints are to be written: the first save would fail. Collective."""
     config = building.config
     checkpoint = config.checkpoint
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
@@ -125,14 +125,14 @@ def check_places(building: Building) -> None:
 
 
 def check_padded_batches(building: Building) -> None:
-    """Padded batches of the models are right, and training them changes no number by itself. Collective."""
+    """Check that padded batches are right, and that training changes no number by itself. Collective."""
     always_padded = "pretrain_data" in building.rows
     check_padding(building.models, building.strategy, always_padded=always_padded)
     check_training(building.models, building.strategy)
 
 
 def check_decoding_of(building: Building) -> None:
-    """The engine decodes with this model as it must. Collective."""
+    """Check that the engine decodes with this model as it must. Collective."""
     if building.config.sampling.skip_rollout is None:  # else nothing may be sampled
         check_decoding(building.rollout_engine, building.actor, building.strategy)
 
@@ -141,7 +141,7 @@ def check_decoding_of(building: Building) -> None:
 
 
 def temporary_folder(strategy: DeepspeedStrategy) -> str:
-    """A folder that goes with rank 0's process. Collective."""
+    """Make a folder that goes with rank 0's process. Collective."""
     folder = None
     if strategy.is_rank_0():
         folder = tempfile.mkdtemp(prefix="lightppo-")
@@ -150,7 +150,7 @@ def temporary_folder(strategy: DeepspeedStrategy) -> str:
 
 
 def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
+    """Print what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
 
     A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
     """
@@ -172,7 +172,7 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
 
 
 def _machine(strategy: DeepspeedStrategy) -> Machine:
-    """Where this run is."""
+    """Return the machine of this run."""
     from lightppo.preflight.budget import Machine
 
     device, ranks = strategy.device, strategy.world_size
@@ -186,7 +186,7 @@ def _machine(strategy: DeepspeedStrategy) -> Machine:
 def check_disk_space(
     config: OptionSet, parameters: dict[str, int], exported: int | None = None
 ) -> None:
-    """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
+    """Check the room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
 
@@ -229,7 +229,7 @@ def check_disk_space(
 
 
 def in_the_way(root: Path, names: Iterable[str]) -> str | None:
-    """What keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
+    """Return what keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
     for folder in (root, *(root / f"_{name}" for name in names)):
         if os.path.lexists(folder) and not folder.is_dir():
             return f"{folder} is no folder, and checkpoints are to be written there: remove it"
@@ -270,7 +270,7 @@ def _optimizer_bytes(strategy: Any) -> int:
 
 
 def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
-    """Memory of this process in GiB, printed on rank 0, and its peak: allocated on a GPU, resident on a CPU."""
+    """Return memory of this process in GiB, printed on rank 0, and its peak: allocated on a GPU, resident on a CPU."""
     if strategy.device.type == "cuda":
         sizes = {
             "allocated": torch.cuda.memory_allocated(strategy.device),
@@ -285,7 +285,7 @@ def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
 
 
 def _cost(run: Any) -> str:
-    """What the step took."""
+    """Return what the step took."""
     if isinstance(run.config, PPOConfig):
         return dry_run_cost(run.config)
     rows = [
@@ -297,7 +297,7 @@ def _cost(run: Any) -> str:
 
 
 def dry_run_cost(config: PPOConfig) -> str:
-    """What the step of a dry run took."""
+    """Return what the step of a dry run took."""
     rollout = config.rollout
     rows = map(
         json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()

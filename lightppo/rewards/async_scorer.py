@@ -55,7 +55,7 @@ class AsyncScorer:
         return replace(self, source=source)
 
     def submit(self, rollouts: list[Rollout]) -> None:
-        """Have samples scored and returns at once; :meth:`collect` raises their errors."""
+        """Have samples scored and return at once; :meth:`collect` raises their errors."""
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
         self._parts.append((list(rollouts), Future()))

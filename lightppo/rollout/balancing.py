@@ -26,7 +26,7 @@ class Group(NamedTuple):
 def balance_ranks(
     rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False
 ) -> list[Rollout]:
-    """Swaps whole groups between ranks until all hold about the same number of tokens. Collective.
+    """Swap whole groups between ranks until all hold about the same number of tokens. Collective.
 
     Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
     prompt counts once for all its samples, as it goes through the models once.
@@ -48,10 +48,10 @@ def balance_ranks(
     rank_of = {group.index: rank for rank, groups in enumerate(after) for group in groups}
     staying: list[Rollout] = []
     leaving: dict[int, list[Rollout]] = defaultdict(list)  # by the rank that they go to
-    kept = {group.index for group in after[strategy.get_rank()]}
+    staying_indices = {group.index for group in after[strategy.get_rank()]}
     for rollout in rollouts:
         index = rollout.prompt.index
-        if index in kept:
+        if index in staying_indices:
             staying.append(rollout)
         else:
             leaving[rank_of[index]].append(rollout)
@@ -61,7 +61,7 @@ def balance_ranks(
 
 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
-    """The groups of each rank after swaps, which end when the heaviest rank is at most ``tolerance`` above the mean.
+    """Return the groups of each rank after swaps, which end when the heaviest rank is at most ``tolerance`` above the mean.
 
     A group whose prompt is on several ranks stays: on one rank the two would become one group.
     """
@@ -86,7 +86,7 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
 def _best_swap(
     heavy: list[Group], light: list[Group], gap: int, shared: set[int]
 ) -> tuple[Group, Group] | None:
-    """The pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
+    """Return the pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
     best: tuple[float, Group, Group] | None = None
     partners: dict[int, list[Group]] = defaultdict(list)
     for group in sorted(light):
@@ -118,6 +118,6 @@ class Balancing(Callback):
 
 
 def balancing(run: Any) -> Balancing | None:
-    """Of a PPO run of several ranks."""
-    asked = run.config.flat().get("balance_ranks") and run.strategy.world_size > 1
-    return Balancing() if asked else None
+    """Make the callback of a PPO run of several ranks with ``--balance_ranks``."""
+    is_wanted = run.config.flat().get("balance_ranks") and run.strategy.world_size > 1
+    return Balancing() if is_wanted else None

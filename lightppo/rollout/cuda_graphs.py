@@ -60,7 +60,7 @@ class CUDAGraphs:
         step()  # anew: what it goes on from is written at its end
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """On the capturing stream, so that its kernels and workspaces are there; fails if the host would wait."""
+        """Run a step on the capturing stream, so that its kernels and workspaces are there; fail if the host would wait."""
         self._stream = self._stream or torch.cuda.Stream()
         before = torch.cuda.get_sync_debug_mode()
         here = torch.cuda.current_stream()
@@ -76,7 +76,7 @@ class CUDAGraphs:
             here.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What does such a step's work; does not do it yet. Other threads may use the GPU meanwhile."""
+        """Return what does such a step's work, without doing it yet. Other threads may use the GPU meanwhile."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
@@ -93,27 +93,27 @@ class CUDAGraphs:
         return graph.replay
 
     def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        """The decoder that has this run its steps, in place of ``kind``."""
+        """Return the decoder that has this run its steps, in place of ``kind``."""
         if kind is SlotDecoder:
             return partial(StaticDecoder, runner=self)
         self.note("the model's cache has more than keys and values of all tokens")
         return kind
 
     def note(self, reason: str) -> None:
-        """Says once why steps run as they are."""
+        """Say once why steps run as they are."""
         if not self._noted:
             self._noted = True
             logger.warning("--hf_cuda_graphs: decoding steps are not captured: %s", reason)
 
 
 def check_device(building: Any) -> None:
-    """``--hf_cuda_graphs`` needs a GPU."""
+    """Refuse ``--hf_cuda_graphs`` without a GPU."""
     if building.config.flat().get("hf_cuda_graphs") and building.strategy.device.type != "cuda":
         raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
 
 
 def rounded(count: int, parts: int) -> int:
-    """Up to a multiple of 1/``parts`` of a power of two, so that few sizes are captured."""
+    """Round up to a multiple of 1/``parts`` of a power of two, so that few sizes are captured."""
     unit = max(1, (1 << (count - 1).bit_length()) // (2 * parts))
     return -(-count // unit) * unit
 
@@ -168,7 +168,7 @@ class StaticDecoder(SlotDecoder):
             self.forward.positions += rows
 
     def _advance(self, count: int) -> None:
-        """One more token for the first rows; reads and writes nothing but tensors, what it goes on from at its end."""
+        """Decode one more token for the first rows; read and write only tensors, what it goes on from at the end."""
         rows = self.rows
         span = self.cache.span
         active = slice(0, count)
@@ -187,8 +187,10 @@ class StaticDecoder(SlotDecoder):
             rows.history(active, rows.ids.shape[1] - 1) if self.sampler.needs_history else None
         )
         drawn = self.sampler(logits, rows.seeds[active].gather(1, at).squeeze(1), ages, history)
-        for kept, new in zip((tokens, log_probs), drawn):
-            kept.scatter_(1, at, torch.where(runs, new, kept.gather(1, at).squeeze(1)).unsqueeze(1))
+        for target, new in zip((tokens, log_probs), drawn):
+            target.scatter_(
+                1, at, torch.where(runs, new, target.gather(1, at).squeeze(1)).unsqueeze(1)
+            )
         rows.ages[active] += runs
         rows.positions[active] += runs
         span.column += 1

@@ -47,7 +47,7 @@ class CachedForward:
         position_ids: Tensor,
         cache: Cache,
     ) -> Tensor:
-        """Logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
+        """Return logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
         self.calls += 1
         self.positions += input_ids.numel()
         return self.logits(input_ids, attention_mask, position_ids, cache)
@@ -59,7 +59,7 @@ class CachedForward:
         position_ids: Tensor,
         cache: Cache,
     ) -> Tensor:
-        """The same, not counted."""
+        """Return the same, not counted."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
@@ -68,7 +68,7 @@ class CachedForward:
 
 
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
+    """Return token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor(
         [[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device
@@ -114,20 +114,20 @@ class RequestQueue:
         self.add(prompts)
 
     def add(self, prompts: list[list[int]]) -> None:
-        """More requests, behind those that are there."""
+        """Add requests behind those that are there."""
         self.prompts += prompts
         self.waiting += len(prompts)
 
     def look(self, idle: bool) -> bool:
-        """Whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
+        """Return whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
         return False
 
     def limits(self, numbers: list[int]) -> list[int]:
-        """Most new tokens of requests."""
+        """Return the most new tokens of each request."""
         return [self.max_new_tokens] * len(numbers)
 
     def take_in_order(self, count: int) -> list[int]:
-        """Numbers of the next requests, at most ``count``."""
+        """Return numbers of the next requests, at most ``count``."""
         first = len(self.prompts) - self.waiting
         self.waiting -= min(count, self.waiting)
         return list(range(first, len(self.prompts) - self.waiting))
@@ -166,7 +166,7 @@ class BatchDecoder(Decoder):
             yield numbers, self._decode(prompts, seeds(numbers), limits)
 
     def _decode(self, prompts: list[list[int]], seeds: Tensor, limits: Tensor) -> DecodedBatch:
-        """Decodes until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
+        """Decode until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
         batch_size, most = seeds.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
@@ -200,17 +200,17 @@ class BatchDecoder(Decoder):
             inputs = tokens.unsqueeze(1)
             positions = positions[:, -1:] + 1
             if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
-                kept = (~done).nonzero().squeeze(1)
-                cache.batch_select_indices(kept)
+                left = (~done).nonzero().squeeze(1)
+                cache.batch_select_indices(left)
                 rows, mask, inputs, positions, seeds = (
-                    x[kept] for x in (rows, mask, inputs, positions, seeds)
+                    x[left] for x in (rows, mask, inputs, positions, seeds)
                 )
                 done = done.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)
 
 
 def _can_drop_rows(cache: Cache) -> bool:
-    """Whether the cache can drop rows: not with recurrent states, which would stay behind."""
+    """Return whether the cache can drop rows: not with recurrent states, which would stay behind."""
     recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
     return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
 
@@ -219,4 +219,4 @@ class DecodingRunner(AbstractContextManager, Protocol):
     """Has decoding steps run in another way; entered around the steps of one ``generate``."""
 
     def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        """What makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
+        """Return what makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""

@@ -104,7 +104,7 @@ class Capabilities:
 
 
 def capabilities_of(engine: Any) -> Capabilities:
-    """What an engine declares as ``capabilities``.
+    """Return what an engine declares as ``capabilities``.
 
     An engine that declares none has the defaults, but for those that it says by attributes of the same name, and for
     ``compares_weights`` where it has that method: engines were written so before there was ``capabilities``.
@@ -135,19 +135,19 @@ class RolloutEngine(Protocol):
         prompts: list[Prompt],
         sampling: SamplingParams,
     ) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt, and returns them in the order of the prompts.
+        """Sample ``sampling.n`` responses to each prompt, and return them in the order of the prompts.
 
         ``log_probs``: float32 log softmax(logits / temperature) of the sampled ids before any filter, as the trainer's.
         """
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Makes the next rollouts use the present weights of ``actor``."""
+        """Make the next rollouts use the present weights of ``actor``."""
 
     def sleep(self) -> None:
-        """Frees device memory while the trainer trains."""
+        """Free device memory while the trainer trains."""
 
     def wake(self) -> None:
-        """Takes back what :meth:`sleep` freed."""
+        """Take back what :meth:`sleep` freed."""
 
     def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""

@@ -46,7 +46,7 @@ REPORT_SHARE = 1 / 8
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, checkpointing or compiled layers; restores each module's mode at the end."""
+    """Enter evaluation mode without gradients, checkpointing or compiled layers; restore each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
     checkpointing = [
         module for module in model.modules() if vars(module).get("gradient_checkpointing")
@@ -119,7 +119,7 @@ class HFRolloutEngine:
         sampling: SamplingParams,
         on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
     ) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each rollout once, soon after its end.
+        """Sample ``sampling.n`` responses to each prompt; ``on_finished`` gets each rollout once, soon after its end.
 
         Raises:
             ValueError: a prompt is empty or too long for the model, or a stop id or bad word is unknown to it.
@@ -152,8 +152,8 @@ class HFRolloutEngine:
             in_order = [requests[number][0].token_ids for number in order]
             queue = decoder.queue_kind(forward, in_order, most, decoder.device)
             for numbers, decoded in decoder.run(queue, seeds):
-                asked = [requests[order[i]] for i in numbers]
-                ended = self.to_rollouts(asked, decoded, decoder.stop)
+                samples = [requests[order[i]] for i in numbers]
+                ended = self.to_rollouts(samples, decoded, decoder.stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
                 finished += ended
@@ -180,7 +180,7 @@ class HFRolloutEngine:
 
     @contextmanager
     def decoding(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
-        """What decodes with the model's full weights, while the context lasts. Collective."""
+        """Enter what decodes with the model's full weights. Collective."""
         vocab_size = forward.config.get_text_config(decoder=True).vocab_size
         stop, sampler = self._criteria(sampling, vocab_size)
         with (
@@ -196,17 +196,17 @@ class HFRolloutEngine:
             yield kind(forward, sampler, stop.to(device), slots, most, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Decodes with ``actor`` from now on; its weights are used in place."""
+        """Decode with ``actor`` from now on; its weights are used in place."""
         self.actor = actor
 
     def sleep(self) -> None:
-        """Nothing to free: the weights are the trainer's, and the cache ends with each call."""
+        """Do nothing: the weights are the trainer's, and the cache ends with each call."""
 
     def wake(self) -> None:
-        """Nothing to take back."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def _criteria(
         self, sampling: SamplingParams, vocab_size: int
@@ -233,7 +233,7 @@ class HFRolloutEngine:
         stop: StopCriteria,
         with_text: bool = True,
     ) -> list[Rollout]:
-        """What was sampled of requests, (prompt, sample number) each. FloatingPointError: see :func:`check_drawn`."""
+        """Make the rollouts of requests, (prompt, sample number) each. FloatingPointError: see :func:`check_drawn`."""
         lengths = decoded.lengths.tolist()
         stopped = decoded.stopped.tolist()
         ids, log_probs = (
@@ -297,7 +297,7 @@ def check_lengths(
     limit: int | None,
     whose: str = "the model has",
 ) -> None:
-    """Raises ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
+    """Raise ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:
         check_length(prompt.index, len(prompt.token_ids), sampling.max_new_tokens, limit, whose)
 
@@ -309,7 +309,7 @@ def check_length(
     limit: int | None,
     whose: str = "the model has",
 ) -> None:
-    """Raises ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
+    """Raise ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
     if length == 0:
         raise ValueError(
             f"prompt {index} has no tokens; there is nothing to predict the first token from"
@@ -322,7 +322,7 @@ def check_length(
 
 
 def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
-    """Raises FloatingPointError if a token of a response has no finite log prob (see ``TokenSampler``)."""
+    """Raise FloatingPointError if a token of a response has no finite log prob (see ``TokenSampler``)."""
     if not math.isfinite(sum(log_probs)):
         raise FloatingPointError(
             f"prompt {prompt.index}, response token {[*map(math.isfinite, log_probs)].index(False)}: no token can be "
@@ -332,7 +332,7 @@ def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
 
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
-    """(prompt index, sample number) of each request; the k-th prompt with an index gets numbers k·n … k·n + n-1."""
+    """Return (prompt index, sample number) of each request; the k-th prompt with an index gets numbers k·n … k·n + n-1."""
     used: Counter[int] = Counter()
     streams = []
     for prompt in prompts:

@@ -72,7 +72,7 @@ class RolloutSampler:
         self.reward_source = source
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
-        """n responses to each prompt; the same seed and step give the same responses."""
+        """Sample n responses to each prompt; the same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
         early = {} if self.scorer is None else {"on_finished": self.scorer.submit}
         rollouts = self.engine.generate(list(prompts), sampling, **early)
@@ -86,7 +86,7 @@ class RolloutSampler:
         return rollouts
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
-        """Scores the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
+        """Score the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
 
         A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted.
         """
@@ -119,21 +119,21 @@ class RolloutSampler:
         self._check_token_scores(scored)
         chosen = self.choose(scored, counts)
         sizes = Counter(rollout.prompt.index for rollout in chosen)
-        kept = [
+        chosen_whole = [
             rollout
             for rollout in chosen
             if sizes[rollout.prompt.index] >= self.min_group_size
             and (rollout.baseline is None or rollout.baseline.reward is not None)
         ]
-        unscored, small_group = len(rollouts) - len(scored), len(chosen) - len(kept)
+        unscored, small_group = len(rollouts) - len(scored), len(chosen) - len(chosen_whole)
         if unscored or small_group:
             text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
             logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
         counts |= {"unscored": unscored, "small_group": small_group}
-        return SampledBatch(kept, counts, scored)
+        return SampledBatch(chosen_whole, counts, scored)
 
     def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
-        """The samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
+        """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
         return scored
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
@@ -191,7 +191,7 @@ class BatchCollector:
     why_untrained = "there was none"  # of a run in which no optimizer step was taken
 
     def collect(self, source: PromptSource, step: int) -> CollectedStep:
-        """The groups of one step. Collective.
+        """Collect the groups of one step. Collective.
 
         Raises:
             RewardError: there is nothing to train on.
@@ -202,7 +202,7 @@ class BatchCollector:
         return collected
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
-        """What :meth:`collect` gives, while the engine is awake. Collective."""
+        """Do what :meth:`collect` does, while the engine is awake. Collective."""
         batch = self.sample(source.take(), step)
         failed = batch.not_finite is not None
         groups = 0 if failed else len(group_by_prompt(batch.rollouts))
@@ -218,7 +218,7 @@ class BatchCollector:
         return collected
 
     def sample(self, prompts: Sequence[Prompt], step: int, number: int = 0) -> SampledBatch:
-        """A generation batch of the step, sampled and scored. Collective."""
+        """Sample and score a generation batch of the step. Collective."""
         sample = partial(self.sampler.generate, prompts, step)
         for stand_around in self.around:
             sample = partial(stand_around, prompts, step, number, sample)
@@ -229,9 +229,9 @@ class BatchCollector:
 
     def leave_out(self, collected: CollectedStep, not_finite: str | None) -> None:
         """Train on nothing, as a score is not finite; on this rank it is ``not_finite``. Collective."""
-        found = self.strategy.all_gather_object(not_finite)
+        messages = self.strategy.all_gather_object(not_finite)
         collected.not_finite = "; ".join(
-            f"rank {rank}: {text}" for rank, text in enumerate(found) if text
+            f"rank {rank}: {text}" for rank, text in enumerate(messages) if text
         )
         collected.groups = 0
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.algorithms.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
 from lightppo.algorithms.preferences import answer_log_probs, bradley_terry_loss, pair_mean
 from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from lightppo.data.examples import SFTDataset

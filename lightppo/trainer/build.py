@@ -32,6 +32,7 @@ from lightppo.episodes.rewards import taped, unless_failed
 from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.normalisation import make_value_norm
 from lightppo.experience.rollout_check import check_first
 from lightppo.logging.performance import PhaseTimer
 from lightppo.logging.progress import bar_of_part
@@ -42,7 +43,6 @@ from lightppo.models.wrapper import Role
 from lightppo.plugin import (
     ENGINES,
     LOSS_TERMS,
-    VALUE_NORMS,
 )
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
@@ -53,9 +53,11 @@ from lightppo.rollout import hf
 from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
 from lightppo.trainer.optimizers import with_optimizer
+from lightppo.trainer.pretraining import pretraining
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.start_checks import (
     check_data,
@@ -66,7 +68,8 @@ from lightppo.trainer.start_checks import (
     check_tokenizer,
     checks_of_packages,
 )
-from lightppo.trainer.update import LossTerm, Update
+from lightppo.trainer.training_losses import LossTerm
+from lightppo.trainer.update import Update
 from lightppo.verifiers.formats import with_xml_format
 from lightppo.verifiers.status import status_check
 from lightppo.zero3 import find_adapters, parameter_count
@@ -235,7 +238,9 @@ def read_data(building: Building) -> None:
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
-    building.loss_terms = LOSS_TERMS.made(building)
+    of_text = pretraining(building)
+    shipped = {} if of_text is None else {"pretraining": of_text}
+    building.loss_terms = shipped | LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
     if building.asked.data.eval_data is not None:
@@ -289,7 +294,7 @@ def assemble(
     config, strategy = inputs.config, inputs.strategy
     state, timer, algorithm = TrainerState(), PhaseTimer(), config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    value_norm = VALUE_NORMS.first(config)
+    value_norm = make_value_norm(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, maker_kind, own_training_step)
     buffer = ReplayBuffer(
         config.training.buffer_cpu_offload,
@@ -339,6 +344,7 @@ def build_maker(
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
+    of_teacher, term = teacher_pass(config, inputs.frozen), advantage_term(config)
     return kind(
         inputs.actor,
         inputs.critic,
@@ -346,7 +352,8 @@ def build_maker(
         strategy,
         kl_ctl,
         config,
-        frozen=inputs.frozen,
+        passes={} if of_teacher is None else {TEACHER: of_teacher},
+        advantage_terms=[] if term is None else [term],
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
@@ -460,7 +467,7 @@ def build_sampler(
         sampling=sampling_params(config),
         min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
-        dense=maker.shaper.of_tokens is not None,
+        dense=config.reward.use_dense_reward,
         scorer=build_scorer(config, engine, source),
         checks=[] if status is None else [status],
         timer=timer,

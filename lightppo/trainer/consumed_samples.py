@@ -8,7 +8,7 @@ from lightppo.trainer.loop import TrainerState
 def state_after(
     consumed_samples: int, steps_per_episode: int, rollout_batch_size: int
 ) -> TrainerState:
-    """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
+    """Return the state after ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
     step = consumed_samples // rollout_batch_size
     episode, step_in_episode = divmod(step, steps_per_episode)
     return TrainerState(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightppo.algorithms.advantages import reward_to_go
 from lightppo.algorithms.divergences import divergence_of, top_divergence
 from lightppo.algorithms.entries import LOSS_AGG_MODES
+from lightppo.algorithms.kl import Divergence, divergence_of_models
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
@@ -21,19 +22,15 @@ from lightppo.algorithms.masking import (
     token_mean,
     zero_where_masked,
 )
-from lightppo.algorithms.more_kl import Divergence, divergence_of_models
-from lightppo.algorithms.top_tokens import log_probs_at, score_top
+from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
 from lightppo.config import PPOConfig
 from lightppo.config.distillation_options import adds, needs_teacher
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
-from lightppo.models.actor import ActionScores
+from lightppo.models.actor import ActionScores, Actor
 from lightppo.trainer.teacher_servers import TeacherServers
-from lightppo.trainer.update import Metrics, ScoreTerm
-
-if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+from lightppo.trainer.training_losses import Metrics, ScoreTerm
 
 # of the further models of a run, and of what its pass leaves in Experience.extra
 TEACHER = "teacher"
@@ -42,7 +39,7 @@ LOG_PROBS = "teacher_log_probs"  # (B, A)
 TOP, TOP_IDS = "teacher_top", "teacher_top_ids"
 
 
-def check_teacher(building: Building) -> None:
+def check_teacher(building: Any) -> None:
     """The servers of ``--teacher_url`` are asked whether they can judge; a model has as many tokens. Collective."""
     config = building.config
     if not isinstance(config, PPOConfig) or not needs_teacher(config):
@@ -60,7 +57,7 @@ def check_teacher(building: Building) -> None:
 
 
 def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | None:
-    """Where its numbers are needed before training; elsewhere it makes a pass in training."""
+    """Return the teacher's pass over the rollout; ``None``: it makes a pass in training, or there is no teacher."""
     k = config.distill.distill_topk
     if TEACHER not in models or not (adds(config) or k is not None):
         return None
@@ -84,8 +81,24 @@ def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | 
     return RolloutPass(teacher, run, measure=gap_to_teacher, takes_all=on_servers)
 
 
+def score_top(
+    policy: Actor, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, k: int
+) -> tuple[ActionScores, Tensor, Tensor]:
+    """Return log probs without gradient, also of the k most likely tokens at each action, largest first.
+
+    Returns:
+        the scores; log probs and ids (as float) of the k tokens, (B, A, k) each, 0 unless real.
+    """
+    scores = policy.score_actions(sequences, num_actions, attention_mask, logits=True)
+    best = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
+    shape = *scores.real.shape, k
+    values, ids = (torch.zeros(shape, device=sequences.device) for _ in best)
+    values[scores.real], ids[scores.real] = (numbers.float() for numbers in best)
+    return scores, values, ids
+
+
 def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tensor]:
-    """(B, A) each."""
+    """Return what is logged of a teacher, (B, A) each."""
     of_teacher = experience.extra[LOG_PROBS]
     return {"teacher_kl": log_probs - of_teacher, "teacher_log_prob": of_teacher}
 
@@ -94,13 +107,12 @@ def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tenso
 
 
 def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
-    """``--distill_by advantage``."""
+    """Return the teacher's term of the advantages; ``None`` without ``--distill_by advantage``."""
     if not adds(config):
         return None
     coef, discount = config.distill.distill_coef, config.distill.distill_discount
 
-    def term(batch: Experience) -> Tensor:
-        """(B, A)."""
+    def term(batch: Experience) -> Tensor:  # (B, A)
         return coef * teacher_advantages(
             batch.action_log_probs, batch.extra[LOG_PROBS], batch.action_mask, discount
         )
@@ -112,7 +124,7 @@ def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
 def teacher_advantages(
     log_probs: Tensor, teacher_log_probs: Tensor, action_mask: Tensor, discount: float = 0.0
 ) -> Tensor:
-    """Σ_k γ^k (log π_teacher - log π)_{t+k} (B, A): minus the k1 of KL(π || π_teacher), over trained tokens.
+    """Return Σ_k γ^k (log π_teacher - log π)_{t+k} (B, A): minus the k1 of KL(π || π_teacher), over trained tokens.
 
     With γ = 0 the gradient is that of each token's reverse KL, whatever follows it; with γ = 1 that of the whole
     response. Source: Lu et al. 2025 (thinkingmachines.ai/blog/on-policy-distillation); γ = 1: arXiv:2306.08543.
@@ -124,19 +136,11 @@ def teacher_advantages(
     return reward_to_go(zero_where_masked(gap, action_mask), action_mask, discount)
 
 
-def on_policy_distill(
-    *, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_
-) -> tuple[Tensor, Tensor]:
-    """A_t = 0: what is learned is the teacher's term alone (:func:`teacher_advantages`); scores are only recorded."""
-    returns = reward_to_go(token_rewards, action_mask, gamma)
-    return torch.zeros_like(returns), returns
-
-
 # -- in the loss -----------------------------------------------------------------------------------------------------
 
 
 def score_term(config: PPOConfig, models: Mapping[str, Any]) -> ScoreTerm | None:
-    """``--distill_by loss``."""
+    """Return the teacher's term of the actor's loss; ``None`` without ``--distill_by loss``."""
     distill = config.distill
     if TEACHER not in models or distill.distill_by != "loss":
         return None

@@ -50,7 +50,7 @@ class TimedSaves(Callback):
         self.cadence: Cadence | None = None  # from the start of the run on
 
     def on_start(self, run: Any) -> None:
-        """Clocks begin when the run does."""
+        """Start the clocks."""
         asked = run.config.checkpoint
         self.cadence = Cadence(
             asked.save_steps,

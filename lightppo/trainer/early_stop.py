@@ -24,7 +24,7 @@ class StepLimits:
             self.sums[name] = self.sums.get(name, 0.0) + metrics[name].detach().float()
 
     def reached(self) -> bool:
-        """Whether the step exceeds a limit; begins the next one. Collective."""
+        """Return whether the step exceeds a limit; the next one begins. Collective."""
         sums, self.sums = self.sums, {}
         if not sums:  # a training step of the user's own
             return False
@@ -35,7 +35,7 @@ class StepLimits:
 
 
 def early_stop(config: Any, ranks: Ranks) -> StepLimits | None:
-    """``--early_stop_imp_ratio``, ``--early_stop_kl``: limits of means over the step, by the names of metrics."""
+    """Return the limits of ``--early_stop_imp_ratio`` and ``--early_stop_kl``, by name; ``None``: there is none."""
     limits = {"ratio": config.loss.early_stop_imp_ratio, "approx_kl": config.loss.early_stop_kl}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     return StepLimits(given, ranks) if given else None

@@ -53,20 +53,20 @@ class EvalSample:
         )
 
     def correct(self, threshold: float) -> float:
-        """The reward source's ``acc`` or ``accuracy``; without one, 1 for a score of at least ``threshold``, else 0."""
+        """Return the source's ``acc`` or ``accuracy``; without one, 1 for a score of at least ``threshold``, else 0."""
         judged = (self.extra(name) for name in ("acc", "accuracy"))
         return next(
             (acc for acc in judged if isinstance(acc, float)), float(self.score >= threshold)
         )
 
     def extra(self, name: str) -> Any:
-        """An extra by its name, also that of a source among several, ``<source>/<name>``; ``None`` without one."""
+        """Return an extra by its name, also that of a source among several, ``<source>/<name>``; ``None`` without one."""
         found = [value for key, value in self.extras.items() if key.endswith(f"/{name}")]
         return self.extras.get(name, found[0] if len(found) == 1 else None)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k ≤ n answers is right, from n answers.
+    """Return an unbiased estimate of the chance that at least one of k ≤ n answers is right, from n answers.
 
     1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
     """
@@ -74,12 +74,12 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def _pass_at(correctness: Sequence[float], k: int) -> float:
-    """:func:`pass_at_k` of answers that are correct to these parts: one counts as right from half on."""
+    """Return :func:`pass_at_k` of answers that are correct to these parts: one counts as right from half on."""
     return pass_at_k(len(correctness), sum(correct >= 0.5 for correct in correctness), k)
 
 
 def majority_correct(answers: Sequence[tuple[str | None, float]]) -> float:
-    """How correct the most frequent answer is; the mean over those that are most frequent alike, 0 without an answer.
+    """Return how correct the most frequent answer is; the mean over those that are most frequent alike, 0 without an answer.
 
     ``answers``: (answer or ``None``, its correctness); equal texts are one answer.
     """
@@ -91,7 +91,7 @@ def majority_correct(answers: Sequence[tuple[str | None, float]]) -> float:
 
 
 def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
-    """Metrics of one evaluation; with several data sources also ``eval/<source>/...``.
+    """Return metrics of one evaluation; with several data sources also ``eval/<source>/...``.
 
     What is correct: :meth:`EvalSample.correct`. Unscored samples count nowhere but in ``eval/unscored``.
     """
@@ -116,7 +116,7 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
     smallest = min(len(group) for group in groups.values())
 
     def over_prompts(value: Callable[[list[Any]], float], of: Callable[[EvalSample], Any]) -> float:
-        """Mean over prompts of a value of their samples."""
+        """Return mean over prompts of a value of their samples."""
         return fmean(value([of(sample) for sample in group]) for group in groups.values())
 
     def score(sample: EvalSample) -> float:
@@ -151,7 +151,7 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
 
 
 def _extras_of(samples: Sequence[EvalSample]) -> dict[str, float]:
-    """Means of the reward source's numbers, each over the samples that have it."""
+    """Return means of the reward source's numbers, each over the samples that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, value in sample.extras.items():
@@ -177,7 +177,7 @@ class Evaluator:
         self.sampling = replace(self.sampling, seed=-1 - self.sampling.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the current weights, the same on every rank; NonFiniteError where a score is not. Collective."""
+        """Return metrics of the current weights, the same on every rank; NonFiniteError where a score is not. Collective."""
         mine = range(self.strategy.get_rank(), len(self.prompts), self.strategy.world_size)
         rollouts = self.engine.generate([self.prompts[i] for i in mine], self.sampling)
         not_finite = None
@@ -195,7 +195,7 @@ class Evaluator:
     def _judge(
         self, step: int, not_finite: Sequence[str | None], gathered: Sequence[Sequence[EvalSample]]
     ) -> dict[str, float]:
-        """Metrics of the samples of all ranks."""
+        """Return metrics of the samples of all ranks."""
         if any(not_finite):
             raise NonFiniteError("; ".join(filter(None, not_finite)))
         self.samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
@@ -221,7 +221,7 @@ class Evaluation(Callback):
         run.register_state("evaluation", self)
 
     def on_start(self, run: Any) -> None:
-        """Clocks begin when the run does."""
+        """Start the clocks."""
         asked = run.config.evaluation
         epochs = asked.eval_epochs
         if asked.eval_steps == -1 and asked.eval_seconds is None:
@@ -231,7 +231,7 @@ class Evaluation(Callback):
         )
 
     def before_steps(self, run: Any) -> None:
-        """The evaluation that a resumed run lacks, or that before training. Collective."""
+        """Do the evaluation that a resumed run lacks, or that before training. Collective."""
         step = run.state.global_step
         if run.only_evaluates:
             self.evaluate(run, step)
@@ -273,7 +273,7 @@ class Evaluation(Callback):
         return self.result
 
     def _told(self, result: Mapping[str, float]) -> dict[str, float]:
-        """What the callbacks add; each gets what those before it have added, too."""
+        """Return what the callbacks add; each gets what those before it have added, too."""
         added: dict[str, float] = {}
         for callback in self.run.callbacks:
             given = callback.on_evaluation(self.run, self.step, {**result, **added})

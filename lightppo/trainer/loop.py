@@ -84,11 +84,11 @@ class SkippedSteps:
     current: Any = field(default=None, init=False)  # the batch of the next optimizer steps
 
     def begin_step(self) -> None:
-        """Nothing is skipped yet."""
+        """Begin a step in which nothing is skipped yet."""
         self.of_model, self.batch, self.why = {}, None, ""
 
     def begin(self, batch: Any) -> None:
-        """What the next optimizer steps are of."""
+        """Say what the next optimizer steps are of."""
         self.current = batch
 
     def add(self, model: str, skipped: bool, overflow: bool = False) -> None:
@@ -103,7 +103,7 @@ class SkippedSteps:
             self.batch = self.current
 
     def leave_out(self, step: int, models: Iterable[str], why: NonFiniteError) -> None:
-        """A step in which nothing is trained, on any rank."""
+        """Count a step in which nothing is trained, on any rank."""
         for model in models:
             self.add(model, skipped=True)
         # This counts even if nothing would have been trained.
@@ -113,7 +113,7 @@ class SkippedSteps:
             logger.warning("step %d is left out: %s", step, why)
 
     def models(self) -> list[str]:
-        """Those of which every optimizer step of this step was skipped; the same on every rank."""
+        """Return those of which every optimizer step of this step was skipped; the same on every rank."""
         return [name for name, skips in self.of_model.items() if all(skips)]
 
     def end_step(self) -> None:
@@ -176,15 +176,15 @@ class TrainingLoop:
     # -- what a trainer says -----------------------------------------------------------------------------------------
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
-        """By option: how much is done, and how much ends the run (``None``: no limit)."""
+        """Return by option how much is done, and how much ends the run (``None``: no limit)."""
         raise NotImplementedError
 
     def count_steps(self) -> int:
-        """Steps of the whole run, those that are done included."""
+        """Count the steps of the whole run, those that are done included."""
         raise NotImplementedError
 
     def episode_steps(self) -> Iterator[Any]:
-        """The data of each step of one episode, from where the run is."""
+        """Yield the data of each step of one episode, from where the run is."""
         raise NotImplementedError
 
     def save_model(self) -> None:
@@ -194,7 +194,7 @@ class TrainingLoop:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def register_state(self, name: str, part: Stateful, per_rank: bool = False) -> None:
-        """Checkpoints keep the state of a part from now on, under a name of its own; a resumed run loads it at once.
+        """Keep the state of a part in checkpoints, under a name of its own; a resumed run loads it at once.
 
         Args:
             per_rank: each rank has a state of its own. Such a part has ``share_out(states, world_size)``, which makes
@@ -209,7 +209,7 @@ class TrainingLoop:
             self._load_part(name, part, self.unclaimed.pop(name))
 
     def client_state(self) -> dict[str, Any]:
-        """All that a checkpoint holds beside models, optimizers and what is of each rank. Collective."""
+        """Return all that a checkpoint holds beside models, optimizers and what is of each rank. Collective."""
         return {name: part.state_dict() for name, part in self.states.items()} | {
             "trainer": asdict(self.state),
             "config": public_options(self.config),
@@ -217,7 +217,7 @@ class TrainingLoop:
         }
 
     def whole_state(self) -> dict[str, Any]:
-        """:meth:`client_state` with what is of each rank. Collective."""
+        """Return :meth:`client_state` with what is of each rank. Collective."""
         of_ranks = {
             name: self.strategy.gather_object(part.state_dict())
             for name, part in self.states_of_ranks.items()
@@ -263,7 +263,7 @@ class TrainingLoop:
 
     @property
     def owns_parts(self) -> bool:
-        """Whether the run was built whole: it saves its model at the end, and ends its parts."""
+        """Return whether the run was built whole: it saves its model at the end, and ends its parts."""
         return self.asked is not None
 
     @property
@@ -272,13 +272,13 @@ class TrainingLoop:
 
     @property
     def finished_episodes(self) -> int | None:
-        """Episodes that are done, if the last step was the last one of an episode."""
+        """Return episodes that are done, if the last step was the last one of an episode."""
         return self.state.episode if self.state.consumed_prompts == 0 else None
 
     # -- limits --------------------------------------------------------------------------------------------------
 
     def reached_limits(self) -> str:
-        """The limits that the run has come to, as flags; empty while it goes on."""
+        """Return the limits that the run has come to, as flags; empty while it goes on."""
         reached = {
             name: most
             for name, (done, most) in self.limits().items()
@@ -287,11 +287,11 @@ class TrainingLoop:
         return ", ".join(f"--{name} {most}" for name, most in reached.items())
 
     def saved_models(self) -> list[str]:
-        """The folders of what :meth:`save_model` writes."""
+        """Return the folders of what :meth:`save_model` writes."""
         return [self.config.checkpoint.save_path]
 
     def is_complete(self) -> bool:
-        """Whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
+        """Return whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
         step = self.state.global_step
         if not self.owns_parts or self.only_evaluates or step == 0 or not self.reached_limits():
             return False
@@ -312,7 +312,7 @@ class TrainingLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The time from the first step to the end of the run."""
+        """Hold the time from the first step to the end of the run."""
         self.begin_run()
         try:
             with self.callbacks.around(self):
@@ -327,18 +327,18 @@ class TrainingLoop:
         """End what the run has started."""
 
     def before_first_step(self) -> None:
-        """All callbacks have started. Collective."""
+        """Tell callbacks that all have started. Collective."""
         for callback in self.callbacks:
             callback.before_steps(self)
 
     def begin_run(self) -> None:
-        """The names of metrics are known by then."""
+        """Begin when the names of metrics are known."""
         self.full_names = METRICS.by_short_name
         self.saves = self.config.checkpoint.save_steps > 0
         self.line = Pace(self.state.global_step).line
 
     def steps(self) -> Iterator[tuple[int, Any]]:
-        """Number and data of each step until a limit is reached."""
+        """Yield number and data of each step until a limit is reached."""
         if self.only_evaluates:
             return
         if self.reached_limits():
@@ -358,7 +358,7 @@ class TrainingLoop:
                     break
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
-        """Log a trained step; evaluate and save what is due or voted for. Collective.
+        """Return log a trained step; evaluate and save what is due or voted for. Collective.
 
         Returns:
             whether a callback wants to stop.
@@ -378,19 +378,19 @@ class TrainingLoop:
         return votes["stop"] > 0
 
     def vote(self, step: int) -> dict[str, float]:
-        """The votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
+        """Return the votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
         votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
         for callback in self.callbacks:
             callback.on_votes(self, step, votes)
         return votes
 
     def ask_for_evaluation(self, step: int) -> None:
-        """A callback evaluates the weights. Collective."""
+        """Let a callback evaluate the weights. Collective."""
         for callback in self.callbacks:
             callback.evaluate(self, step)
 
     def finish(self) -> None:
-        """The end of a run: the last evaluation, the last checkpoint, the model. Collective."""
+        """End a run: the last evaluation, the last checkpoint, the model. Collective."""
         if self.only_evaluates:
             return
         step = self.state.global_step
@@ -405,7 +405,7 @@ class TrainingLoop:
             self.strategy.print(f"finished: {step} step{'s' * (step != 1)}")
 
     def check_trained(self) -> None:
-        """TrainingError where no model has changed: such a run is no success."""
+        """Raise TrainingError where no model has changed: such a run is no success."""
         state = self.state
         if state.global_step == 0 or state.optimizer_steps > 0:
             return

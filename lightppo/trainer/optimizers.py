@@ -21,7 +21,7 @@ def with_optimizer(
     strategy: DeepspeedStrategy,
     role: Literal["actor", "critic"] = "actor",
 ) -> tuple[Any, Any, Any]:
-    """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
+    """Return (model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
     if model is None:
         return None, None, None
     asked = of_role(config, role)
@@ -45,7 +45,7 @@ def with_optimizer(
 
 
 def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:
-    """The learning rate of an optimizer step, counted from 0, as a share of the highest one.
+    """Return the learning rate of an optimizer step, counted from 0, as a share of the highest one.
 
     The warm-up is ``(step + 1) / (warmup + 1)``, so that its first step trains too; behind it the rates are those of
     ``transformers.get_scheduler``, and behind the last step the last one's.

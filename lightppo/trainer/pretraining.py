@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.wrapper import on_cpu, to_device
-from lightppo.trainer.update import LossTerm, OwnLoss
-
-if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+from lightppo.trainer.training_losses import LossTerm, OwnLoss
 
 
 class Pretraining(LossTerm):
@@ -60,7 +57,7 @@ class Pretraining(LossTerm):
         return self.coef, loss, {"ptx_loss": loss.detach().double() * batches}
 
     def catch_up(self) -> None:
-        """A resumed run goes on where the text was left."""
+        """Go on where a resumed run has left the text."""
         for _ in range(self.taken - self.read):
             next(self.batches)
         self.read = self.taken
@@ -72,8 +69,8 @@ class Pretraining(LossTerm):
         self.taken = math.ceil(state["batches"] / self.strategy.world_size)
 
 
-def pretraining(building: Building) -> Pretraining | None:
-    """The term of a run; its rows are checked."""
+def pretraining(building: Any) -> Pretraining | None:
+    """Return the term of a run, whose rows are checked then; ``None``: there is none."""
     config, strategy = building.config, building.strategy
     loader = build_pretrain(config, building.tokenizer, strategy)
     if loader is None:
@@ -85,7 +82,7 @@ def pretraining(building: Building) -> Pretraining | None:
 def build_pretrain(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy
 ) -> DataLoader | None:
-    """Batches for the PTX loss."""
+    """Return batches for the PTX loss; ``None``: there is none."""
     data = config.data
     if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
@@ -109,7 +106,7 @@ def build_pretrain(
 
 
 def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels``, each (B, S), of a pretraining dataloader's batch.
+    """Return ``input_ids``, ``attention_mask`` and ``labels``, each (B, S), of a pretraining dataloader's batch.
 
     Args:
         batch: a mapping, perhaps without ``labels``; or in the seed's style a tuple whose second and third entries are
@@ -122,12 +119,12 @@ def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
     ids, mask = ids.reshape(-1, ids.size(-1)), mask.reshape(-1, mask.size(-1))
     labels = batch.get("labels")
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX) if labels is None else labels
-    found = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: to_device(tensor, device) for name, tensor in found.items()}
+    tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: to_device(tensor, device) for name, tensor in tensors.items()}
 
 
 def endless(dataloader: Iterable) -> Iterator:
-    """The batches again and again, reshuffled each time round where the sampler can."""
+    """Yield the batches again and again, reshuffled each time round where the sampler can."""
     if isinstance(dataloader, Iterator):
         yield from dataloader
         raise ValueError(

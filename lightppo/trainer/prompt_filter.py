@@ -70,7 +70,7 @@ class PromptFilter(Callback):
 
 
 def prompt_filter(run: Any) -> PromptFilter | None:
-    """Of a run with a threshold."""
+    """Make the filter of a run with a threshold."""
     threshold = run.config.flat().get("dataset_filter_threshold")
     if threshold is None:
         return None
@@ -82,7 +82,7 @@ def prompt_filter(run: Any) -> PromptFilter | None:
 def too_well_solved(
     scores: Mapping[int, float], threshold: float, max_share: float, prompts: int
 ) -> list[int]:
-    """The prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first."""
+    """Return the prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first."""
     # Of equal scores the lower row number goes first: every rank and a resumed run choose the same.
     above = sorted(
         (index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i)

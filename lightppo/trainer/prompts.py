@@ -45,11 +45,11 @@ class RolloutBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch_size(self) -> int:
-        """Prompts per epoch."""
+        """Return prompts per epoch."""
         return self.num_samples - len(self.left_out)
 
     def order(self) -> list[int]:
-        """Positions of all prompts in this epoch's order, the same on every rank."""
+        """Return positions of all prompts in this epoch's order, the same on every rank."""
         whole: Iterable[int] = range(self.num_samples)
         if self.shuffle:
             # Not seed + epoch: epoch 1 of seed 42 would be epoch 0 of seed 43.
@@ -64,7 +64,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
             yield order[begin : begin + self.batch_size][self.rank :: self.world_size]
 
     def __len__(self) -> int:
-        """Batches in the next pass (equal on all ranks); after a resume, fewer than in an epoch."""
+        """Return batches in the next pass (equal on all ranks); after a resume, fewer than in an epoch."""
         return -(-(self.epoch_size - self._start) // self.batch_size)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
@@ -113,7 +113,7 @@ class EpisodePrompts:
         self.exhausted = self._next is _END
 
     def take(self) -> list[Prompt]:
-        """The next generation batch; only while there is one."""
+        """Return the next generation batch; only while there is one."""
         prompts = self._convert(self._next)
         self._look_ahead()
         self.taken += len(prompts)

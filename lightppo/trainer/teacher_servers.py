@@ -52,7 +52,7 @@ class TeacherServers:
             raise ConfigError(f"--teacher_url: {problem}")
 
     def _problem(self, tokenizer: Any) -> str | None:
-        """Why they cannot judge what this tokenizer's student says."""
+        """Return why the servers cannot judge what this tokenizer's student says; ``None``: they can."""
         ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         for server in self.servers:
             try:
@@ -67,19 +67,19 @@ class TeacherServers:
         return None
 
     def eval(self) -> None:
-        """Servers do not train."""
+        """Do nothing: servers do not train."""
 
     def score_actions(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor
     ) -> ActionScores:
-        """Log probs (B, A) of the last tokens of each row. Collective."""
+        """Return log probs (B, A) of the last tokens of each row. Collective."""
         numbers, real = self._numbers(sequences, num_actions, attention_mask)
         return ActionScores(numbers[..., 0], real)
 
     def score_top(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor, k: int
     ) -> tuple[ActionScores, Tensor, Tensor]:
-        """As of :func:`.top_tokens.score_top`; k is ``--distill_topk``."""
+        """Return what :func:`lightppo.trainer.distillation.score_top` does; k is ``--distill_topk``. Collective."""
         numbers, real = self._numbers(sequences, num_actions, attention_mask)
         log_probs, top, ids = numbers.split([1, k, k], dim=-1)
         return ActionScores(log_probs[..., 0], real), top, ids
@@ -87,7 +87,7 @@ class TeacherServers:
     def _numbers(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What :meth:`_ask` gives of each action (B, A, n), and which are real. Collective."""
+        """Return the numbers of :meth:`_ask` of each action (B, A, n), and which are real. Collective."""
         real = real_actions(attention_mask, num_actions)  # (B, A)
         rows = [
             ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())
@@ -115,7 +115,7 @@ class TeacherServers:
         return numbers.to(sequences.device), real
 
     def _score(self, first: int, rows: list[list[int]]) -> list[list[list[float]]]:
-        """One row after the other, by the server whose turn it is, or by the next that can."""
+        """Score one row after the other, by the server whose turn it is, or by the next that can."""
         answers: list[list[list[float]]] = []
         servers = (
             self.servers[first % len(self.servers) :] + self.servers[: first % len(self.servers)]
@@ -132,17 +132,15 @@ class TeacherServers:
         return answers
 
     def _ask(self, server: HTTPClient, ids: list[int]) -> list[list[float]]:
-        """Of each token but the first its log prob, NaN where there is none; then those of the most likely ones, and
-        their ids.
-        """
+        """Return of each token but the first its log prob (NaN: none), the most likely ones' log probs, and their ids."""
 
         def of_place(answer: dict[str, Any], token: int) -> list[float]:
             log_probs = {int(i): float(entry["logprob"]) for i, entry in answer.items()}
             best = sorted(log_probs, key=log_probs.__getitem__, reverse=True)[: self.top]
             if len(best) < self.top:
                 raise ValueError(f"{len(best)} log probs of a token, not --distill_topk {self.top}")
-            found = (log_probs[i] for i in (token, *best))
-            return [float("nan") if x == _NO_LOG_PROB else x for x in found] + [*map(float, best)]
+            numbers = (log_probs[i] for i in (token, *best))
+            return [float("nan") if x == _NO_LOG_PROB else x for x in numbers] + [*map(float, best)]
 
         def read(answer: dict[str, Any]) -> list[list[float]]:
             (choice,) = answer["choices"]

@@ -1,36 +1,28 @@
-"""The update of a PPO step: passes over the replay buffer, optimizer steps, and the losses of one micro batch.
-
-Each loss is its micro batch's share of the loss of the whole optimizer step (see ``aggregate_loss``), so the gradient
-depends neither on micro batches nor on ranks. Nothing is written to what comes in.
-"""
+"""The update of a PPO step: passes over the replay buffer, and optimizer steps. Nothing is written to what comes in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
-from lightppo.algorithms.kl import KLEstimate
-from lightppo.algorithms.losses import PolicyLoss, ValueLoss
-from lightppo.algorithms.masking import (
-    Aggregation,
-    LossNormalizer,
-    token_mean,
-)
-from lightppo.config import LossConfig, PPOConfig
-from lightppo.config.rules import micro_batch_spec, of_role, token_weights
+from lightppo.algorithms.entries import LOSS_AGG_MODES
+from lightppo.algorithms.losses import ValueLoss
+from lightppo.algorithms.masking import LossNormalizer
+from lightppo.config import PPOConfig
+from lightppo.config.rules import micro_batch_spec, of_role
 from lightppo.experience.batching import (
     Minibatch,
     ReplayBuffer,
     StepPart,
     minibatches,
 )
+from lightppo.experience.entropy_sample import EntropySample, entropy_sample
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.token_weights import token_weights
 from lightppo.logging.performance import PhaseTimer
 from lightppo.logging.progress import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
@@ -41,67 +33,21 @@ from lightppo.logging.step_metrics import (
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.wrapper import layout_of_all
-from lightppo.plugin import EARLY_STOPS, ENTROPY_SAMPLES, SCORE_TERMS
+from lightppo.trainer.distillation import score_term
+from lightppo.trainer.early_stop import early_stop
 from lightppo.trainer.loop import SkippedSteps, TrainerState
+from lightppo.trainer.training_losses import (
+    Metrics,
+    OwnLoss,
+    ScoreTerm,
+    actor_loss,
+    build_policy_loss,
+    critic_loss,
+    kl_to_reference,
+)
 
-Metrics = dict[str, Tensor]
 # numbers by name, or tensors of one number that are read at the end of a step
 Status = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ScoreTerm:
-    """A term of the actor's loss, made of the scores of its training pass: see :data:`lightppo.plugin.SCORE_TERMS`."""
-
-    # of the actor, its scores, with gradient, a micro batch, which may be a placeholder, and the step's normalizer: the
-    # micro batch's share of the term, and numbers without gradient by their names in train/
-    loss: Callable[[Any, ActionScores, Experience, LossNormalizer], tuple[Tensor, Metrics]]
-    coef: float = 1.0  # weight of the term
-    logits: bool = False  # it reads ``scores.logits``
-
-
-class EntropySample(Protocol):
-    """Some tokens of a micro batch, see :data:`lightppo.plugin.ENTROPY_SAMPLES`."""
-
-    computed: Tensor  # (B, A) bool, on the CPU: whose entropy is computed
-
-    def mean(
-        self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
-    ) -> tuple[Tensor, Tensor]:
-        """The micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
-
-
-class EarlyStop(Protocol):
-    """Whether an optimizer step of the actor goes too far; see :data:`lightppo.plugin.EARLY_STOPS`."""
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Take in the metrics of a micro batch of the step, on their device."""
-
-    def reached(self) -> bool:
-        """Whether the step is left out, the same on every rank; the next one begins. Collective."""
-
-
-OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
-"""Of the actor: the weight of a term, the term, and numbers without gradient by their names in train/."""
-
-
-class LossTerm:
-    """A further term of the actor's loss, with a forward and a backward pass of its own. Its state is in checkpoints."""
-
-    metrics: Sequence[str] = ()  # names of its numbers
-
-    def losses(self, micro_batches: int) -> list[OwnLoss]:
-        """One for each micro batch of the optimizer step that begins, or none at all. Collective.
-
-        Each is a share of the step's loss, like that of :func:`~lightppo.algorithms.masking.aggregate_loss`.
-        """
-        raise NotImplementedError
-
-    def state_dict(self) -> Any:
-        """The same on every rank."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
 
 
 class Update:
@@ -143,16 +89,15 @@ class Update:
             self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
         self.policy_loss = build_policy_loss(config)
-        self.token_weights = list(token_weights(config, in_training=True).values())
+        self.token_weights = token_weights(config, in_training=True)
         self.value_loss = ValueLoss(
             loss.value_clip, loss_agg_mode=loss.loss_agg_mode, huber_delta=loss.value_huber_delta
         )
-        self.early_stop: EarlyStop | None = EARLY_STOPS.first(config, self.strategy)
+        self.early_stop = early_stop(config, self.strategy)
         self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
         self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
         # of each further term: those of the micro batches that follow
         self.own_losses: list[Iterator[OwnLoss]] = []
-        self.sample_entropy = ENTROPY_SAMPLES.first(config)
         self.samples = SampleSummaries(self)  # their numbers
         self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
 
@@ -163,10 +108,12 @@ class Update:
             call: micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
         }
         self.aggregate = LOSS_AGG_MODES.find(config.loss.loss_agg_mode).fn
-        self.score_terms: list[ScoreTerm] = list(SCORE_TERMS.made(config, self.frozen).values())
+        self.score_terms: list[ScoreTerm] = []
         if config.algorithm.use_kl_loss:
             reads_logits = self.experience_maker.kl_of_models is not None
-            self.score_terms.insert(0, ScoreTerm(self.kl_loss, logits=reads_logits))
+            self.score_terms.append(ScoreTerm(self.kl_loss, logits=reads_logits))
+        if (of_teacher := score_term(config, self.frozen)) is not None:
+            self.score_terms.append(of_teacher)
 
     def train(self, step: int) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -290,9 +237,9 @@ class Update:
         self, experience: Experience, normalizer: LossNormalizer
     ) -> EntropySample | None:
         """The tokens whose entropy is logged where nothing else needs it; None: all."""
-        if self.sample_entropy is None or self.config.loss.entropy_coef > 0 or self.token_weights:
+        if self.config.loss.entropy_coef > 0 or self.token_weights:
             return None
-        return self.sample_entropy(experience, normalizer.tokens, self.entropy_rows(experience))
+        return entropy_sample(experience, normalizer.tokens, self.entropy_rows(experience))
 
     def training_step_critic(self, experience: Experience) -> Status:
         """One micro batch of the critic; see :meth:`training_step`."""
@@ -413,153 +360,3 @@ class Update:
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
         return status | {f"{name}_grad_norm": grad_norm} | more
-
-
-def actor_loss(
-    actor: Any,
-    experience: Experience,
-    normalizer: LossNormalizer,
-    *,
-    loss_fn: PolicyLoss,
-    aggregate: Aggregation,
-    options: LossConfig,
-    terms: Sequence[ScoreTerm] = (),
-    token_weights: Sequence[Callable[..., Tensor]] = (),
-    sample: EntropySample | None = None,
-) -> tuple[Tensor, Metrics, Tensor, Tensor]:
-    """Policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
-
-    Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
-    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``sample`` are the tokens whose
-    entropy is logged, None: all.
-
-    Returns:
-        the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
-    """
-    mask = experience.action_mask
-    scores = actor.score_actions(
-        experience.sequences,
-        experience.num_actions,
-        experience.attention_mask,
-        entropy=True if sample is None else sample.computed,
-        entropy_grad=options.entropy_coef > 0,
-        logits=any(term.logits for term in terms),
-        router_loss=options.aux_loss_coef > 0,
-    )
-    loss, metrics = weighted_policy_loss(
-        loss_fn,
-        experience,
-        normalizer,
-        log_probs=scores.log_probs,
-        entropy=scores.entropy.detach(),
-        token_weights=token_weights,
-    )
-    per_token = scores.entropy.detach()
-    if sample is None:
-        metrics["entropy"] = token_mean(per_token, mask, normalizer)
-    else:
-        metrics["entropy"], per_token = sample.mean(per_token, mask, normalizer)
-    if options.entropy_coef > 0:
-        entropy = aggregate(scores.entropy, mask, normalizer)
-        loss = loss - options.entropy_coef * entropy
-    for term in terms:
-        share, numbers = term.loss(actor, scores, experience, normalizer)
-        loss = loss + term.coef * share
-        metrics |= numbers
-    if options.aux_loss_coef > 0:
-        aux_loss = _token_share(mask, normalizer) * scores.router_loss
-        metrics["aux_loss"] = aux_loss.detach()
-        loss = loss + options.aux_loss_coef * aux_loss
-    return loss, metrics, scores.log_probs.detach(), per_token
-
-
-def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """The weight of a micro batch in a mean over micro batches by their tokens.
-
-    For the load-balancing loss, which is a product of means, and so cannot be split exactly.
-    """
-    return mask.sum() * normalizer.dp_size / max(normalizer.tokens, 1.0)
-
-
-def weighted_policy_loss(
-    loss_fn: PolicyLoss,
-    experience: Experience,
-    normalizer: LossNormalizer,
-    *,
-    log_probs: Tensor,
-    entropy: Tensor,
-    token_weights: Sequence[Callable[..., Tensor]] = (),
-) -> tuple[Tensor, Metrics]:
-    """The policy loss of ``log_probs`` (B, A) under the weights of the experience times those in training."""
-    old_log_probs = experience.action_log_probs
-    if old_log_probs is None:
-        old_log_probs = log_probs.detach()
-    weights, in_training = experience.loss_weights, None
-    if token_weights:
-        in_training = experience.action_mask.to(log_probs.dtype)  # (B, A)
-        for weigh in token_weights:
-            in_training = in_training * weigh(
-                experience, log_probs=log_probs.detach(), entropy=entropy
-            )
-        weights = in_training if weights is None else weights * in_training
-    loss, metrics = loss_fn(
-        log_probs,
-        old_log_probs,
-        experience.advantages,
-        experience.action_mask,
-        normalizer,
-        weights=weights,
-        # a loss of a script selects none
-        selected=experience.selected if getattr(loss_fn, "selects_tokens", False) else None,
-    )
-    metrics["policy_loss"] = loss.detach()
-    if in_training is not None:
-        rejected = (in_training == 0).to(in_training.dtype)
-        metrics["rejected_ratio"] = token_mean(rejected, experience.action_mask, normalizer)
-    return loss, metrics
-
-
-def kl_to_reference(
-    kl_of_samples: KLEstimate, scores: ActionScores, experience: Experience
-) -> Tensor:
-    """Estimates with gradient (B, A), from the log probs of the sampled tokens."""
-    old_log_probs = experience.action_log_probs
-    if old_log_probs is None:
-        old_log_probs = scores.log_probs.detach()
-    return kl_of_samples(
-        scores.log_probs, experience.base_action_log_probs, experience.action_mask, old_log_probs
-    )
-
-
-def critic_loss(
-    critic: Any,
-    experience: Experience,
-    normalizer: LossNormalizer,
-    loss_fn: ValueLoss,
-    value_norm: Any | None,
-) -> tuple[Tensor, Metrics]:
-    """Value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
-    mask, old_values, returns = experience.action_mask, experience.values, experience.returns
-    inputs = {"num_actions": experience.num_actions, "attention_mask": experience.attention_mask}
-    values = critic(experience.sequences, **inputs)  # (B, A)
-    shown = values.detach()
-    if value_norm is not None:
-        shown = value_norm.denormalize(shown)
-        old_values, returns = value_norm.normalize_old(old_values), value_norm.normalize(returns)
-    loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
-    mean_value = token_mean(shown, mask, normalizer)
-    return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
-
-
-def build_policy_loss(config: PPOConfig) -> PolicyLoss:
-    """The policy loss of a resolved config."""
-    loss = config.loss
-    return PolicyLoss(
-        loss.eps_clip_low,
-        loss.eps_clip_high,
-        policy_loss=loss.policy_loss,
-        loss_agg_mode=loss.loss_agg_mode,
-        options={
-            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
-        },
-    )

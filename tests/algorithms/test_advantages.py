@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.algorithms.advantages import (
+    advantage_fn,
     gae,
+    group_normalize,
     reward_to_go,
 )
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.masking import identity, whiten
-from lightppo.experience.maker import advantage_fn
-from lightppo.experience.normalisation import group_normalize
 
 NAN = float("nan")
 CRITIC_FREE = [name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.needs_critic]

@@ -30,16 +30,16 @@ from support.conformance import (
 from support.fakes import FakeStrategy, make_rollout
 from torch import Tensor
 
+from lightppo.algorithms.advantages import advantage_fn, group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
-from lightppo.algorithms.more_entries import Norm
+from lightppo.algorithms.option_values import Norm
 from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
-from lightppo.experience.maker import ScoreShaper, advantage_fn
-from lightppo.experience.normalisation import group_normalize, normalize_by
-from lightppo.experience.running import ValueNorm
+from lightppo.experience.normalisation import ValueNorm, normalize_by
 from lightppo.experience.scores import (
+    ScoreShaper,
     dense_rewards,
     overlong_penalty,
     scale_scores,

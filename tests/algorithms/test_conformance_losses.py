@@ -36,10 +36,10 @@ from lightppo.algorithms.divergences import top_divergence
 from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.algorithms.more_entries import Rejection
+from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import mismatch_terms
+from lightppo.algorithms.selection import select_clip_cov, select_kl_cov, top_share
 from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
-from lightppo.experience.selection import select_clip_cov, select_kl_cov, top_share
 
 PPO_GRADIENT = """.13135338 -.01782166 .04814349 .0025425 -.0041348  .01261525 -.06863761 .02985963
     -.05409886 0 -.0446803 -.01650256  -.01587824 -.04099957  {} -.03111177 0 0 0  -.03644251"""

@@ -13,8 +13,9 @@ from lightppo.algorithms.correction import (
     normalize_weights,
     rejection_mask,
 )
+from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.more_entries import CORRECTIONS, REJECTIONS, Rejection
+from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError
 from lightppo.logging.step_metrics import (

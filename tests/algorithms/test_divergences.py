@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.divergences import divergence_of, top_divergence
-from lightppo.algorithms.more_kl import full_kl
+from lightppo.algorithms.kl import full_kl
 from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
 
 INF = float("inf")

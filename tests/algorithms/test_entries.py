@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightppo.algorithms import entries
+from lightppo.algorithms.advantages import advantage_fn
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -15,8 +16,7 @@ from lightppo.algorithms.entries import (
     Table,
 )
 from lightppo.errors import ConfigError
-from lightppo.experience.maker import advantage_fn
-from lightppo.table import FILE_ENTRIES, load
+from lightppo.table import load
 
 ENTRIES = [(table, name) for table in TABLES for name in table]
 
@@ -117,13 +117,6 @@ def test_the_command_line_reads_files_and_does_not_run_them(own, tmp_path):
     assert (resolved.loss.eps_clip_low, resolved.loss.loss_agg_mode) == (None, "seq-mean-token-sum")
     assert not ADVANTAGE_ESTIMATORS.find(own("plain")).needs_critic
     assert not (tmp_path / "was_run").exists()
-
-
-def test_the_core_alone_runs_the_file(own, tmp_path, monkeypatch):
-    alone = Table("entry of a file", {"run": FILE_ENTRIES["run"]})
-    monkeypatch.setattr("lightppo.table.FILE_ENTRIES", alone)
-    assert ADVANTAGE_ESTIMATORS.find(own("spread")).min_group_size == 2
-    assert (tmp_path / "was_run").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from support.fakes import FakeStrategy
 from support.tables import answer, maker
 from torch import Tensor
 
-from lightppo.algorithms.advantages import OnEveryToken, group_norm
-from lightppo.algorithms.more_advantages import gdpo
-from lightppo.algorithms.more_entries import weights_of_parts
+from lightppo.algorithms.advantages import OnEveryToken, gdpo, group_norm
+from lightppo.algorithms.option_values import weights_of_parts
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 

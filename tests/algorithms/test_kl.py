@@ -15,10 +15,10 @@ from lightppo.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
     approx_kl,
+    full_kl,
     k2,
     make_kl_controller,
 )
-from lightppo.algorithms.more_kl import full_kl
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = [name for name, entry in KL_ESTIMATORS.items() if not entry.over_vocabulary]

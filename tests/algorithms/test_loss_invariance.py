@@ -13,9 +13,9 @@ from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.config import PPOConfig
-from lightppo.config.rules import token_weights
 from lightppo.experience.experience import Experience
-from lightppo.trainer.update import weighted_policy_loss
+from lightppo.experience.token_weights import token_weights
+from lightppo.trainer.training_losses import weighted_policy_loss
 
 LENGTHS = [1, 40, 3, 0, 17, 2, 40, 5]  # very different, one row without a trained token
 B, A = len(LENGTHS), max(LENGTHS)
@@ -64,7 +64,7 @@ def rejecting(mode: str) -> SplitLoss:
         "rollout_rejection": ["opsm=0.1", "token_k2=3", "seq_mean_k2=1.5"],
         "old_log_probs": "rollout",
     }
-    weights = list(token_weights(PPOConfig.from_flat(options), in_training=True).values())
+    weights = token_weights(PPOConfig.from_flat(options), in_training=True)
     loss_fn = PolicyLoss(loss_agg_mode=mode)
 
     def loss(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.losses import LossInputs, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import LossInputs, PolicyLoss, ValueLoss, binary_kl
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.algorithms.policy_losses import binary_kl
 from lightppo.errors import ConfigError
 from lightppo.user_code import is_from_users_file
 

@@ -8,8 +8,6 @@ from types import ModuleType
 import pytest
 from support.ranks import REPO
 
-from lightppo.plugins import SHIPPED
-
 
 @pytest.fixture
 def page(benchmark_script) -> ModuleType:
@@ -27,32 +25,18 @@ def test_pages_are_as_they_are_generated(page, stored):
         assert text == path.read_text(encoding="utf-8"), path.name
 
 
-def test_every_plugin_has_a_line_and_a_page(page, stored):
-    table = page.plugin_table(stored)
-    for name in SHIPPED:
-        about, target = page.PAGES[name]
-        assert f"[`{name}`]({target}) | {about} | " in table
-        assert (REPO / "docs" / target.partition("#")[0]).is_file()
-
-
-def test_stored_numbers_are_not_old(page, stored, benchmark_script):
+def test_stored_numbers_are_not_old(stored, benchmark_script):
     """Within a tenth of what the code has now; otherwise: make docs."""
     house = benchmark_script("house")
-    counted = {
-        part: sum(len(house.code_tokens(text)) for text in texts)
-        for part, texts in house.sources_of(REPO).items()
-    }
-    counted["all"] = sum(counted.values())
-    parts = stored["now"]["parts"]
-    assert parts.keys() == counted.keys()
-    for part in ("core", "all"):
-        assert parts[part]["tokens of code"] == pytest.approx(counted[part], rel=0.1)
+    now = house.writing(house.sources_of(REPO).values())
+    for measure in ("files", "tokens of code"):
+        assert stored["now"][measure] == pytest.approx(now[measure], rel=0.1)
 
 
 def test_numbers_of_before_and_now_stand_side_by_side(page, stored):
     table = page.comparison(stored)
-    assert "tokens of code | 272,679 | " in table
-    assert "one GRPO step: files | 52 | " in table
+    assert "tokens of code | 402,431 | " in table
+    assert "one GRPO step: files | 76 | " in table
 
 
 def test_what_is_between_the_marks_is_written_anew(page):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from lightppo.algorithms.more_entries import CORRECTIONS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.adapters_options import reference_is_actor
 from lightppo.config.rules import (

@@ -1,4 +1,4 @@
-"""What tests of this plugin share with those of the core."""
+"""What tests of this room share with others."""
 
 from support.fixtures.threads import simulate_ranks
 

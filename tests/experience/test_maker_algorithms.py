@@ -11,15 +11,14 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 from support.tables import answer, approx, make_one, maker
 from torch import Tensor
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.algorithms.advantages import advantage_fn
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.more_entries import CORRECTIONS
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience
-from lightppo.experience.maker import advantage_fn
-from lightppo.experience.running import ValueNorm
+from lightppo.experience.normalisation import ValueNorm
 from lightppo.models.actor import ActionScores
 
 # The table policy's log probs of ids 10, 20, 30 are -1, -2, -3; the engine's here differ.

@@ -7,7 +7,7 @@ import torch
 from support.tables import answer, maker
 from torch import Tensor
 
-from lightppo.algorithms.more_entries import Norm
+from lightppo.algorithms.option_values import Norm
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.experience.normalisation import normalize_by

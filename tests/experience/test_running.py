@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from lightppo.experience.running import Moments, RunningMeanStd, ValueNorm
+from lightppo.experience.normalisation import Moments, RunningMeanStd, ValueNorm
 
 NAN, INF = float("nan"), float("inf")
 

@@ -12,17 +12,18 @@ from torch import Tensor
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config import PPOConfig
-from lightppo.config.rules import old_log_probs_from, token_weights
+from lightppo.config.rules import old_log_probs_from
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
+from lightppo.experience.token_weights import token_weights
 from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
-from lightppo.trainer.update import weighted_policy_loss
+from lightppo.trainer.training_losses import weighted_policy_loss
 
 
 def in_training(*texts: str) -> list:
     """The weights of these rejections, all of them judged in training."""
     config = PPOConfig.from_flat(rollout_rejection=texts, old_log_probs="rollout")
-    return list(token_weights(config, in_training=True).values())
+    return token_weights(config, in_training=True)
 
 
 class TestRejectionsInTraining:
@@ -176,7 +177,7 @@ def test_what_a_weight_needs_is_made_or_refused(register):
 def test_a_weight_in_training_sees_the_policy_that_trains(register):
     register("unlikely", TokenWeight(_unlikely, in_training=True))
     assert make_one(maker()).loss_weights is None
-    weights = list(token_weights(PPOConfig.from_flat(), in_training=True).values())
+    weights = token_weights(PPOConfig.from_flat(), in_training=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
     experience = Experience(
         sequences=torch.zeros(1, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
 from lightppo.experience.experience import Experience
-from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.maker import ExperienceMaker, RolloutPass
 from lightppo.models.actor import ActionScores
+from lightppo.trainer.distillation import advantage_term, teacher_pass
 from support.fakes import FakeStrategy, make_rollout
 
 NAN = float("nan")
@@ -78,19 +80,25 @@ def maker(
     reference: bool = True,
     critic: bool = True,
     teacher: bool = False,
+    passes: Mapping[str, RolloutPass] = {},
+    advantage_terms: Sequence[Callable[[Experience], Tensor]] = (),
     **options: Any,
 ):
     options |= {"teacher_pretrain": "teacher"} if teacher else {}
+    config = PPOConfig.from_flat(
+        {"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options
+    ).resolved()
+    of_teacher = teacher_pass(config, {"teacher": TablePolicy(TEACHER)} if teacher else {})
+    term = advantage_term(config)
     return ExperienceMaker(
         TablePolicy(POLICY),
         TableCritic() if critic else None,
         TablePolicy(REFERENCE) if reference else None,
         strategy or FakeStrategy(),
         SimpleNamespace(value=coef),
-        PPOConfig.from_flat(
-            {"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options
-        ).resolved(),
-        frozen={"teacher": TablePolicy(TEACHER)} if teacher else {},
+        config,
+        passes={"teacher": of_teacher} if of_teacher else passes,
+        advantage_terms=[term] if term else advantage_terms,
     )
 
 

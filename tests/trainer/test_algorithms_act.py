@@ -27,7 +27,7 @@ from lightppo.models.actor import ActionScores
 from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import RolloutSampler
-from lightppo.trainer.update import kl_to_reference
+from lightppo.trainer.training_losses import kl_to_reference
 from lightppo.user_code import load_python_function
 
 pytestmark = pytest.mark.usefixtures("world")

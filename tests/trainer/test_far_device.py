@@ -18,25 +18,29 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from lightppo import PPOTrainer
+from lightppo.algorithms.advantages import advantage_fn
 from lightppo.algorithms.correction import correction_weights, rejection_mask
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.entries import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    REJECTIONS,
+)
 from lightppo.algorithms.lm_loss import GPTLMLoss
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
-from lightppo.algorithms.more_entries import CORRECTIONS, REJECTIONS
-from lightppo.algorithms.preference_losses import PREFERENCE_LOSSES
 from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
 from lightppo.distributed.deepspeed import StepOutcome
-from lightppo.experience.maker import advantage_fn
+from lightppo.experience import entropy_sample
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
 from lightppo.models import wrapper as wrappers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
-from lightppo.models.kernels import entropy_sample
 from lightppo.models.wrapper import to_device
 from lightppo.rewards.reward_model import RewardModelSource
 from lightppo.supervised import objectives

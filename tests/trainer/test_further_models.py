@@ -1,68 +1,77 @@
-"""A further model of a run, its pass over the rollout, and terms made of both: the tables that plugins add to."""
+"""Parts of a run that a caller may add: a pass over the rollout, terms of the advantages and of the actor's loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
 import pytest
 import torch
-from support.runs import fitted, trained_rows
-from support.tables import answer, maker
+from support.runs import trained_rows
+from support.tables import REFERENCE, TablePolicy, answer, approx, make_one, maker
 from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
-from lightppo.config import PPOConfig
 from lightppo.config.micro_batch_specs import parse_specs
+from lightppo.config.rules import old_log_probs_from
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
 from lightppo.logging.skipped_batches import load_batch, save_batch
-from lightppo.plugin import (
-    ADVANTAGE_TERMS,
-    FROZEN_MODELS,
-    ROLLOUT_PASSES,
-    SCORE_TERMS,
-    FrozenModel,
-    PassEntry,
-)
-from lightppo.table import Entry
-from lightppo.trainer.update import ScoreTerm
-
-pytestmark = pytest.mark.usefixtures("world")
+from lightppo.trainer.training_losses import ScoreTerm
 
 
-def second(config: PPOConfig) -> FrozenModel:
-    """A second reference: the model that the run begins with."""
-    return FrozenModel(config.model.pretrain, flag="--pretrain", zero_stage=0)
-
-
-def second_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass:
-    """Its log probs, and two numbers of each token."""
-    model = models["second"]
+def second_pass(model: TablePolicy) -> RolloutPass:
+    """The log probs of a model, and two numbers of each token."""
 
     def run(part: Experience) -> dict[str, Tensor]:
         scores = model.score_actions(part.sequences, part.num_actions, part.attention_mask)
         ids = part.sequences[:, -part.num_actions :].float()
         return {"second": scores.log_probs, "ids": torch.stack([ids, -ids], dim=-1)}
 
-    def measure(experience: Experience, log_probs: Tensor) -> dict[str, Tensor]:
-        ids = experience.extra["ids"]
-        return {
-            "rollout_gap": log_probs - experience.extra["second"],
-            "rollout_wrong_ids": (ids[..., 0] != -ids[..., 1]).float(),
-        }
-
-    return RolloutPass(model, run, measure)
+    return RolloutPass(model, run)
 
 
-def two_more(config: PPOConfig) -> Callable[[Experience], Tensor]:
-    return lambda batch: torch.full_like(batch.extra["second"], 2.0)
+def test_a_pass_makes_numbers_and_a_term_changes_the_advantages():
+    options = {"coef": 0.0, "critic": False, "advantage_estimator": "reinforce", "adv_norm": False}
+    model = TablePolicy(REFERENCE)
+    model.train()
+    both = make_one(
+        maker(
+            **options,
+            passes={"second": second_pass(model)},
+            advantage_terms=[lambda batch: 2.0 * batch.extra["second"]],
+        )
+    )
+    alone = make_one(maker(**options))
+    assert both.extra["second"] == approx([[-1.5, -2.0, -2.5]])
+    assert both.extra["ids"].tolist() == [[[10.0, -10.0], [20.0, -20.0], [30.0, -30.0]]]
+    assert both.advantages - alone.advantages == approx([[-3.0, -4.0, -5.0]])
+    assert not alone.extra
+    ((_, was_training, with_gradient),) = model.calls
+    assert not was_training
+    assert not with_gradient
 
 
-def pull(config: PPOConfig, models: Mapping[str, Any]) -> ScoreTerm:
+@pytest.mark.parametrize(("takes_all", "sizes"), [(False, [1, 1, 1]), (True, [3])])
+def test_a_pass_takes_micro_batches_or_all_samples(takes_all, sizes):
+    seen: list[int] = []
+
+    def run(part: Experience) -> dict[str, Tensor]:
+        seen.append(len(part))
+        return {"lengths": part.action_mask.float()}
+
+    counting = RolloutPass(torch.nn.Identity(), run, takes_all=takes_all)
+    rollouts = [answer(sample_index=i) for i in range(3)]
+    parts = maker(micro_rollout_batch_size=1, passes={"counting": counting}).make_experience_list(
+        rollouts
+    )
+    assert seen == sizes
+    assert [part.extra["lengths"].tolist() for part in parts] == [[[1.0, 1.0, 1.0]]] * 3
+
+
+@pytest.mark.usefixtures("world")
+def test_a_term_of_the_loss_changes_the_gradient(make_config):
     """The mean log of the largest probability: the entropy falls or rises with it."""
+    from lightppo import PPOTrainer
 
     def loss(actor, scores, experience, normalizer):
         best = scores.logits.float().log_softmax(-1).amax(-1)  # (N,)
@@ -70,84 +79,38 @@ def pull(config: PPOConfig, models: Mapping[str, Any]) -> ScoreTerm:
         share = token_mean(spread, experience.action_mask, normalizer)
         return share, {"largest": share.detach()}
 
-    return ScoreTerm(loss, coef=0.5, logits=True)
-
-
-@pytest.fixture
-def doors() -> Iterator[None]:
-    """What a plugin would register, undone after the test."""
-    tables = (FROZEN_MODELS, ROLLOUT_PASSES, ADVANTAGE_TERMS, SCORE_TERMS)
-    before = [dict(table) for table in tables]
-    FROZEN_MODELS.register("second", Entry(second))
-    ROLLOUT_PASSES.register("second", PassEntry(second_pass, needs="init_kl_coef>0"))
-    ADVANTAGE_TERMS.register("two_more", Entry(two_more))
-    SCORE_TERMS.register("pull", Entry(pull))
-    yield
-    for table, entries in zip(tables, before):
-        table.clear()
-        table.update(entries)
-
-
-RUN = {"advantage_estimator": "reinforce", "adv_norm": False, "benchmark_steps": 1}
-
-
-def test_they_change_advantages_and_loss(make_config, doors):
-    config = make_config(**RUN, micro_batch_specs=("second=3",))
-    trainer = fitted(config)
-    assert set(trainer.frozen) == {"second"}
-    (with_them,) = trained_rows(config)
-    assert with_them["rollout/gap"] == pytest.approx(0, abs=1e-6)  # the actor as it began
-    assert with_them["rollout/wrong_ids"] == 0
-    assert with_them["train/largest"] < 0
-
-    for table in (FROZEN_MODELS, ROLLOUT_PASSES, ADVANTAGE_TERMS, SCORE_TERMS):
-        del table[list(table)[-1]]
-    other = make_config(**RUN, save_path=config.checkpoint.save_path + "_without")
-    (without,) = trained_rows(fitted(other).config)
-    gained = with_them["rollout/advantage_mean"] - without["rollout/advantage_mean"]
-    assert gained == pytest.approx(2)
-    assert with_them["train/actor_grad_norm"] != pytest.approx(without["train/actor_grad_norm"])
+    run = {"advantage_estimator": "reinforce", "adv_norm": False, "benchmark_steps": 1}
+    rows = []
+    for name, terms in (("with", [ScoreTerm(loss, coef=0.5, logits=True)]), ("without", [])):
+        config = make_config(**run)
+        config = config.with_options(save_path=f"{config.checkpoint.save_path}_{name}")
+        trainer = PPOTrainer.from_config(config)
+        trainer.update.score_terms += terms
+        trainer.fit()
+        rows += trained_rows(config)
+    with_it, without = rows
+    assert with_it["train/largest"] < 0
+    assert with_it["train/actor_grad_norm"] != pytest.approx(without["train/actor_grad_norm"])
     # the sampled texts are the same, and so is what nothing of it changes
-    assert with_them["rollout/reward"] == without["rollout/reward"]
+    assert with_it["rollout/reward"] == without["rollout/reward"]
 
 
-def test_a_term_of_advantages_needs_old_log_probs_before_training(make_config, doors):
+@pytest.mark.usefixtures("world")
+def test_a_teacher_in_the_advantages_needs_old_log_probs_before_training(make_config):
     """One optimizer step per rollout takes them from the training pass otherwise."""
-    from lightppo.config.rules import old_log_probs_from
-
-    options = {**RUN, "init_kl_coef": 0.0}
-    assert old_log_probs_from(make_config(**options).resolved(), True) == "rollout"
-    del ADVANTAGE_TERMS["two_more"]
-    assert old_log_probs_from(make_config(**options).resolved(), True) == "training"
+    run = {"advantage_estimator": "reinforce", "adv_norm": False, "init_kl_coef": 0.0}
+    taught = make_config(**run, teacher_pretrain="teacher").resolved()
+    assert old_log_probs_from(taught, True) == "rollout"
+    assert old_log_probs_from(make_config(**run).resolved(), True) == "training"
 
 
-def test_its_call_is_known_where_it_is_registered(make_config, doors):
-    assert parse_specs(("second=4",))["second"].size == 4
-    with pytest.raises(
-        ConfigError, match=r"--micro_batch_specs second=…: .*--init_kl_coef above 0"
-    ):
-        make_config(**RUN, micro_batch_specs=("second=3",), init_kl_coef=0.0).validate()
-    del ROLLOUT_PASSES["second"]
+@pytest.mark.usefixtures("world")
+def test_its_call_needs_a_teacher(make_config):
+    assert parse_specs(("teacher=4",))["teacher"].size == 4
+    with pytest.raises(ConfigError, match=r"--micro_batch_specs teacher=…: .*--teacher_pretrain"):
+        make_config(micro_batch_specs=("teacher=3",)).validate()
     with pytest.raises(ConfigError, match="calls: actor, reference"):
         parse_specs(("second=4",))
-
-
-@pytest.mark.parametrize(("takes_all", "sizes"), [(False, [1, 1, 1]), (True, [3])])
-def test_a_pass_takes_micro_batches_or_all_samples(monkeypatch, takes_all, sizes):
-    seen: list[int] = []
-
-    def run(part: Experience) -> dict[str, Tensor]:
-        seen.append(len(part))
-        return {"lengths": part.action_mask.float()}
-
-    def counting(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass:
-        return RolloutPass(torch.nn.Identity(), run, takes_all=takes_all)
-
-    monkeypatch.setitem(ROLLOUT_PASSES, "counting", PassEntry(counting))
-    rollouts = [answer(sample_index=i) for i in range(3)]
-    parts = maker(micro_rollout_batch_size=1).make_experience_list(rollouts)
-    assert seen == sizes
-    assert [part.extra["lengths"].tolist() for part in parts] == [[[1.0, 1.0, 1.0]]] * 3
 
 
 def test_what_passes_made_is_in_a_batch_that_is_written_down(tmp_path):

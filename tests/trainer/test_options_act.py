@@ -24,7 +24,7 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.plugin import VALUE_NORMS
+from lightppo.experience.normalisation import make_value_norm
 from lightppo.rewards.reward_source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
@@ -62,7 +62,7 @@ def test_whitening_on_top_of_group_normalisation(trainer_with):
 
 
 def test_the_smallest_variance_of_normalised_returns():
-    norm = VALUE_NORMS.first(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25))
+    norm = make_value_norm(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25))
     norm.update(torch.ones(4))  # all the same
     assert norm.std == 0.5
 

@@ -10,12 +10,11 @@ import torch
 from support.fakes import FakeStrategy
 from support.http_server import JsonServer, Reply, ok
 
-from lightppo.algorithms.top_tokens import score_top
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
-from lightppo.trainer.distillation import teacher_pass
+from lightppo.trainer.distillation import score_top, teacher_pass
 from lightppo.trainer.teacher_servers import TeacherServers
 
 ONE_AT_A_TIME = threading.Lock()  # the servers share a model

@@ -123,7 +123,7 @@ class VLLMEngine:
         sampling: SamplingParams,
         on_finished: OnFinished = lambda rollouts: None,
     ) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each of this rank when it is done.
+        """Sample ``sampling.n`` responses to each prompt; ``on_finished`` gets each of this rank when it is done.
 
         Raises:
             ValueError: an empty prompt, one that with ``max_new_tokens`` is longer than the engine takes, a stop id or
@@ -142,7 +142,7 @@ class VLLMEngine:
         return rollouts
 
     def generate_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
-        """Samples turns until no more come; the random numbers of each are its own.
+        """Sample turns until no more come; the random numbers of each are its own.
 
         Raises:
             ValueError, FloatingPointError, RolloutError: as :meth:`generate`.
@@ -151,7 +151,7 @@ class VLLMEngine:
         self._sample_turns(turns, sampling)
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Pushes the present weights of ``actor``, or its adapter alone under a new name. Collective."""
+        """Push the present weights of ``actor``, or its adapter alone under a new name. Collective."""
         start = time.perf_counter()
         self.actor = actor
         self.last_stats["sync_bytes"] = 0
@@ -161,13 +161,13 @@ class VLLMEngine:
         self.last_stats["sync_seconds"] = time.perf_counter() - start
 
     def sleep(self) -> None:
-        """Frees the engine's GPU memory, by ``--sleep_level``; nothing on a CPU. Collective."""
+        """Free the engine's GPU memory, by ``--sleep_level``; nothing on a CPU. Collective."""
         if self.sleeps and not self._asleep:
             self._fall_asleep(self.config.engine.sleep_level)
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
-        """Takes back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
+        """Take back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
         dropped = "weights" in self._asleep and self.config.engine.sleep_level == 2
         self._wake("weights")
         self._wake("kv_cache")
@@ -181,7 +181,7 @@ class VLLMEngine:
         return self.exporter is not None and self.config.engine.vllm_lora_push != "merged"
 
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Weights that are sent."""
+        """Yield weights, and count what is sent."""
         for name, tensor in weights:
             self.last_stats["sync_bytes"] += tensor.nbytes
             yield name, tensor
@@ -218,7 +218,7 @@ class Requests:
         bad_word_ids(engine.tokenizer, sampling.bad_words)
 
     def of_turn(self, turn: Turn) -> tuple[list[int], dict[str, Any]]:
-        """The request of a turn: its ids, and how to sample. ValueError: it is too long."""
+        """Return the request of a turn: its ids, and how to sample. ValueError: it is too long."""
         index, length = turn.prompt.index, len(turn.token_ids)
         check_length(index, length, turn.max_new_tokens, self.longest, "--max_model_len leaves")
         key = (self.sampling.seed, index, turn.sample_index, turn.number)
@@ -230,7 +230,7 @@ class Requests:
         return turn.token_ids, how
 
     def parameters(self, request: int) -> dict[str, Any]:
-        """How to sample a request."""
+        """Return how to sample a request."""
         return self._how_to_sample() | {
             "seed": request_seed(self.sampling.seed, *self._streams[request])
         }
@@ -265,7 +265,7 @@ class Requests:
         log_probs: Sequence[float],
         finish_reason: str | None,
     ) -> Rollout:
-        """The answer to a request; the text is decoded and cut here, as for every engine."""
+        """Return the answer to a request; the text is decoded and cut here, as for every engine."""
         return self.rollout_of(*self.samples[request], ids, log_probs, finish_reason)
 
     def rollout_of(
@@ -276,7 +276,7 @@ class Requests:
         log_probs: Sequence[float],
         finish_reason: str | None,
     ) -> Rollout:
-        """What was sampled of a prompt."""
+        """Return what was sampled of a prompt."""
         ids = list(ids)
         if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
             what = f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
@@ -289,13 +289,13 @@ class Requests:
 
 
 def calls_of(model: nn.Module) -> dict[type, Any]:
-    """What runs when a module of the model is called. vLLM puts its compilation in place of transformers' own."""
+    """Return what runs when a module of the model is called. vLLM puts its compilation in place of transformers' own."""
     return {type(module): type(module).__call__ for module in model.modules()}
 
 
 @contextmanager
 def classes_kept(model: nn.Module) -> Iterator[None]:
-    """Brings back the classes whose calls vLLM changes, for an engine that compiles nothing: its model needs no change."""
+    """Bring back the classes whose calls vLLM changes, for an engine that compiles nothing: its model needs no change."""
     calls = calls_of(model)
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in calls}
     try:
@@ -313,7 +313,7 @@ def classes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def longest_sequence(config: PPOConfig) -> int:
-    """Tokens of the longest prompt and response together."""
+    """Return the tokens of the longest prompt and response together."""
     return (
         config.engine.max_model_len or config.data.prompt_max_len + config.rollout.generate_max_len
     )
@@ -328,7 +328,7 @@ def vocabulary_limits(
     actor: Any,
     hf_model: Any,
 ) -> tuple[int | None, int | None]:
-    """(ids that may be sampled, ids that log probs are over), as Hugging Face rollouts have them; None: all.
+    """Return (ids that may be sampled, ids that log probs are over), as Hugging Face rollouts have them; None: all.
 
     Ids beyond the tokenizer are never sampled; the actor's ``valid_vocab_size`` bounds both.
     """
@@ -342,7 +342,7 @@ def vocabulary_limits(
 
 
 def _lacks_the_model(error: Exception) -> bool:
-    """Whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
+    """Return whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
     return isinstance(error, NotImplementedError) or is_models_own(error)
 
 
@@ -414,23 +414,23 @@ class VLLMRolloutEngine(VLLMEngine):
             self.sleep()
 
     def wake(self) -> None:
-        """As :meth:`VLLMEngine.wake`; with ``--offload_during_rollout`` optimizer states leave before. Collective."""
+        """Wake as :meth:`VLLMEngine.wake` does; optimizer states leave before, if options say so. Collective."""
         if self.room is not None:
             self.room.leave()
         super().wake()
 
     def sleep(self) -> None:
-        """As :meth:`VLLMEngine.sleep`; what has left the GPU comes back. Collective."""
+        """Sleep as :meth:`VLLMEngine.sleep` does; what has left the GPU comes back. Collective."""
         super().sleep()
         if self.room is not None:
             self.room.come_back()
 
     def _build(self) -> Any:
         config = self.config
-        asked = self.config.engine
+        requested = self.config.engine
         arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
-        arguments["dtype"] = self.dtype if asked.vllm_dtype == "auto" else asked.vllm_dtype
-        if asked.load_format == "auto" or config.model.trust_remote_code:
+        arguments["dtype"] = self.dtype if requested.vllm_dtype == "auto" else requested.vllm_dtype
+        if requested.load_format == "auto" or config.model.trust_remote_code:
             # vLLM reads the weights, or the Python code, from the checkpoint.
             folder = stage_to_local(config.model.pretrain)
         elif (whole := find_whole(self.actor)) is not None and not whole.has_class:
@@ -477,15 +477,15 @@ class VLLMRolloutEngine(VLLMEngine):
         return {}
 
     def _choose_push(self) -> None:
-        """Whether adapters travel alone; known once vLLM has the model."""
+        """Decide whether adapters travel alone; known once vLLM has the model."""
         if self._obstacle is None:
             names = [
                 name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))
             ]
             rank = self.exporter.config.r
             self._obstacle = self.llm.collective_rpc(adapter_obstacle, args=(names, rank))[0]
-        asked = self.config.engine.vllm_lora_push
-        self.pushes_adapters = pushes_adapters_alone(asked, self._obstacle, self.strategy)
+        requested = self.config.engine.vllm_lora_push
+        self.pushes_adapters = pushes_adapters_alone(requested, self._obstacle, self.strategy)
 
     def _sample(
         self,
@@ -514,12 +514,12 @@ class VLLMRolloutEngine(VLLMEngine):
     @property
     def _seeds_each_response(self) -> bool:
         """On a GPU each seed costs vLLM kernels of their own per row and token."""
-        asked = self.config.engine.vllm_request_seeds
-        return not self.on_gpu if asked is None else asked
+        requested = self.config.engine.vllm_request_seeds
+        return not self.on_gpu if requested is None else requested
 
     @contextmanager
     def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:
-        """All requests draw together, from torch's generator. Its seed is made of theirs, and so are step and ranks in
+        """Have all requests draw together, from torch's generator. Its seed is made of theirs, and so are step and ranks in
         it; with the same requests in the same order, and nothing cached, vLLM makes the same batches."""
         seed = joint_seed([parameters.pop("seed") for _, parameters in requests])
         self.llm.reset_prefix_cache()
@@ -528,7 +528,7 @@ class VLLMRolloutEngine(VLLMEngine):
             yield
 
     def _of_group(self, own: list[Any]) -> tuple[int, list[Any]]:
-        """How many requests are before this rank's own, and the requests of all ranks of this engine. Collective."""
+        """Return how many requests are before this rank's own, and the requests of all ranks of this engine. Collective."""
         if self.group is None:
             return 0, own
         parts: list[Any] = [None] * dist.get_world_size(self.group)
@@ -540,7 +540,7 @@ class VLLMRolloutEngine(VLLMEngine):
     def _answers(
         self, requests: list[tuple[list[int], dict[str, Any]]]
     ) -> Iterator[tuple[int, Any]]:
-        """(request number, vLLM's output) as the responses end."""
+        """Yield (request number, vLLM's output) as the responses end."""
         engine = self.llm.llm_engine
         running = {}
         try:
@@ -561,7 +561,7 @@ class VLLMRolloutEngine(VLLMEngine):
             self._remove_unused()
 
     def _add(self, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> str:
-        """Gives vLLM a request; its name."""
+        """Give vLLM a request; return its name."""
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -578,7 +578,7 @@ class VLLMRolloutEngine(VLLMEngine):
         return name
 
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
-        """Requests come between vLLM's steps. What a conversation has so far is in the prefix cache."""
+        """Sample requests that come between vLLM's steps. What a conversation has so far is in the prefix cache."""
         requests, engine = Requests(self, [], sampling), self.llm.llm_engine
         running: dict[str, Turn] = {}
         came: list[Turn] | None = []
@@ -612,7 +612,7 @@ class VLLMRolloutEngine(VLLMEngine):
         self._push_adapter()
 
     def _push_adapter(self) -> None:
-        """vLLM's prefix cache knows the names of adapters, so nothing in it is of this one."""
+        """Push the adapter. vLLM's prefix cache knows the names of adapters, so nothing in it is of this one."""
         from vllm.lora.request import LoRARequest
 
         self.adapter = f"{self._run}-{self._pushes}"
@@ -627,7 +627,7 @@ class VLLMRolloutEngine(VLLMEngine):
         self._remove_unused()
 
     def _remove_unused(self) -> None:
-        """Takes older adapters out of vLLM when no request uses them any more."""
+        """Take older adapters out of vLLM when no request uses them any more."""
         if not self._retired or self.llm.llm_engine.has_unfinished_requests():
             return
         for request in self._retired:
@@ -637,7 +637,7 @@ class VLLMRolloutEngine(VLLMEngine):
         self._retired = []
 
     def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-        """By the names of the checkpoint that vLLM has."""
+        """Name weights as the checkpoint that vLLM has does."""
         if has_towers(self.llm.llm_engine.model_config.hf_config):  # --load_format auto
             return whole_names(self.actor, weights)
         return weights
@@ -659,7 +659,7 @@ class VLLMRolloutEngine(VLLMEngine):
             )
 
     def differing_weights(self) -> tuple[list[str], list[str]]:
-        """Weights of the actor that the engine does not have, and those that cannot be compared. Collective."""
+        """Return weights of the actor that the engine does not have, and those that cannot be compared. Collective."""
         from lightppo.rollout.vllm.worker import engine_fingerprints
 
         self._wake("weights")
@@ -678,7 +678,7 @@ class VLLMRolloutEngine(VLLMEngine):
             self._asleep.discard(tag)
 
     def close(self) -> None:
-        """Ends the engine; the process group stays. It may be called again."""
+        """End the engine; the process group stays. It may be called again."""
         llm = self.llm
         self.llm = None
         if llm is not None:
@@ -687,7 +687,7 @@ class VLLMRolloutEngine(VLLMEngine):
 
 
 def described_model(hf_config: Any, tokenizer: Any) -> str:
-    """A folder with everything of a model but its weights. vLLM's compiled code is found again by the path."""
+    """Return a folder with everything of a model but its weights. vLLM's compiled code is found again by the path."""
 
     def fill(folder: Path) -> None:
         hf_config.save_pretrained(folder)
@@ -697,7 +697,7 @@ def described_model(hf_config: Any, tokenizer: Any) -> str:
 
 
 def tensor_parallel_group(size: int) -> Any | None:
-    """The process group of the ranks that share this rank's engine; None where it has one of its own. Collective."""
+    """Return the process group of the ranks that share this rank's engine; None where it has one of its own. Collective."""
     if size == 1:
         return None
     starts = range(0, dist.get_world_size(), size)
@@ -710,7 +710,7 @@ def tensor_parallel_group(size: int) -> Any | None:
 
 @contextmanager
 def whole_communicator() -> Iterator[None]:
-    """New process groups do not split NCCL's communicator. torch would let the ranks outside a group of gloo take part
+    """Make new process groups not split NCCL's communicator. torch would let the ranks outside a group of gloo take part
     in a split that its members never make (pytorch issue 145376), if the default group is bound to a GPU."""
     default = dist.group.WORLD
     device = default and default.bound_device_id
@@ -724,8 +724,10 @@ def whole_communicator() -> Iterator[None]:
 
 
 def clear_shared_memory() -> None:
-    """Without a GPU, ranks that share an engine meet in files whose names are the same in every run; vLLM refuses those
-    that a killed run has left."""
+    """Remove the files by which ranks that share an engine meet without a GPU, as a killed run may have left them.
+
+    Their names are the same in every run, and vLLM refuses those that are there.
+    """
     maps = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -737,7 +739,7 @@ def clear_shared_memory() -> None:
 
 
 def check_installed() -> None:
-    """A ConfigError that says what to install where vLLM is not; builds for CPUs have another distribution name."""
+    """Raise ConfigError, with what to install, where vLLM is not; builds for CPUs have another distribution name."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--rollout_engine vllm needs vLLM, which is not installed: pip install vllm on a machine with a GPU, else "
@@ -746,7 +748,7 @@ def check_installed() -> None:
 
 
 def set_environment() -> None:
-    """Sets the environment variables that vLLM reads when it is imported."""
+    """Set the environment variables that vLLM reads when it is imported."""
     os.environ |= _DEFAULTS | os.environ | _NEEDED
     # Some of its modules speak before they have read that level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
@@ -754,7 +756,7 @@ def set_environment() -> None:
 
 @contextmanager
 def undisturbed_process() -> Iterator[None]:
-    """Brings back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
+    """Bring back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
     precision of matmuls, the CUDA stream, what the garbage collector looks at."""
     set_threads = torch.set_num_threads
     threads = torch.get_num_threads()
@@ -795,7 +797,7 @@ def undisturbed_process() -> Iterator[None]:
 
 @contextmanager
 def default_group_kept() -> Iterator[None]:
-    """vLLM destroys the default process group at its end; the trainer still needs it for what comes after."""
+    """Keep the default process group, which vLLM destroys at its end; the trainer still needs it for what comes after."""
     destroy = dist.destroy_process_group
 
     def destroy_others(group: Any = None) -> None:
@@ -814,12 +816,12 @@ def engine_arguments(
     model_config: Any,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that the options decide; where the model is and its type are the caller's.
+    """Return arguments of ``vllm.LLM`` that the options decide; where the model is and its type are the caller's.
 
     Raises:
         ConfigError: a size that cannot work on this kind of machine.
     """
-    asked = config.engine
+    requested = config.engine
     longest = longest_sequence(config)
     same = (
         "tensor_parallel_size",
@@ -830,12 +832,12 @@ def engine_arguments(
     )
     same += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
     arguments = {
-        name: getattr(asked, name) for name in same if getattr(asked, name) is not None
+        name: getattr(requested, name) for name in same if getattr(requested, name) is not None
     } | {
         "distributed_executor_backend": "external_launcher",
         "max_model_len": longest,
-        "enforce_eager": not on_gpu if asked.enforce_eager is None else asked.enforce_eager,
-        "enable_sleep_mode": on_gpu and asked.free_cache_engine,
+        "enforce_eager": not on_gpu if requested.enforce_eager is None else requested.enforce_eager,
+        "enable_sleep_mode": on_gpu and requested.free_cache_engine,
         "trust_remote_code": config.model.trust_remote_code,
         "seed": config.strategy.seed % 2**31,
         "disable_log_stats": True,
@@ -845,21 +847,22 @@ def engine_arguments(
         return arguments
     # vLLM takes a token back that it drew at the end of a piece of a prompt, and its seed with it; on a CPU it cannot
     # (torch's generator has no position there), and fails. So no prompt comes in pieces.
-    if asked.max_num_batched_tokens is not None and asked.max_num_batched_tokens < longest:
+    if requested.max_num_batched_tokens is not None and requested.max_num_batched_tokens < longest:
         raise ConfigError(
-            f"--max_num_batched_tokens {asked.max_num_batched_tokens} is less than the longest sequence of {longest} "
+            f"--max_num_batched_tokens {requested.max_num_batched_tokens} is less than the longest sequence of {longest} "
             "tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
         )
     return arguments | {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": asked.max_num_batched_tokens or max(_CPU_BATCHED_TOKENS, longest),
-        "kv_cache_memory_bytes": asked.kv_cache_memory_bytes
-        or cpu_kv_cache_bytes(model_config, asked.max_num_seqs, longest),
+        "max_num_batched_tokens": requested.max_num_batched_tokens
+        or max(_CPU_BATCHED_TOKENS, longest),
+        "kv_cache_memory_bytes": requested.kv_cache_memory_bytes
+        or cpu_kv_cache_bytes(model_config, requested.max_num_seqs, longest),
     }
 
 
 def vllms_description(arguments: Mapping[str, Any]) -> Any:
-    """vLLM's ``ModelConfig`` of a model; ``arguments`` are those of ``vllm.LLM``. ValueError: vLLM does not know it."""
+    """Return vLLM's ``ModelConfig`` of a model; ``arguments`` are those of ``vllm.LLM``. ValueError: it is unknown."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = ("model", "dtype", "max_model_len", "trust_remote_code", "seed")
@@ -867,7 +870,7 @@ def vllms_description(arguments: Mapping[str, Any]) -> Any:
 
 
 def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` without a GPU, for the model of a ``ModelConfig``."""
+    """Return arguments of ``vllm.LLM`` without a GPU, for the model of a ``ModelConfig``."""
     if not arguments["enable_prefix_caching"] or not description.has_inner_state:
         return arguments
     # vLLM caches the states of recurrent layers at the ends of blocks, where it would cut the prompt in pieces
@@ -876,7 +879,7 @@ def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
 
 
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
-    """Bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
+    """Return bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
     text = model_config.get_text_config(decoder=True)
     # Mamba has no heads, but states of such a size.
     queries = widest(text, "num_attention_heads") or 1

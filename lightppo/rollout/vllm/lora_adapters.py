@@ -121,8 +121,8 @@ class AdapterRoutes:
             served = {name: self._under_way[name] for name in self._served}
             await _answer(send, {"problem": problem, "served": served})
             return
-        asked = parse_qs(scope["query_string"].decode())
-        name = asked.get("adapter", [""])[0]
+        query = parse_qs(scope["query_string"].decode())
+        name = query.get("adapter", [""])[0]
         self._under_way[name] += 1
         try:
             await self._app(scope, receive, send)
@@ -336,12 +336,12 @@ def _names_within(loader: Any) -> Any | None:
 def hold_adapter(
     worker: Any, name: str, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]
 ) -> None:
-    """:meth:`AdapterShelf.hold` of a worker."""
+    """Call :meth:`AdapterShelf.hold` of a worker."""
     shelf_of(worker).hold(name, tensors, config)
 
 
 def forget_adapters(worker: Any, names: Iterable[str]) -> None:
-    """:meth:`AdapterShelf.forget` of a worker."""
+    """Call :meth:`AdapterShelf.forget` of a worker."""
     shelf_of(worker).forget(names)
 
 

@@ -63,8 +63,8 @@ class Room:
         self._away = []
 
     def storages(self) -> dict[int, UntypedStorage]:
-        """By address: of optimizer states, masters and flat gradients on the engines' device, not the model's own."""
-        found = {}
+        """Return, by address, those of optimizer states, masters and flat gradients on the device, not the model's own."""
+        by_address = {}
         for engine in self.strategy.trained_engines:
             parameters = list(engine.module.parameters())
             shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
@@ -73,12 +73,12 @@ class Room:
                 storage = tensor.untyped_storage()
                 is_here = tensor.device.type == self.strategy.device.type and storage.resizable()
                 if is_here and storage.nbytes() and storage._cdata not in of_model:
-                    found[storage._cdata] = storage
-        return found
+                    by_address[storage._cdata] = storage
+        return by_address
 
 
 def _held_for_steps(optimizer: Any) -> Iterator[Tensor]:
-    """Every tensor with a dimension that an optimizer of DeepSpeed, and the one within, keeps between steps."""
+    """Yield every tensor with a dimension that an optimizer of DeepSpeed, and the one within, keeps between steps."""
     inner = getattr(optimizer, "optimizer", optimizer)
     values = [value for state in inner.state.values() for value in state.values()]
     values += [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -100,6 +100,6 @@ class SleepAfterEvaluation(Callback):
 
 
 def sleep_after_evaluation(run: Any) -> SleepAfterEvaluation | None:
-    """The callback of a run with ``--offload_during_rollout``."""
+    """Make the callback of a run with ``--offload_during_rollout``."""
     engine = getattr(run, "rollout_engine", None)  # training on data has none
     return None if getattr(engine, "room", None) is None else SleepAfterEvaluation()

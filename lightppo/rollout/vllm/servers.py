@@ -70,7 +70,7 @@ _LOOK_SECONDS = 0.01  # between two looks for turns that came, while others are 
 
 
 def connections_at_a_time() -> int:
-    """Of this process. Each is an open file: the soft limit of these is raised where it is too low for them."""
+    """Return the limit of this process; each is an open file, whose soft limit is raised where it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless = resource.RLIM_INFINITY
     if soft == endless:
@@ -103,23 +103,23 @@ class VLLMServerRolloutEngine(VLLMEngine):
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         super().__init__(config, strategy, actor, tokenizer)
-        asked = config.engine
-        key = read_token(env=asked.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+        requested = config.engine
+        key = read_token(env=requested.vllm_server_api_key_env, option="--vllm_server_api_key_env")
         options = {
-            "timeout": asked.vllm_server_timeout,
-            "retries": asked.vllm_server_retries,
+            "timeout": requested.vllm_server_timeout,
+            "retries": requested.vllm_server_retries,
             "key": key,
         }
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
-        self.servers = [VLLMServer(url, limits, **options) for url in asked.vllm_server_url]
+        self.servers = [VLLMServer(url, limits, **options) for url in requested.vllm_server_url]
         self._connections = connections_at_a_time()
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
         self.version: str | None = None  # of the weights that were pushed last, beside adapters
         self.sync_weights(actor)
         # Only rank 0 knows the servers' answers.
         can_sleep = all(server.described.get("sleep_mode") for server in self.servers)
-        self.sleeps = asked.free_cache_engine and self.strategy.broadcast_object(can_sleep)
-        if asked.free_cache_engine and not self.sleeps:
+        self.sleeps = requested.free_cache_engine and self.strategy.broadcast_object(can_sleep)
+        if requested.free_cache_engine and not self.sleeps:
             logger.info(
                 "vLLM servers without --enable-sleep-mode stay awake while the trainer trains"
             )
@@ -155,13 +155,13 @@ class VLLMServerRolloutEngine(VLLMEngine):
         sampling: SamplingParams,
         on_finished: OnFinished,
     ) -> list[Rollout]:
-        """Every rank asks for its own. Collective."""
+        """Sample: every rank asks for its own. Collective."""
         with self._together():
             return self._ask(Requests(self, prompts, sampling), on_finished)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
+        """Tell every rank what the others met: servers lost, and failures, which end the call for all. Collective."""
         failure = text = None
         try:
             yield
@@ -182,19 +182,19 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 raise RolloutError(f"rank {rank}: {text}")
 
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
-        """A conversation stays on its server, which has what came before in its prefix cache; if that is lost, it goes
+        """Keep a conversation on its server, which has what came before in its prefix cache; if that is lost, it goes
         on elsewhere, from its ids. Collective."""
         with self._together():
             _Conversations(self, Requests(self, [], sampling)).run(turns)
 
     def requests_at_a_time(self) -> int:
-        """Of one server: this rank's share, so that the process has files enough for all."""
+        """Return this rank's share of one server's requests, so that the process has files enough for all."""
         world_size, rank = self.strategy.world_size, self.strategy.get_rank()
         each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
         return max(1, min(each + (rank < more), self._connections // max(1, len(self.live))))
 
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
-        """The dearest requests first, each to the server with the least under way."""
+        """Send the dearest requests first, each to the server with the least under way."""
         self.check_any_left()
         vocab_size = vocab_size_of(self.hf_model)
         rank = self.strategy.get_rank()
@@ -250,7 +250,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def _push(self) -> None:
-        """To every server, lost ones too. One that does not take the weights is lost; at the first push that is a
+        """Push to every server, lost ones too. One that does not take the weights is lost; at the first push that is a
         RolloutError, and so it is if none does."""
         name = f"{self._run}-{self._pushes}"
         first, before = self.version is None, self.version
@@ -276,8 +276,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
             adapter = list(self._counted(adapter_weights(self.actor)))  # on every rank
             if self.strategy.is_rank_0() and problem is None:
                 problem = self._send_adapter(adapter, name, lost)
-        told = (problem, lost, version, name) if self.strategy.is_rank_0() else None
-        problem, lost, version, name = self.strategy.broadcast_object(told)
+        result = (problem, lost, version, name) if self.strategy.is_rank_0() else None
+        problem, lost, version, name = self.strategy.broadcast_object(result)
         if first and lost:
             problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(lost.values()))
         if problem is not None:
@@ -292,14 +292,14 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self.check_any_left()
 
     def _plan(self, lost: dict[int, str], first: bool, before: str | None) -> list[int]:
-        """The servers that need whole weights; the first time also whether adapters travel alone. Collective then.
+        """Return the servers that need whole weights; the first time also whether adapters travel alone. Collective then.
 
         On rank 0, ``lost`` gets the servers that cannot take an adapter.
         """
         everybody = list(range(len(self.servers)))
         if not (self.asks_for_adapters if first else self.pushes_adapters):
             return everybody
-        told = None
+        result = None
         if self.strategy.is_rank_0():
             obstacles = self._obstacles([i for i in everybody if i not in lost])
             lacking = [
@@ -308,20 +308,20 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 if i not in lost | obstacles
                 and not (self._has_base and self.servers[i].described["version"] == before)
             ]
-            told = (obstacles, lacking)
-        obstacles, lacking = self.strategy.broadcast_object(told)
+            result = (obstacles, lacking)
+        obstacles, lacking = self.strategy.broadcast_object(result)
         if first:
             obstacle, remedy = next(iter(obstacles.values()), (None, ""))
-            asked = self.config.engine.vllm_lora_push
-            self.pushes_adapters = pushes_adapters_alone(asked, obstacle, self.strategy, remedy)
+            requested = self.config.engine.vllm_lora_push
+            self.pushes_adapters = pushes_adapters_alone(requested, obstacle, self.strategy, remedy)
             return everybody
         lost |= {i: "; ".join(filter(None, why)) for i, why in obstacles.items()}
         return lacking
 
     def _obstacles(self, among: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """On rank 0: servers that cannot take adapters, why, and what would help ("": who knows)."""
+        """Return, on rank 0, servers that cannot take adapters, why, and what would help ("": who knows)."""
         rank = self.exporter.config.r
-        found = {}
+        obstacles = {}
         for i in among:
             server = self.servers[i]
             names = (
@@ -331,11 +331,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
             try:
                 reason = server.adapter_obstacle(list(names), rank)
             except RequestError as error:
-                found[i] = str(error), ""
+                obstacles[i] = str(error), ""
                 continue
             if reason:
-                found[i] = f"{server.name}: {reason}", f"{_START} --lora_rank {rank}"
-        return found
+                obstacles[i] = f"{server.name}: {reason}", f"{_START} --lora_rank {rank}"
+        return obstacles
 
     def _send(
         self,
@@ -344,7 +344,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         targets: Sequence[int],
         lost: dict[int, str],
     ) -> str | None:
-        """On rank 0: why nothing could be brought to anybody, or None; ``lost`` gets servers that failed, and why."""
+        """Return, on rank 0, why nothing could be brought to anybody, or None; ``lost`` gets those that failed, and why."""
         problem = None
 
         def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
@@ -369,7 +369,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         name: str,
         lost: dict[int, str],
     ) -> str | None:
-        """As :meth:`_send`, to all servers. They go on with what they compute by the adapter before."""
+        """Send an adapter as :meth:`_send` does, to all servers. They go on with what they compute by the adapter before."""
 
         def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
             return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
@@ -397,7 +397,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         lost: dict[int, str],
         **how: bool,
     ) -> None:
-        """Weights go to each server in buckets."""
+        """Send weights to each server in buckets."""
         under_way: dict[int, Future] = {}
         for bucket in buckets(weights):  # gathered while the one before travels
             packed = way.pack(bucket)
@@ -406,7 +406,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         lost |= self._failures(under_way)
 
     def _admit(self, first: bool, server: VLLMServer) -> None:
-        """A RequestError where a server cannot sample for the actor."""
+        """Raise RequestError where a server cannot sample for the actor."""
         seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
         patience = {
             "stop": stop_after_delay(seconds),
@@ -458,7 +458,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def _named(
         self, weights: Iterator[tuple[str, Any]], opened: list[int]
     ) -> Iterator[tuple[str, Any]]:
-        """By the names of what the servers serve: of the language model alone, or of a checkpoint with towers.
+        """Name weights by what the servers serve: of the language model alone, or of a checkpoint with towers.
 
         A RolloutError where they do not all serve the same: each bucket is packed once.
         """
@@ -476,11 +476,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
         among: Iterable[int],
         step: Callable[[VLLMServer], object],
     ) -> dict[int, Future]:
-        """Has several servers do something at the same time, in threads that do not keep a process from ending."""
+        """Have several servers do something at the same time, in threads that do not keep a process from ending."""
         return {i: thread(step)(self.servers[i]) for i in among}
 
     def _failures(self, begun: Mapping[int, Future]) -> dict[int, str]:
-        """Waits; says which servers failed and why."""
+        """Wait; return which servers failed and why."""
         failures = {}
         for i, future in begun.items():
             try:
@@ -493,7 +493,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         return failures
 
     def differing_weights(self) -> tuple[list[str], list[str]]:
-        """Weights of the actor that a server does not have, and those that cannot be compared. Collective."""
+        """Return weights of the actor that a server does not have, and those that cannot be compared. Collective."""
         expected = trainer_fingerprints(full_weights(self.actor))
         differences: list[tuple[list[str], list[str]]] = []
         problem = None
@@ -519,13 +519,13 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self._tell(f"/sleep?level={level}")
 
     def _wake(self, tag: str) -> None:
-        """All of it at once."""
+        """Wake all of it at once."""
         if self._asleep:
             self._tell("/wake_up")
             self._asleep.clear()
 
     def _tell(self, route: str) -> None:
-        """Has rank 0 tell every live server; those that fail are lost. Collective."""
+        """Have rank 0 tell every live server; those that fail are lost. Collective."""
         begun = (
             self._begin(self.live, lambda server: server.post(route))
             if self.strategy.is_rank_0()
@@ -534,13 +534,13 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self.lose(self.strategy.broadcast_object(self._failures(begun)))
 
     def close(self) -> None:
-        """Ends the connections; the servers go on. It may be called again."""
+        """End the connections; the servers go on. It may be called again."""
         for server in self.servers:
             server.close()
 
 
 def _open(way: Files | Broadcasts, version: str, server: VLLMServer) -> None:
-    """Has a server wait for weights."""
+    """Have a server wait for weights."""
     server.pause()
     way.open(server, version=version)
     server.post("/start_weight_update")
@@ -558,7 +558,7 @@ class _Conversations:
         self.answers: queue.SimpleQueue[tuple[int, Turn, Future]] = queue.SimpleQueue()
 
     def run(self, turns: TurnSource) -> None:
-        """Until no more turns come."""
+        """Run until no more turns come."""
         self.engine.check_any_left()
         waiting: deque[Turn] = deque()
         came: list[Turn] | None = []
@@ -576,7 +576,7 @@ class _Conversations:
                 waiting.extend(self._bring(turns))
 
     def _begin(self, turn: Turn) -> bool:
-        """Asks a server for a turn; False where it has no room now."""
+        """Ask a server for a turn; return False where it has no room now."""
         key = (turn.prompt.index, turn.sample_index)
         server = self.server_of.get(key)
         if server not in self.engine.live:
@@ -593,7 +593,7 @@ class _Conversations:
         return True
 
     def _bring(self, turns: TurnSource) -> list[Turn]:
-        """Brings the next answer where it belongs; turns that must be asked again, of a server that is lost."""
+        """Bring the next answer where it belongs; return turns that must be asked again, of a server that is lost."""
         try:
             server, turn, answer = self.answers.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
@@ -646,7 +646,7 @@ class VLLMServer:
         self._limits = list(limits)
 
     def admit(self) -> None:
-        """Has its workers sample as the trainer needs it."""
+        """Have its workers sample as the trainer needs it."""
         workers = self._rpc("lightppo_admit", self._limits)
         self.gpus = [worker.pop("gpu", None) for worker in workers]
         self.described = workers[0]
@@ -665,7 +665,7 @@ class VLLMServer:
         version: str | None,
         adapter: str | None = None,
     ) -> tuple[list[int], list[float], str]:
-        """A response by the weights of that version, with the adapter of that name: ids with the stop id, the log prob
+        """Return a response by the weights of that version, with the adapter of that name: ids and stop id, the log prob
         of each (NaN where the server could not say), and the finish reason, stop or length."""
 
         def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
@@ -703,12 +703,12 @@ class VLLMServer:
         return completion
 
     def pause(self) -> None:
-        """Aborts what it computes and empties its caches."""
+        """Abort what it computes and empty its caches."""
         self.post("/pause?mode=abort")
         self.is_paused = True
 
     def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
-        """One step of a push; its workers say what went wrong, since the route cannot."""
+        """Take one step of a push; its workers say what went wrong, since the route cannot."""
         self.post(route, body)
         self._check(route, self._rpc("lightppo_problem", []))
 
@@ -717,20 +717,20 @@ class VLLMServer:
         if problems:
             raise RequestError(f"{self.name}: {step}: {self._control.clean(problems[0])}")
 
-    def take(self, told: dict[str, Any], of_adapter: bool) -> None:
-        """Its workers read a part of the weights, or of an adapter, by what they are told."""
+    def take(self, message: dict[str, Any], of_adapter: bool) -> None:
+        """Have its workers read a part of the weights, or of an adapter, by what they are told."""
         if of_adapter:
             method = "lightppo_receive_adapter"
-            self._check(method, self._rpc(method, [told]))
+            self._check(method, self._rpc(method, [message]))
         else:
-            self.push_step("/update_weights", {"update_info": told})
+            self.push_step("/update_weights", {"update_info": message})
 
     def adapter_obstacle(self, names: list[str], rank: int) -> str | None:
-        """Why it cannot take such adapters."""
+        """Return why it cannot take such adapters."""
         return self._rpc("lightppo_adapter_obstacle", [names, rank])[0]["obstacle"]
 
     def serve_adapter(self, name: str, described: dict[str, Any]) -> None:
-        """The adapter that has come gets its name; those before go when no request uses them any more."""
+        """Give the adapter that has come its name; those before go when no request uses them any more."""
         method = "lightppo_hold_adapter"
         self._check(method, self._rpc(method, [name, described]))
         self._check(ADAPTERS, [self.post(ADAPTERS, {"name": name})])
@@ -744,7 +744,7 @@ class VLLMServer:
         self.is_paused = False
 
     def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]], str]:
-        """:func:`~lightppo.rollout.vllm.worker.engine_fingerprints` of its one worker."""
+        """Return :func:`~lightppo.rollout.vllm.worker.engine_fingerprints` of its one worker."""
         (answer,) = self._rpc("lightppo_fingerprints", [])
         contents = {
             name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()
@@ -761,16 +761,16 @@ class VLLMServer:
         body: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """One try, for what cannot be repeated or is looked at soon again."""
+        """Try once, for what cannot be repeated or is looked at soon again."""
         return self._ask(self._control, route, body or {}, **options)
 
     def close(self) -> None:
-        """Ends the connections."""
+        """End the connections."""
         self._client.close()
         self._control.close()
 
     def _rpc(self, method: str, arguments: list[Any]) -> list[dict[str, Any]]:
-        """One answer of each worker."""
+        """Return one answer of each worker."""
 
         def read(answer: dict[str, Any]) -> list[dict[str, Any]]:
             first, *others = (dict(one) for one in answer["results"])

@@ -50,7 +50,7 @@ def server_command(
     engine_options: Sequence[str],
     lora_rank: int = 0,
 ) -> list[str]:
-    """The command that starts a server; ``engine_options`` are vLLM's, and win over what is set here. With a
+    """Return the command that starts a server; ``engine_options`` are vLLM's, and win over what is set here. With a
     ``lora_rank`` it takes adapters of at most that rank.
 
     Raises:
@@ -91,7 +91,7 @@ def server_command(
 
 
 def server_environment(key: str | None) -> dict[str, str]:
-    """The environment of a server: this one's, with the routes that take weights, and the key that clients need."""
+    """Return the environment of a server: this one's, with the routes that take weights, and the key that clients need."""
     environment = {"VLLM_NO_USAGE_STATS": "1"} | {
         k: value for k, value in os.environ.items() if k != KEY_VARIABLE
     }
@@ -108,7 +108,7 @@ def server_environment(key: str | None) -> dict[str, str]:
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A folder for the sockets of one server, in ``VLLM_RPC_BASE_PATH`` or the folder for temporary files.
+    """Make a folder for the sockets of one server, in ``VLLM_RPC_BASE_PATH`` or the folder for temporary files.
 
     It is locked by this process and by those that are forked from it: what killed servers left is not, and is removed.
     A ValueError says that the path is too long for sockets.
@@ -139,7 +139,7 @@ def socket_folder() -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path, flags: int = 0, how: int = 0) -> Iterator[int]:
-    """An OSError where the folder is gone, another user's, or in use."""
+    """Lock a folder; OSError where it is gone, another user's, or in use."""
     lock = os.open(folder, os.O_RDONLY | flags)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | how)
@@ -149,7 +149,7 @@ def _locked(folder: Path, flags: int = 0, how: int = 0) -> Iterator[int]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder, and what workers on a CPU that share a model have left in shared memory: it is named after the
+    """Remove a folder, and what workers on a CPU that share a model have left in shared memory: it is named after the
     file by which they met."""
     for path in folder.glob("vllm_dist_*"):
         for left in SHARED_MEMORY.glob(f"{path.name}-*"):
@@ -193,7 +193,7 @@ class KeyGate:
 
 
 def serve() -> None:
-    """A server in this process, with the command line's options, until it is told to end."""
+    """Run a server in this process, with the command line's options, until it is told to end."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(socket_folder())

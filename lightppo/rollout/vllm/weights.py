@@ -60,7 +60,7 @@ _TOLERANCES = {"float32": 1e-2, "float16": 1e-2, "bfloat16": 4e-2}
 
 @torch.no_grad()
 def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of the actor's checkpoint, as ``save_pretrained`` has them, module by module. Collective.
+    """Yield names and whole tensors of the actor's checkpoint, as ``save_pretrained`` has them. Collective.
 
     All ranks must iterate together and to the end: under ZeRO-3 they gather together. Tied weights come under each of
     their names. Below ZeRO-3 the tensors are the actor's own and change with the next optimizer step. LoRA adapters are
@@ -72,14 +72,14 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def frozen_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`full_weights`, without the adapters: what an engine needs once, beside adapters. Collective."""
+    """Yield as :func:`full_weights`, without the adapters: what an engine needs once, beside adapters. Collective."""
     adapters = find_adapters(find_hf_model(actor)[0])
     yield from _weights(actor, adapters, adapters.frozen)
 
 
 @torch.no_grad()
 def adapter_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of the actor's adapters, by ``LoraExport.alone``. Collective, as :func:`full_weights`."""
+    """Yield names and whole tensors of the actor's adapters, by ``LoraExport.alone``. Collective."""
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
     adapters = find_adapters(model)
@@ -96,7 +96,7 @@ def adapter_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """The names that :func:`adapter_weights` gives; no collective."""
+    """Return the names that :func:`adapter_weights` gives; no collective."""
     adapters = find_adapters(model)
     return list(adapters.alone(dict.fromkeys(model.state_dict(keep_vars=True))))
 
@@ -106,7 +106,7 @@ def _weights(
     adapters: Any | None,
     prepared: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """``prepared`` makes weights of the checkpoint from those of whole layers; None: they are these."""
+    """Yield weights; ``prepared`` makes weights of the checkpoint from those of whole layers; None: they are these."""
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
     convert = _checkpoint_names(model)
@@ -129,14 +129,14 @@ def _weights(
 
 
 def whole_names(actor: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """:func:`full_weights` by the names of the checkpoint with towers that the actor is a part of. Collective."""
+    """Yield :func:`full_weights` by the names of the checkpoint with towers that the actor is a part of. Collective."""
     whole = find_whole(actor)
     for name, tensor in weights:
         yield whole.name_of(name), tensor
 
 
 def _layer_of(name: str) -> str:
-    """The module of a parameter."""
+    """Return the module of a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -145,7 +145,7 @@ def _together(
     size: Callable[[T], int],
     limit: int,
 ) -> Iterator[list[T]]:
-    """Parts in their order, as many as the limit allows, one at least."""
+    """Yield parts in their order, as many as the limit allows, one at least."""
     held: list[T] = []
     total = 0
     for part in parts:
@@ -160,7 +160,7 @@ def _together(
 
 
 def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of whole tensors: what ZeRO-3 gathers is gone at the end of the context."""
+    """Return copies of whole tensors: what ZeRO-3 gathers is gone at the end of the context."""
     import deepspeed
 
     params = [tensor for tensor in group.values() if isinstance(tensor, nn.Parameter)]
@@ -170,14 +170,14 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checkpoint_names(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """From names and shapes in memory to names and shapes of checkpoints (transformers fuses experts, for example)."""
+    """Map names and shapes in memory to those of checkpoints (transformers fuses experts, for example)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return partial(revert_weight_conversion, model)
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """Weights in their order, ``BUCKET_BYTES`` together."""
+    """Return weights in their order, ``BUCKET_BYTES`` together."""
     detached = ((name, tensor.detach()) for name, tensor in weights)
     return _together(detached, lambda pair: pair[1].nbytes, BUCKET_BYTES)
 
@@ -189,13 +189,13 @@ _SHAPES = (
 
 
 def architecture(config: Any) -> dict[str, Any]:
-    """What two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
+    """Return what two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
     text = config.get_text_config(decoder=True)
     return {name: value for name in _SHAPES if (value := widest(text, name)) is not None}
 
 
 def widest(text_config: Any, name: str) -> Any:
-    """An entry of a config, its largest value where layers differ (Gemma 4's heads); None: it has none."""
+    """Return an entry of a config, its largest value where layers differ (Gemma 4's heads); None: it has none."""
     values = text_config.to_dict()
     layers = (values.get("per_layer_config") or {}).values()
     # such an entry cannot be read as an attribute
@@ -205,7 +205,7 @@ def widest(text_config: Any, name: str) -> Any:
 
 
 def has_towers(config: Any) -> bool:
-    """Whether an engine with this Hugging Face config has more than a language model."""
+    """Return whether an engine with this Hugging Face config has more than a language model."""
     return config.get_text_config(decoder=True) is not config
 
 
@@ -213,7 +213,7 @@ def has_towers(config: Any) -> bool:
 
 
 def open_transport(engine: EngineConfig, device: torch.device) -> Files | Broadcasts:
-    """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
+    """Open what brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
     # ``open`` begins with a server, and tells its workers more; ``pack`` prepares a bucket once for all servers, and
     # all but the last one may be forgotten; ``send`` returns when the server has loaded it.
     if engine.vllm_server_sync == "collective":
@@ -239,8 +239,10 @@ class Files:
         except OSError as error:
             raise self._error(error.strerror) from error
 
-    def open(self, server: Any, **told: Any) -> None:
-        server.post("/init_weight_transfer_engine", {"init_info": {"transport": "files", **told}})
+    def open(self, server: Any, **message: Any) -> None:
+        server.post(
+            "/init_weight_transfer_engine", {"init_info": {"transport": "files", **message}}
+        )
 
     def pack(self, bucket: Bucket) -> Path:
         from safetensors import SafetensorError
@@ -273,7 +275,7 @@ class Files:
 
 
 def _remove_stale(root: Path) -> None:
-    """Removes what runs left that were killed in a push: it may be gigabytes of memory."""
+    """Remove what runs left that were killed in a push: it may be gigabytes of memory."""
     for folder in root.glob(f"{_FOLDER}*"):
         pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
         with suppress(OSError):  # gone meanwhile, or another user's
@@ -328,14 +330,14 @@ class Broadcasts:
 
     def send(self, server: Any, packed: Bucket, of_adapter: bool = False) -> None:
         group = self._groups[server]
-        told = {
+        message = {
             "names": [name for name, _ in packed],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in packed],
             "shapes": [list(tensor.shape) for _, tensor in packed],
         }
         try:
             group.begin([tensor for _, tensor in packed])
-            server.take(told, of_adapter)
+            server.take(message, of_adapter)
             group.wait()
         except BaseException:
             group.close()  # at once: what hangs on a GPU is in the way of the other servers
@@ -352,20 +354,20 @@ class Group:
 
     device: torch.device | str = "cpu"  # where they send from, and receive
 
-    def receive(self, told: dict[str, Any]) -> Bucket:
-        """A bucket, by what :meth:`Broadcasts.send` told. All of it is there before any of it is loaded, so that an
+    def receive(self, message: dict[str, Any]) -> Bucket:
+        """Receive a bucket, by what :meth:`Broadcasts.send` told. All of it is there before any of it is loaded, so that an
         error in loading leaves nobody alone with what is under way."""
-        dtypes = [getattr(torch, name) for name in told["dtype_names"]]
+        dtypes = [getattr(torch, name) for name in message["dtype_names"]]
         tensors = [
             torch.empty(shape, dtype=dtype, device=self.device)
-            for shape, dtype in zip(told["shapes"], dtypes)
+            for shape, dtype in zip(message["shapes"], dtypes)
         ]
         self.begin(tensors)
         self.wait()
-        return list(zip(told["names"], tensors))
+        return list(zip(message["names"], tensors))
 
     def contents(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The bytes of contiguous tensors: NCCL and gloo do not know all types."""
+        """Yield the bytes of contiguous tensors: NCCL and gloo do not know all types."""
         for tensor in tensors:
             if tensor.numel():
                 yield tensor.to(self.device).view(-1).view(torch.uint8)
@@ -375,43 +377,43 @@ class GlooGroup(Group):
     """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
-    connection or a time-out is a RuntimeError. ``told`` is what :meth:`Broadcasts.open` tells the server.
+    connection or a time-out is a RuntimeError. ``message`` is what :meth:`Broadcasts.open` tells the server.
     """
 
     def __init__(
         self,
         store: Any,
-        told: dict[str, Any],
+        message: dict[str, Any],
         rank: int,
         address: str,
     ) -> None:
-        key = told["key"]
-        size = told["size"]
+        key = message["key"]
+        size = message["size"]
         store.set(str(rank), _proof(key, rank))
         for other in range(size):
             if not hmac.compare_digest(store.get(str(other)), _proof(key, other).encode()):
                 raise RuntimeError(f"member {other} of the group came with the key of another push")
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, told["seconds"]))
+        options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, message["seconds"]))
         self._group: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("group", store), rank, size, options
         )
-        self._limit = timedelta(seconds=told["seconds"])
+        self._limit = timedelta(seconds=message["seconds"])
         self._under_way: list[tuple[Any, Tensor]] = []
 
     @classmethod
-    def join(cls, told: dict[str, Any], rank: int) -> GlooGroup:
-        """A worker's end."""
-        store = _store(told, told["seconds"])
-        with socket.socket(_family(told["address"]), socket.SOCK_DGRAM) as sock:
+    def join(cls, message: dict[str, Any], rank: int) -> GlooGroup:
+        """Join as a worker."""
+        store = _store(message, message["seconds"])
+        with socket.socket(_family(message["address"]), socket.SOCK_DGRAM) as sock:
             # sends nothing; tells this machine's address on the way
-            sock.connect((told["address"], told["port"]))
+            sock.connect((message["address"], message["port"]))
             own = sock.getsockname()[0]
-        return cls(store, told, rank, own)
+        return cls(store, message, rank, own)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Begins to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
+        """Begin to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -426,7 +428,7 @@ class GlooGroup(Group):
         self._under_way.clear()
 
     def close(self) -> None:
-        """Ends the group without waiting for what is under way."""
+        """End the group without waiting for what is under way."""
         held = [self._group, self._under_way]
         is_hanging = not all(work.is_completed() for work, _ in self._under_way)
         self._group = None
@@ -436,21 +438,21 @@ class GlooGroup(Group):
 
 
 class NCCLGroup(Group):
-    """The same by vLLM's NCCL communicator, from GPU to GPU. ``told`` is what :meth:`Broadcasts.open` tells the server.
+    """The same by vLLM's NCCL communicator, from GPU to GPU. ``message`` is what :meth:`Broadcasts.open` tells the server.
 
     NCCL has no time-outs: whoever calls ``begin`` need not wait for the others, and ``close`` ends what hangs.
     """
 
-    def __init__(self, told: dict[str, Any], rank: int, device: torch.device) -> None:
+    def __init__(self, message: dict[str, Any], rank: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        self._seconds = told["seconds"]
+        self._seconds = message["seconds"]
         self.device = device
         with torch.cuda.device(device):
             # of its own: in a shared one the broadcasts to a server that hangs would hold up all others
             self._stream = torch.cuda.Stream(device)
             self._group = uid_init_process_group(
-                base64.b64decode(told["id"]), rank, told["size"], device
+                base64.b64decode(message["id"]), rank, message["size"], device
             )
         if self._group.disabled:
             raise RuntimeError(
@@ -459,7 +461,7 @@ class NCCLGroup(Group):
 
     @staticmethod
     def new_id() -> str:
-        """What the members of one group find each other by; it holds this machine's address and a random number."""
+        """Return what the members of one group find each other by; it holds this machine's address and a random number."""
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
             from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group  # noqa: F401
@@ -469,7 +471,7 @@ class NCCLGroup(Group):
             raise RuntimeError(f"NCCL cannot be used by vLLM here: {error}") from error
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """As of :class:`GlooGroup`, with tensors on this GPU."""
+        """Begin as :class:`GlooGroup` does, with tensors on this GPU."""
         with torch.cuda.device(self.device):
             # until they are computed, or free
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -490,7 +492,7 @@ class NCCLGroup(Group):
 
 
 def gpu_of(device: torch.device) -> str | None:
-    """Which GPU that is, the same in all processes; ``None`` without one."""
+    """Return which GPU that is, the same in all processes; ``None`` without one."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -500,7 +502,7 @@ def _store(place: dict[str, Any], seconds: float, **options: Any) -> Any:
 
 
 def _proof(key: str, rank: int) -> str:
-    """Somebody who has the key says so; the key itself does not travel here."""
+    """Return the proof that one has the key; the key itself does not travel here."""
     return hmac.new(key.encode(), str(rank).encode(), hashlib.sha256).hexdigest()
 
 
@@ -512,13 +514,13 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def probe_vector(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """A fixed vector (width,) with entries in [-1, 1], which no type of weights rounds: the same everywhere."""
+    """Return a fixed vector (width,) with entries in [-1, 1], which no type of weights rounds: the same everywhere."""
     values = torch.sin(torch.arange(1, width + 1, dtype=torch.float64) * 12.9898)
     return values.to(torch.bfloat16).float().to(device)
 
 
 def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, ...]]:
-    """What each pushed weight should act like: W x for a matrix and a fixed x, the weight itself for a vector.
+    """Return what each pushed weight should act like: W x for a matrix and a fixed x, the weight itself for a vector.
 
     A matrix comes with x W too: some models (GPT-2) have their linear layers the other way round in the checkpoint.
     """
@@ -538,7 +540,7 @@ def differing_weights(
     packed: dict[str, list[str]],
     dtype: str = "float32",
 ) -> tuple[list[str], list[str]]:
-    """Names of the trainer's weights that the engine does not have, and of those without a counterpart of their shape.
+    """Return names of the trainer's weights that the engine lacks, and of those without a counterpart of their shape.
 
     ``trainer`` is of :func:`trainer_fingerprints`, ``engine`` the same by the engine's names; ``packed``: fused layer →
     the layers it is made of, in their order; ``dtype``: the type that the engine computes in.

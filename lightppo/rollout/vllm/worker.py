@@ -105,7 +105,7 @@ def install_sampler(
     valid_vocab_size: int | None,
     log_prob_vocab_size: int | None,
 ) -> None:
-    """Puts a :class:`RolloutSampler` into a worker of vLLM; a RuntimeError where this vLLM samples in another way."""
+    """Put a :class:`RolloutSampler` into a worker of vLLM; a RuntimeError where this vLLM samples in another way."""
     runner = worker.model_runner
     old = getattr(runner, "sampler", None)
     if type(old) is not Sampler and not isinstance(old, RolloutSampler):
@@ -122,7 +122,7 @@ def install_sampler(
 
 @torch.no_grad()
 def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end. Returns the
+    """Replace the weights of an engine in this process by a checkpoint's, which are read to their end. Return the
     parameters that no weight went into."""
     config = worker.model_runner.vllm_config
     if config.lora_config is not None:
@@ -171,7 +171,7 @@ class Reload:
         self._first_names = self._names_of_the_same()
 
     def _pushed_names(self) -> set[str]:
-        """Parameters that weights go into, as the whole model calls them."""
+        """Return the names of parameters that weights go into, as the whole model calls them."""
         own = {id(parameter) for parameter in self._part.parameters()}
         return {
             name.replace(_WRAPPED, ".")
@@ -180,7 +180,7 @@ class Reload:
         }
 
     def _names_of_the_same(self) -> dict[str, str]:
-        """A parameter's name → its first name; a layer of shared experts has several."""
+        """Map a parameter's name to its first name; a layer of shared experts has several."""
         first = {id(parameter): name for name, parameter in self._model.named_parameters()}
         return {
             name.replace(_WRAPPED, "."): first[id(parameter)].replace(_WRAPPED, ".")
@@ -197,12 +197,12 @@ class Reload:
             self._left -= {self._first_names.get(name, name) for name in loaded}
 
     def finish(self) -> list[str]:
-        """The parameters that no weight went into."""
+        """Return the parameters that no weight went into."""
         finalize_layerwise_reload(self._part, self._config)
         return sorted(self._left)
 
     def abandon(self) -> None:
-        """Layers get their own tensors back, and forget what has come for them, which vLLM would take for a part of the
+        """Give layers their own tensors back, and forget what has come for them, which vLLM would take for a part of the
         next push. Which weights they have is not defined until that."""
         from vllm.model_executor.model_loader.reload.layerwise import (
             _place_kernel_tensors,
@@ -218,15 +218,15 @@ class Reload:
 
 
 def _step(method: Callable[..., None]) -> Callable[..., None]:
-    """One step of a push, unless an earlier one has failed. It raises nothing: vLLM 0.32 hears only the first of
+    """Take one step of a push, unless an earlier one has failed. It raises nothing: vLLM 0.32 hears only the first of
     several workers that fail, and takes what the others say for answers to later questions."""
 
     @wraps(method)
-    def run(self: PushedWeights, *told: Any) -> None:
+    def run(self: PushedWeights, *message: Any) -> None:
         if self.problem is None:
             try:
                 with torch.no_grad():
-                    method(self, *told)
+                    method(self, *message)
             except Exception as error:
                 self.give_up(f"{type(error).__name__}: {error}")
 
@@ -255,14 +255,14 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
         self._meet(init_info)
 
     @_step
-    def _meet(self, told: SimpleNamespace) -> None:
-        self._coming = getattr(told, "version", None)
+    def _meet(self, message: SimpleNamespace) -> None:
+        self._coming = getattr(message, "version", None)
         self._adapter: list[tuple[str, Tensor]] = []
         rank = self.parallel_config.rank + 1
-        if told.transport == "gloo":
-            self._group = GlooGroup.join(vars(told), rank)
-        if told.transport == "nccl":
-            self._group = NCCLGroup(vars(told), rank, self.device)
+        if message.transport == "gloo":
+            self._group = GlooGroup.join(vars(message), rank)
+        if message.transport == "nccl":
+            self._group = NCCLGroup(vars(message), rank, self.device)
 
     @_step
     def start_weight_update(self) -> None:
@@ -277,19 +277,19 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     def receive_weights(self, update_info: SimpleNamespace) -> None:
         self._reload.load(self._received(update_info))
 
-    def _received(self, told: SimpleNamespace) -> Iterable[tuple[str, Tensor]]:
+    def _received(self, message: SimpleNamespace) -> Iterable[tuple[str, Tensor]]:
         if self._group is None:
-            return load_file(told.path).items()
-        return self._group.receive(vars(told))
+            return load_file(message.path).items()
+        return self._group.receive(vars(message))
 
     @_step
-    def receive_adapter(self, told: dict[str, Any]) -> None:
-        """A part of an adapter; the model stays as it is."""
-        self._adapter += self._received(SimpleNamespace(**told))
+    def receive_adapter(self, message: dict[str, Any]) -> None:
+        """Receive a part of an adapter; the model stays as it is."""
+        self._adapter += self._received(SimpleNamespace(**message))
 
     @_step
     def hold_adapter(self, worker: Any, name: str, config: dict[str, Any]) -> None:
-        """Ends a push of an adapter."""
+        """End a push of an adapter."""
         self.shutdown()
         shelf_of(worker).hold(name, self._adapter, config)
         self._adapter = []
@@ -307,7 +307,7 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @torch.no_grad()
     def give_up(self, problem: str = "the push was given up") -> None:
-        """Ends a push that nobody will finish."""
+        """End a push that nobody will finish."""
         if self._reload is not None:
             self._reload.abandon()
         self._reload = None
@@ -336,7 +336,7 @@ class WorkerExtension:
         valid_vocab_size: int | None,
         log_prob_vocab_size: int | None,
     ) -> dict[str, Any]:
-        """Samples as the trainer needs it from now on, and says what is served."""
+        """Have the worker sample as the trainer needs it from now on, and say what is served."""
         install_sampler(self, valid_vocab_size, log_prob_vocab_size)
         self.weight_transfer_engine.give_up()
         with suppress(RuntimeError):  # there was nothing to end
@@ -355,31 +355,31 @@ class WorkerExtension:
         }
 
     def lightppo_adapter_obstacle(self, names: list[str], rank: int) -> dict[str, str | None]:
-        """Why it cannot take such adapters."""
+        """Return why it cannot take such adapters."""
         return {"obstacle": adapter_obstacle(self, names, rank)}
 
-    def lightppo_receive_adapter(self, told: dict[str, Any]) -> dict[str, str | None]:
-        """A part of an adapter, by what the trainer told of it."""
-        self.weight_transfer_engine.receive_adapter(told)
+    def lightppo_receive_adapter(self, message: dict[str, Any]) -> dict[str, str | None]:
+        """Receive a part of an adapter, by what the trainer told of it."""
+        self.weight_transfer_engine.receive_adapter(message)
         return self.lightppo_problem()
 
     def lightppo_hold_adapter(self, name: str, config: dict[str, Any]) -> dict[str, str | None]:
-        """All of it has come."""
+        """Hold the adapter, of which all has come."""
         self.weight_transfer_engine.hold_adapter(self, name, config)
         return self.lightppo_problem()
 
     def lightppo_forget_adapters(self, names: list[str]) -> dict[str, Any]:
-        """Frees adapters that nobody will ask for; says which are held, and the numbers of those with a slot."""
+        """Free adapters that nobody will ask for; say which are held, and the numbers of those with a slot."""
         shelf = shelf_of(self)
         shelf.forget(names)
         return {"held": shelf.names(), "slots": sorted(self.list_loras())}
 
     def lightppo_problem(self) -> dict[str, str | None]:
-        """Why this worker has not done what the route before told it."""
+        """Return why this worker has not done what the route before told it."""
         return {"problem": self.weight_transfer_engine.problem}
 
     def lightppo_fingerprints(self) -> dict[str, Any]:
-        """:func:`engine_fingerprints`, the numbers as base64 of float32."""
+        """Return :func:`engine_fingerprints`, the numbers as base64 of float32."""
         prints, packed, dtype = engine_fingerprints(self)
         coded = {
             name: base64.b64encode(value.numpy().tobytes()).decode()
@@ -390,7 +390,7 @@ class WorkerExtension:
 
 @torch.no_grad()
 def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[str]], str]:
-    """What the trainer's fingerprints are compared with, by the engine's names; which layers are fused of which; type.
+    """Return what the trainer's fingerprints are compared with, by the engine's names; fused layers and parts; type.
 
     Linear layers are asked for their output: on a CPU their packed weights cannot be read.
     """

@@ -22,7 +22,7 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.experience.running import ValueNorm
+from lightppo.experience.normalisation import ValueNorm
 from lightppo.experience.token_selection import select_tokens
 from lightppo.logging import step_metrics as m
 from lightppo.logging import summaries

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,8 @@ _ENTROPY_SAMPLE = 2048
 _LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
 
 
-def sampling(config: Any) -> Callable[..., EntropySample | None]:
-    """Of every run: see :data:`lightppo.plugin.ENTROPY_SAMPLES`."""
-    return entropy_sample
-
-
 def systematic_sample(mask: Tensor, start: Tensor, stride: int) -> Tensor:
-    """Every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
+    """Return every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
 
     The sum over these times ``stride`` estimates the sum over all, without bias where ``start`` is random.
     """
@@ -43,7 +37,7 @@ class EntropySample:
     def mean(
         self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`lightppo.trainer.update.EntropySample`."""
+        """Return the micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
         counted, computed = (
             to_device(places, mask.device) for places in (self.counted, self.computed)
         )
@@ -55,7 +49,7 @@ class EntropySample:
 def entropy_sample(
     experience: Experience, tokens: float, rows: Iterable[int] = ()
 ) -> EntropySample | None:
-    """Which tokens of a micro batch are in the sample of an optimizer step of ``tokens``; ``None``: all are.
+    """Return the tokens of a micro batch that are in the sample of a step of ``tokens``; ``None``: all are.
 
     The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
     """

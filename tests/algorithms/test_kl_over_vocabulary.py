@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.more_kl import full_kl
+from lightppo.algorithms.kl import full_kl
 
 NAN, INF = float("nan"), float("inf")
 

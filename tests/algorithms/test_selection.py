@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.experience.selection import (
+from lightppo.algorithms.selection import (
     covariance,
     first_above_mean,
     select_clip_cov,

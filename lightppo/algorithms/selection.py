@@ -144,7 +144,7 @@ def _kth_largest(values: Tensor, k: int, all_reduce_sum: AllReduceSum) -> Tensor
 
 
 def _first(keys: Tensor, tie_keys: Tensor, count: int, all_reduce_sum: AllReduceSum) -> Tensor:
-    """Which of this rank's tokens are among the ``count`` with the largest (key, tie key) over all ranks."""
+    """Return which of this rank's tokens are among the ``count`` with the largest (key, tie key) over all ranks."""
     total, _ = (_rankable(values, all_reduce_sum) for values in (keys, tie_keys))
     if total <= count:
         return torch.ones_like(keys, dtype=torch.bool)

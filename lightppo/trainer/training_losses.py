@@ -1,0 +1,208 @@
+"""The losses of one micro batch, of actor and critic, and the terms that may be added to the actor's.
+
+Each loss is its micro batch's share of the loss of the whole optimizer step (see ``aggregate_loss``), so the gradient
+depends neither on micro batches nor on ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightppo.algorithms.entries import POLICY_LOSSES
+from lightppo.algorithms.kl import KLEstimate
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
+from lightppo.algorithms.masking import Aggregation, LossNormalizer, token_mean
+from lightppo.config import LossConfig, PPOConfig
+from lightppo.experience.entropy_sample import EntropySample
+from lightppo.experience.experience import Experience
+from lightppo.models.actor import ActionScores
+
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ScoreTerm:
+    """A term of the actor's loss, made of the scores of its training pass."""
+
+    # of the actor, its scores, with gradient, a micro batch, which may be a placeholder, and the step's normalizer: the
+    # micro batch's share of the term, and numbers without gradient by their names in train/
+    loss: Callable[[Any, ActionScores, Experience, LossNormalizer], tuple[Tensor, Metrics]]
+    coef: float = 1.0  # weight of the term
+    logits: bool = False  # it reads ``scores.logits``
+
+
+OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
+"""Of the actor: the weight of a term, the term, and numbers without gradient by their names in train/."""
+
+
+class LossTerm:
+    """A further term of the actor's loss, with a forward and a backward pass of its own. Its state is in checkpoints."""
+
+    metrics: Sequence[str] = ()  # names of its numbers
+
+    def losses(self, micro_batches: int) -> list[OwnLoss]:
+        """Return one for each micro batch of the optimizer step that begins, or none at all. Collective.
+
+        Each is a share of the step's loss, like that of :func:`~lightppo.algorithms.masking.aggregate_loss`.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> Any:
+        """Return the state, the same on every rank."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+
+
+def actor_loss(
+    actor: Any,
+    experience: Experience,
+    normalizer: LossNormalizer,
+    *,
+    loss_fn: PolicyLoss,
+    aggregate: Aggregation,
+    options: LossConfig,
+    terms: Sequence[ScoreTerm] = (),
+    token_weights: Sequence[Callable[..., Tensor]] = (),
+    sample: EntropySample | None = None,
+) -> tuple[Tensor, Metrics, Tensor, Tensor]:
+    """Return policy loss, entropy bonus, further terms of the same pass, and load-balancing loss.
+
+    Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
+    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training; ``sample`` are the tokens whose
+    entropy is logged, None: all.
+
+    Returns:
+        the loss (scalar), metrics, and without gradient the policy's log probs and its entropy or NaN, (B, A) each.
+    """
+    mask = experience.action_mask
+    scores = actor.score_actions(
+        experience.sequences,
+        experience.num_actions,
+        experience.attention_mask,
+        entropy=True if sample is None else sample.computed,
+        entropy_grad=options.entropy_coef > 0,
+        logits=any(term.logits for term in terms),
+        router_loss=options.aux_loss_coef > 0,
+    )
+    loss, metrics = weighted_policy_loss(
+        loss_fn,
+        experience,
+        normalizer,
+        log_probs=scores.log_probs,
+        entropy=scores.entropy.detach(),
+        token_weights=token_weights,
+    )
+    per_token = scores.entropy.detach()
+    if sample is None:
+        metrics["entropy"] = token_mean(per_token, mask, normalizer)
+    else:
+        metrics["entropy"], per_token = sample.mean(per_token, mask, normalizer)
+    if options.entropy_coef > 0:
+        entropy = aggregate(scores.entropy, mask, normalizer)
+        loss = loss - options.entropy_coef * entropy
+    for term in terms:
+        share, numbers = term.loss(actor, scores, experience, normalizer)
+        loss = loss + term.coef * share
+        metrics |= numbers
+    if options.aux_loss_coef > 0:
+        aux_loss = _token_share(mask, normalizer) * scores.router_loss
+        metrics["aux_loss"] = aux_loss.detach()
+        loss = loss + options.aux_loss_coef * aux_loss
+    return loss, metrics, scores.log_probs.detach(), per_token
+
+
+def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
+    """Return the weight of a micro batch in a mean over micro batches by their tokens.
+
+    For the load-balancing loss, which is a product of means, and so cannot be split exactly.
+    """
+    return mask.sum() * normalizer.dp_size / max(normalizer.tokens, 1.0)
+
+
+def weighted_policy_loss(
+    loss_fn: PolicyLoss,
+    experience: Experience,
+    normalizer: LossNormalizer,
+    *,
+    log_probs: Tensor,
+    entropy: Tensor,
+    token_weights: Sequence[Callable[..., Tensor]] = (),
+) -> tuple[Tensor, Metrics]:
+    """Return the policy loss of ``log_probs`` (B, A) under the weights of the experience times those in training."""
+    old_log_probs = experience.action_log_probs
+    if old_log_probs is None:
+        old_log_probs = log_probs.detach()
+    weights, in_training = experience.loss_weights, None
+    if token_weights:
+        in_training = experience.action_mask.to(log_probs.dtype)  # (B, A)
+        for weigh in token_weights:
+            in_training = in_training * weigh(
+                experience, log_probs=log_probs.detach(), entropy=entropy
+            )
+        weights = in_training if weights is None else weights * in_training
+    loss, metrics = loss_fn(
+        log_probs,
+        old_log_probs,
+        experience.advantages,
+        experience.action_mask,
+        normalizer,
+        weights=weights,
+        # a loss of a script selects none
+        selected=experience.selected if getattr(loss_fn, "selects_tokens", False) else None,
+    )
+    metrics["policy_loss"] = loss.detach()
+    if in_training is not None:
+        rejected = (in_training == 0).to(in_training.dtype)
+        metrics["rejected_ratio"] = token_mean(rejected, experience.action_mask, normalizer)
+    return loss, metrics
+
+
+def kl_to_reference(
+    kl_of_samples: KLEstimate, scores: ActionScores, experience: Experience
+) -> Tensor:
+    """Return estimates with gradient (B, A), from the log probs of the sampled tokens."""
+    old_log_probs = experience.action_log_probs
+    if old_log_probs is None:
+        old_log_probs = scores.log_probs.detach()
+    return kl_of_samples(
+        scores.log_probs, experience.base_action_log_probs, experience.action_mask, old_log_probs
+    )
+
+
+def critic_loss(
+    critic: Any,
+    experience: Experience,
+    normalizer: LossNormalizer,
+    loss_fn: ValueLoss,
+    value_norm: Any | None,
+) -> tuple[Tensor, Metrics]:
+    """Return value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
+    mask, old_values, returns = experience.action_mask, experience.values, experience.returns
+    inputs = {"num_actions": experience.num_actions, "attention_mask": experience.attention_mask}
+    values = critic(experience.sequences, **inputs)  # (B, A)
+    shown = values.detach()
+    if value_norm is not None:
+        shown = value_norm.denormalize(shown)
+        old_values, returns = value_norm.normalize_old(old_values), value_norm.normalize(returns)
+    loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
+    mean_value = token_mean(shown, mask, normalizer)
+    return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
+
+
+def build_policy_loss(config: PPOConfig) -> PolicyLoss:
+    """Return the policy loss of a resolved config."""
+    loss = config.loss
+    return PolicyLoss(
+        loss.eps_clip_low,
+        loss.eps_clip_high,
+        policy_loss=loss.policy_loss,
+        loss_agg_mode=loss.loss_agg_mode,
+        options={
+            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
+        },
+    )
