@@ -15,8 +15,8 @@ from lightppo.episodes.env_failures import Contract, EnvironmentFailed, Place, R
 from lightppo.episodes.environments import Environments, routed
 from lightppo.episodes.tape import END, Tape, digest_of
 from lightppo.episodes.tape_files import Entry, TapeError, described
-from lightppo.episodes.turns import Turn
 from lightppo.redaction import without_secrets
+from lightppo.rollout.engine import Turn
 
 _SLOW = 0.01  # seconds
 

@@ -18,8 +18,8 @@ from lightppo.episodes.calls import Call, Direct, Sample
 from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
 from lightppo.episodes.env_failures import EnvironmentFailed, Place
 from lightppo.episodes.environments import Environments, Session, opening_messages
-from lightppo.episodes.turns import Turn
 from lightppo.errors import RolloutError
+from lightppo.rollout.engine import Turn
 
 _NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
 

@@ -26,13 +26,14 @@ from lightppo.episodes.episode_metrics import Tally
 from lightppo.episodes.hf_turns import generate_turns
 from lightppo.episodes.rewards import has_failed
 from lightppo.episodes.tape import Tape
-from lightppo.episodes.turns import Turn, TurnSource
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.rollout.engine import (
     Capabilities,
     RolloutEngine,
     SamplingParams,
+    Turn,
+    TurnSource,
     capabilities_of,
 )
 from lightppo.rollout.hf import HFRolloutEngine, request_streams
@@ -378,7 +379,7 @@ class _Asked:
 
 
 class _Stage:
-    """A :class:`~lightppo.episodes.turns.TurnSource` of the episodes of one call."""
+    """A :class:`~lightppo.rollout.engine.TurnSource` of the episodes of one call."""
 
     def __init__(
         self,

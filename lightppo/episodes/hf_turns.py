@@ -12,9 +12,8 @@ from transformers import Cache
 
 from lightppo.data.records import Rollout
 from lightppo.episodes.kv_reuse import KeptRows, SlotRow, free_bytes, new_tokens
-from lightppo.episodes.turns import Turn, TurnSource
 from lightppo.rollout.decoding import CachedForward
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.engine import SamplingParams, Turn, TurnSource
 from lightppo.rollout.hf import HFRolloutEngine, check_length
 from lightppo.rollout.sampling import token_seeds
 from lightppo.rollout.slots import REFILL_SHARE, Group, PromptQueue, SlotCache
