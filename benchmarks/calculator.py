@@ -149,8 +149,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
-    from lightppo.distributed import deepspeed
-    from lightppo.plugin import RANK_START
+    from lightppo.distributed import deepspeed, distributed
     from lightppo.preflight.budget import (
         ACTOR,
         CRITIC,
@@ -163,7 +162,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
     # its 20 MB are gone before a model loads
-    RANK_START.pop("host")
+    distributed.share_host = lambda: None
     # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
     if options.get("fp16"):
         type(get_accelerator()).is_fp16_supported = lambda _: True

@@ -1,159 +1,391 @@
-"""How a run's files and folders are read, written, sealed and published: here by pathlib, in local folders.
+"""Files and folders of a run: written so that they outlive a crash of the machine, sealed with sums, and at URLs, too.
 
-A plugin may put other :class:`Files` in their place: some that know URLs, say. It registers them in
-:data:`lightppo.plugin.FILES`. Whoever reads or writes a file of a run asks :func:`files_in_use`.
+A file's data is on disk after ``fsync`` of the file, its name after ``fsync`` of the folder. What is written here has
+its data on disk before it gets its name. A sealed folder has a manifest, which is written last and makes it whole: size
+and SHA-256 of every file, and facts: plain values of the one who sealed it.
 
-A sealed folder has a manifest, which is written last and makes it whole: the names of its files, and facts: plain values
-of the one who sealed it.
+Another package may put its own :class:`Files` in their place, in :data:`lightppo.plugin.FILES`. Whoever reads or writes
+a file of a run asks :func:`files_in_use`.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightppo.errors import StagingError
+from lightppo import storage
+from lightppo.errors import ConfigError, StorageError
 from lightppo.plugin import FILES
-from lightppo.redaction import shown_url
+from lightppo.storage import is_url, without_scheme
 
 MANIFEST = "lightppo_manifest.json"
 
 
-class Files:
-    """How files and folders of a run are kept: here in local folders. A subclass may know URLs, too.
+class Digest(NamedTuple):
+    """What a file holds."""
 
-    A process that is killed leaves old or new names, and no half file under either.
+    size: int
+    sha256: str | None  # None: only the size is known
+
+
+_THREADS = min(8, os.cpu_count() or 1)
+_CHUNK = 1 << 22  # bytes read at once; and of a write from which on a thread of its own hashes
+
+
+# -- write -----------------------------------------------------------------------------------------------------------
+
+
+class _HashedFile:
+    """Hashes what it writes, at the same time.
+
+    After a failure it takes all further data and forgets it: torch's C++ writer would hide the reason, or abort.
     """
 
-    def check(self, url: str, flag: str = "the URL") -> None:
-        """StagingError for a URL that cannot be used; the error names the flag. Nothing is read."""
-        if is_url(url):
-            raise StagingError(
-                f"{flag} {shown_url(url)}: URLs are read and written by a plugin (lightppo.plugins.ops), which is not "
-                "installed: name a local file or folder"
-            )
+    def __init__(self, path: Path, hasher: ThreadPoolExecutor) -> None:
+        self.file, self.hasher = path.open("wb"), hasher
+        self.hash, self.size, self.error = hashlib.sha256(), 0, None
 
-    def bring(self, path: str) -> str:
-        """The local path of a file or folder that is only read; what is no URL stays as it is."""
-        self.check(path)
-        return without_scheme(path)
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            hashing: Future | None = None
+            if view.nbytes >= _CHUNK:
+                hashing = self.hasher.submit(self.hash.update, view)  # both release Python's lock
+            else:
+                self.hash.update(view)
+            try:
+                self.file.write(view)
+                self.size += view.nbytes
+            except OSError as error:
+                self.error = error
+            if hashing is not None:
+                hashing.result()
+        return view.nbytes
 
-    def local(self, folder: str | os.PathLike[str]) -> Path:
-        """Where this process reads and writes a folder of the run: the folder itself, or what stands for its URL."""
-        return Path(self.bring(os.fspath(folder)))
+    def flush(self) -> None:
+        """Do nothing: it is on disk at the end."""
 
-    def fetch(self, folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> None:
-        """Bring what a URL has under the relative names that are ``wanted`` into :meth:`local` of it."""
-        self.check(os.fspath(folder))
-
-    def publish(
-        self,
-        folder: str | os.PathLike[str],
-        *names: str,
-        last: str | None = None,
-        instead_of: tuple[str, ...] = (),
-    ) -> None:
-        """Send names in :meth:`local` of a folder to its URL; what is not there any more goes from the URL, too.
-
-        Args:
-            last: the file of a sent folder that makes it whole.
-            instead_of: patterns of file names; other files at the URL that fit one go.
-        """
-        self.check(os.fspath(folder))
-
-    def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
-        """A new file that ``fill(file)`` writes."""
-        with path.open("wb") as file:
-            fill(file)
-
-    @contextmanager
-    def written_together(self, ranks: Any, engine: Any, folder: Path) -> Iterator[None]:
-        """Inside, all ranks write files of a checkpoint into one folder, a DeepSpeed engine some of them. Collective."""
-        yield
-        ranks.barrier()
-
-    def write_text(self, path: Path, text: str) -> None:
-        """The whole text under this name, or what was there before, whenever the process stops."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(text.encode())
-        self.rename(temporary, path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """As ``os.replace``."""
-        os.replace(source, target)
-
-    def remove(self, path: Path) -> None:
-        """A file, or a folder with all that is in it; of a link only the link."""
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
-
-    def seal(self, folder: Path, **facts: Any) -> None:
-        """Write the manifest of a folder that is complete; ``facts`` are plain values to keep."""
-        files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-        names = sorted(path.relative_to(folder).as_posix() for path in files)
-        self.write_text(folder / MANIFEST, json.dumps({"files": names, "facts": facts}))
-
-    def manifest(self, folder: Path) -> dict[str, Any]:
-        """The names of a sealed folder's ``files``, and its ``facts``; both empty where it is not sealed."""
+    def close(self) -> Digest:
         try:
-            return json.loads((folder / MANIFEST).read_bytes())
-        except (OSError, ValueError):
-            return {"files": [], "facts": {}}
+            if self.error is None:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+        finally:
+            with suppress(OSError):  # of a flush that failed before
+                self.file.close()
+        if self.error is not None:
+            raise self.error
+        return Digest(self.size, self.hash.hexdigest())
 
-    def damage(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-        """What is not as it was sealed, a text per file. Only this share of the files is looked at."""
+
+def write_file(path: str | os.PathLike[str], fill: Callable[[Any], Any]) -> Digest:
+    """Write a new file by ``fill(file)``; its data is on disk then, its name is not yet.
+
+    Raises:
+        OSError: of a write, also where ``fill`` raised something else because of it.
+    """
+    with ThreadPoolExecutor(1) as hasher:
+        file = _HashedFile(Path(path), hasher)
+        try:
+            fill(file)
+        except BaseException as error:
+            file.error = file.error or error
+        return file.close()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a text: the whole one is under this name or what was there before, whenever the machine stops."""
+    path = Path(path)
+    if path.is_dir():
+        raise StorageError(
+            f"{path} is a folder, and a file is to be written there: remove or rename the folder"
+        )
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_file(temporary, lambda file: file.write(text.encode()))
+    rename(temporary, path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename as ``os.replace`` does; it is on disk when this returns."""
+    os.replace(source, target)
+    for folder in {source.parent, target.parent}:
+        sync_folder(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; of a link only the link: what it leads to is not ours."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not know it
+            raise
+    finally:
+        os.close(handle)
+
+
+# -- manifests -------------------------------------------------------------------------------------------------------
+
+
+def seal(folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
+    """Put all files of a folder on disk, and their manifest beside them, which makes the folder whole.
+
+    Args:
+        known: of files that this or another rank wrote with :func:`write_file`, by name below the folder.
+        facts: plain values to keep, see :func:`facts_of`.
+    """
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    names = sorted(path.relative_to(folder).as_posix() for path in files)
+    if missing := sorted(known.keys() - set(names)):
+        raise StorageError(
+            f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it"
+        )
+    others = [name for name in names if name not in known]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        settled = pool.map(lambda name: _settle(folder / name), others)
+        digests = dict(known) | dict(zip(others, settled))
+    for below in {folder, *((folder / name).parent for name in names)}:
+        sync_folder(below)
+    content = {"files": {name: digests[name] for name in names}, "facts": facts}
+    write_text(folder / MANIFEST, json.dumps(content | {"sha256": _sum_of(content)}, indent=1))
+
+
+def _settle(path: Path) -> Digest:
+    """Put a file that another library wrote on disk, and return what it holds."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return digest(path)
+
+
+def digest(path: Path, first: float = math.inf) -> Digest:
+    """Return size and sum of the ``first`` bytes of a file."""
+    total, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(int(min(_CHUNK, first - size))):
+            total.update(chunk)
+            size += len(chunk)
+    return Digest(size, total.hexdigest())
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what a manifest says; StorageError where it is missing, or was altered."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if isinstance(content["files"], list):  # names alone, which older versions could write
+            return content
+        is_whole = content.pop("sha256") == _sum_of(content)
+    except FileNotFoundError:
+        raise StorageError(f"{MANIFEST} is missing") from None
+    except (ValueError, TypeError, AttributeError, KeyError):
+        is_whole = False
+    except OSError as error:
+        raise StorageError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+    if not is_whole:
+        raise StorageError(f"{MANIFEST} has other content than was written")
+    return content
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """Return ``files`` and ``facts`` of a sealed folder; both are empty where there is no whole manifest."""
+    try:
+        return _read_manifest(folder)
+    except StorageError:
+        return {"files": {}, "facts": {}}
+
+
+def seal_of(folder: Path) -> str | None:
+    """Return the sum of a sealed folder's manifest, which names its files and its facts; None without a whole one."""
+    try:
+        return _sum_of(_read_manifest(folder))
+    except StorageError:
+        return None
+
+
+def damage(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """Return what is damaged in a sealed folder, a text per file: nothing if it is as it was sealed.
+
+    Args:
+        share, shares: only this share of the files is looked at.
+    """
+    try:
+        files = _read_manifest(folder)["files"]
+    except StorageError as error:
+        return [str(error)]
+    if isinstance(files, list):
         return []
+    written = {name: Digest(*files[name]) for name in files}
+    mine = sorted(written, key=lambda name: (-written[name].size, name))[share::shares]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        changes = pool.map(lambda name: change(folder, name, written[name]), mine)
+        return [text for text in changes if text is not None]
 
-    @contextmanager
-    def explained(self, folder: Path, needed: int | None = None) -> Iterator[None]:
-        """Inside, an error of the disk, when ``needed`` bytes are written, becomes one that says what to do."""
+
+def change(folder: Path, name: str, written: Digest, grows: bool = False) -> str | None:
+    """Return what has happened to a file since it was ``written``; None: nothing, or it ``grows`` and has more."""
+    try:
+        size = (folder / name).stat().st_size
+        if size < written.size or (size > written.size and not grows):
+            return f"{name} has {size} bytes, {written.size} were written"
+        if written.sha256 is not None and digest(folder / name, written.size) != written:
+            return f"{name} has other content than was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+# -- before anything is written --------------------------------------------------------------------------------------
+
+
+def check_writable(folder: str | os.PathLike[str], flag: str) -> None:
+    """Refuse a folder that cannot be made, or written to: makes it, writes a file, and leaves all as it was.
+
+    URLs are not looked at.
+    """
+    if "://" in os.fspath(folder):
+        return
+    path = Path(folder).expanduser().absolute()
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if os.path.exists(there) and not there.is_dir():
+        raise ConfigError(f"{flag} {folder}: {there} is a file, not a folder: name another one")
+    made: list[Path] = []
+    times = os.stat(there) if os.path.exists(there) else None
+    try:
+        for missing in reversed([p for p in (path, *path.parents) if not os.path.exists(p)]):
+            missing.mkdir()
+            made.append(missing)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except FileExistsError:  # made by another process meanwhile
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {folder}: {there} cannot be written to ({error.strerror}): name another folder"
+        ) from error
+    finally:
+        with suppress(OSError):  # another process may have written into it
+            for folder_of_ours in reversed(made):
+                folder_of_ours.rmdir()
+            if times is not None:
+                os.utime(there, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+# -- errors of a disk ------------------------------------------------------------------------------------------------
+
+_FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextmanager
+def explained(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn the error of a full or read-only disk, whichever library said so, into a StorageError that says what to do.
+
+    Args:
+        needed: bytes that are written inside.
+    """
+    try:
         yield
+    except StorageError:
+        raise
+    except Exception as error:
+        # Rust's libraries raise errors of their own, with the system's words in them.
+        numbers = [
+            number
+            for number in (*_FULL, *_REFUSED)
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error)
+        ]
+        if not numbers:
+            raise
+        if numbers[0] in _FULL:
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            need = "" if needed is None else f"{shown_size(needed)} are needed, "
+            free = f"{shown_size(shutil.disk_usage(there).free)} are free"
+            problem = f"{folder}: the disk is full: {need}{free}"
+            remedy = "lower --max_ckpt_num, or choose another disk with --ckpt_path"
+        else:
+            problem = f"{folder}: cannot be written ({os.strerror(numbers[0])})"
+            remedy = "make it writable, or choose another --ckpt_path"
+        raise StorageError(f"{problem}: {remedy} (for model and logs --save_path)") from error
+
+
+def shown_size(count: float) -> str:
+    """Return a text such as 1.5 GB, 20.0 MB or 300 bytes: never 0.0 of something."""
+    for unit, size in {"GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+# -- the files in use ------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """How files and folders of a run are read, written, sealed and published. A subclass may override each method."""
+
+    check = staticmethod(storage.check_scheme)
+    bring = staticmethod(storage.stage_to_local)
+    local = staticmethod(storage.local_folder)
+    fetch = staticmethod(storage.download)
+    publish = staticmethod(storage.upload)
+    write = staticmethod(write_file)
+    write_text = staticmethod(write_text)
+    rename = staticmethod(rename)
+    remove = staticmethod(remove)
+    seal = staticmethod(seal)
+    manifest = staticmethod(manifest)
+    damage = staticmethod(damage)
+    explained = staticmethod(explained)
 
 
 def files_in_use() -> Files:
-    """The files that were registered last."""
+    """Return the files that were registered last."""
     return FILES.last()
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """:meth:`Files.local` of the files in use."""
+    """Return where this process reads and writes a folder of the run: the folder itself, or what stands for its URL."""
     return files_in_use().local(folder)
 
 
 def stage_to_local(path: str) -> str:
-    """:meth:`Files.bring` of the files in use."""
+    """Return the local path of a file or folder that is only read; what is no URL stays as it is."""
     return files_in_use().bring(path)
 
 
 def check_file_url(url: str, flag: str) -> None:
-    """:meth:`Files.check` of the files in use."""
+    """Raise StagingError, which names the flag, for a URL that cannot be used. Nothing is read."""
     files_in_use().check(url, flag)
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What a folder was sealed with; empty where it is not sealed."""
+    """Return what a folder was sealed with; nothing where it is not sealed."""
     return files_in_use().manifest(folder)["facts"]
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
-    text = os.fspath(path)
-    return "://" in text and not text.startswith(("file://", "local://"))
-
-
-def without_scheme(path: str) -> str:
-    """A local path that may be written as ``file:///folder``."""
-    return path.split("://", 1)[-1]
-
-
 def join(folder: str | os.PathLike[str], name: str) -> str | Path:
-    """A path inside a folder; a URL stays one."""
+    """Return a path inside a folder; a URL stays one."""
     text = os.fspath(folder)
     return f"{text.rstrip('/')}/{name}" if is_url(text) else Path(without_scheme(text)) / name

@@ -35,7 +35,7 @@ class Command(Entry):
 
 @dataclass(frozen=True)
 class Check(Entry):
-    """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
+    """A function of the run that is being built, :class:`lightppo.trainer.building.Building`; its lines are printed."""
 
     # It is called when the options are known, when the tokenizer is there, before folders are written to, before rewards
     # are made, when data are read, when models are in place, when the rollout engine is there.
@@ -70,16 +70,6 @@ class TokenWeight(Entry):
     # It reads experience.rollout_log_probs, which some engines do not give.
     needs_rollout_log_probs: bool = False
     flag: str = ""  # the option that asks for it, for messages
-
-
-@dataclass(frozen=True)
-class FrozenModel:
-    """A further model of a run: a causal LM with the actor's vocabulary that does not train, such as a teacher."""
-
-    path: str
-    flag: str  # that names it
-    zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
-    offload: bool = False  # its shards are in CPU memory
 
 
 @dataclass(frozen=True)
@@ -218,38 +208,16 @@ model needs its logits; the arguments are those of ``Actor._predict``. The first
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the
-:class:`lightppo.trainer.build.Building` whose prompts are read, and returns a
+:class:`lightppo.trainer.building.Building` whose prompts are read, and returns a
 :class:`lightppo.trainer.training_losses.LossTerm`, or None where the options ask for no such term."""
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss that other packages add, beside the corrections and rejections that are shipped."""
 
-OLD_LOG_PROBS: Table = Table("source of old log probs")
-"""What ``--old_log_probs auto`` is, the last entry: a function of the resolved config and of ``exact_rollout``, as
-:func:`lightppo.config.rules.old_log_probs_from` describes them, returns what that does. It must import nothing heavy.
-Without an entry it is ``"forward"``."""
-
-FROZEN_MODELS: Table = Table("further model")
-"""Further models of a run, under the names of their roles: functions of the config that return a
-:class:`FrozenModel`, or None. They must import nothing heavy. Passes and terms get the loaded models by name. A check of
-``folders`` may put an object that is elsewhere, on a server, into ``Building.frozen`` instead."""
-
 FOLLOWERS: Table = Table("model that follows the actor")
 """Models in float32 that follow the actor, under the names of their parts in checkpoints: functions of the config that
 tell whether the run has one. It begins as the actor does; ``reference`` is the run's reference. Callbacks move it."""
 
-
-AROUND: Table = Table("what is around a rank's main function")
-"""An entry's function gets the main function of a rank, its name in messages and ``--debug``, and returns another main
-function around it, which may end the process by SystemExit."""
-
-RANK_START: Table = Table("what is around the meeting of the ranks")
-"""What a rank does before and after it joins the others: an entry's function gets the strategy, whose device is set, and
-returns a context, in which the process group is made. It is called on all ranks together."""
-
-STRATEGY_METHODS: Table = Table("method of a strategy")
-"""What scripts may call of a :class:`lightppo.distributed.deepspeed.DeepspeedStrategy` beside its own methods: functions
-whose first argument is the strategy."""
 
 ARGUMENTS: Table = Table("look at arguments")
 """What looks at the words of a command line before they are read: an entry's function gets them and returns those that
@@ -320,41 +288,9 @@ REWARD_NAMES: Table = Table("names of rewards")
 """Which sources score training where options name them: an entry's function gets the config and returns names in
 ``REWARDS``, or None; the first one counts. Else the source is the one whose flag is set. It must import nothing heavy."""
 
-FILES: Table = Table("keeping of files", {"plain": Entry("lightppo.files:Files")})
+FILES: Table = Table("keeping of files", {"files": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
 those that were registered last are in use."""
-
-WITH_CHECKPOINTS: Table = Table("what is saved with a checkpoint")
-"""What is written when a checkpoint is: an entry's function ``(checkpointer, root, step)`` gets the
-:class:`lightppo.checkpoint.run_checkpointer.RunCheckpointer`. It is called on all ranks together."""
-
-CHECKPOINT_NOTES: Table = Table("what a checkpoint says of its model")
-"""Plain values that :func:`lightppo.checkpoint.engine_state.read_meta` gives back: an entry's function ``(ranks, model)``
-returns them by name. It is called on all ranks together; those of rank 0 are written."""
-
-CHECKPOINT_CHECKS: Table = Table("look at a checkpoint before it is loaded")
-"""An entry's function ``(ranks, model, path, meta)`` raises CheckpointError where the checkpoint in the folder ``path``
-does not fit the model; ``meta`` is what it says about itself. It is called on all ranks together."""
-
-CHECKPOINT_CHOICES: Table = Table(
-    "choice of a checkpoint", {"last": Entry("lightppo.checkpoint.run_checkpointer:last_whole")}
-)
-"""Which checkpoint a run goes on from, the last entry: a function ``(checkpointer, root, is_held, before)`` returns a tag
-or None. It has looked at the files; where the run holds the folder, it may rename others. It is called on all ranks."""
-
-OLDER_STATES: Table = Table("state of an older checkpoint")
-"""What brings the state of a run, which an older lightppo wrote into a checkpoint, to its present form: functions of the
-state that return it, called in this order."""
-
-RESUMES: Table = Table("look at a run that goes on")
-"""What looks at a run and the checkpoint that it goes on from: functions of a
-:class:`lightppo.checkpoint.run_checkpointer.Resumed`, called on all ranks together, which yield lines to print. ConfigError
-where it is another run."""
-
-CHECKPOINT_LOADERS: Table = Table("loader of checkpoints of another shape")
-"""What loads a checkpoint of another number of ranks or another ZeRO stage, the last one: an entry's function
-``(engine, path, meta, load_lr_scheduler_states)``, called on all ranks together; ``meta`` is what the checkpoint says
-about itself, :func:`lightppo.checkpoint.engine_state.read_meta`."""
 
 CHECKS: Table[Check] = Table("check", kind=Check)
 """What else looks at a run while it is built, after lightppo's own checks in ``lightppo/trainer/start_checks.py``; an

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def ranks_on_node(otherwise: int) -> int:
-    """How many ranks share this host, as the launcher says: torchrun by LOCAL_WORLD_SIZE, deepspeed by LOCAL_SIZE."""
+    """Return how many ranks share this host, as the launcher says: torchrun by LOCAL_WORLD_SIZE, deepspeed by LOCAL_SIZE."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
@@ -35,42 +35,42 @@ class Ranks:
         return True
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduces a tensor, a number or a dictionary of them; ``op`` is mean, sum, max or min."""
+        """Reduce a tensor, a number or a dictionary of them; ``op`` is mean, sum, max or min."""
         return data
 
     def all_gather(self, data: Any) -> Any:
-        """Concatenates tensors along their first dimension, which may differ, in rank order."""
+        """Concatenate tensors along their first dimension, which may differ, in rank order."""
         return data
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Collects a picklable object from every rank, in rank order."""
+        """Collect a picklable object from every rank, in rank order."""
         return [obj]
 
     def gather_object(self, obj: Any) -> list[Any] | None:
-        """The same for rank 0 alone: what only it writes need not travel to the others, which get ``None``."""
+        """Do the same for rank 0 alone: what only it writes need not travel to the others, which get ``None``."""
         return [obj]
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
-        """Sends each rank (a key) its own picklable object; what came here, in the senders' order."""
+        """Send each rank (a key) its own picklable object; return what came here, in the senders' order."""
         return list(parts.values())
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Rank ``src``'s object on every rank."""
+        """Return rank ``src``'s object on every rank."""
         return obj
 
     def same_count(self, count: int) -> int:
-        """The largest ``count`` of all ranks: how often each must run a collective."""
+        """Return the largest ``count`` of all ranks: how often each must run a collective."""
         return count
 
     def on_rank_0(self, action: Callable[[], T], what: str) -> T:
-        """What ``action`` returns on rank 0; if it fails, every rank raises."""
+        """Return what ``action`` returns on rank 0; if it fails, every rank raises."""
         return action()
 
     def barrier(self) -> None:
         pass
 
     def print(self, *parts: Any) -> None:
-        """Prints on rank 0."""
+        """Print on rank 0."""
         print(*(without_secrets(str(part)) for part in parts), flush=True)
 
 
@@ -114,5 +114,5 @@ def asked_to_stop() -> bool:
 
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
-    """Fillers, then this rank's parts: equally many on every rank, so that collectives match. Collective."""
+    """Return fillers, then this rank's parts: equally many on every rank, so that collectives match. Collective."""
     return [*(filler() for _ in range(ranks.same_count(len(parts)) - len(parts))), *parts]

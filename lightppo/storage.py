@@ -18,19 +18,62 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
-from lightppo.files import is_url
-from lightppo.node_cache import (
-    CACHE_VARIABLE,
-    cache_folder,
-    in_cache,
-    made_once,
-)
 from lightppo.redaction import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)
 
+CACHE_VARIABLE = "LIGHTPPO_CACHE"
 _WAITS = (0.0, 2.0, 10.0)  # seconds before further tries
 _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems name them
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith(("file://", "local://"))
+
+
+def without_scheme(path: str) -> str:
+    """Return a local path that may be written as ``file:///folder``."""
+    return path.split("://", 1)[-1]
+
+
+# -- the cache of this node: copies that can be made again -------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Return where this node keeps copies that can be made again."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightppo")
+
+
+def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None) -> Path:
+    """Return a place in this node's cache."""
+    return (
+        Path(cache_dir or cache_folder())
+        / kind
+        / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        / name
+    )
+
+
+def made_once(
+    target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0
+) -> Path:
+    """Make a file or folder by the first process that comes, whole or not at all; others wait. It stays."""
+    from filelock import FileLock, Timeout
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        return target
+    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
+    try:
+        with lock.acquire(poll_interval=0.5):
+            if not target.exists():
+                make(target)
+    except Timeout as error:
+        waited = f"another process on this node has been at it for over {timeout_s:g} s"
+        raise TimeoutError(f"{what}: {waited}; see its log (lock {lock.lock_file})") from error
+    return target
 
 
 # -- read ------------------------------------------------------------------------------------------------------------
@@ -39,13 +82,13 @@ _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems na
 def stage_to_local(
     url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0
 ) -> str:
-    """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
+    """Return the local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
 
     No half copy is ever used, and a remote file that has changed (size, time, etag) is copied again. ``cache_dir`` is
     ``$LIGHTPPO_CACHE`` by default, else ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process.
     """
     if not is_url(url):
-        return url.split("://", 1)[-1]
+        return without_scheme(url)
 
     import fsspec
 
@@ -55,17 +98,17 @@ def stage_to_local(
         info = fs.info(remote)
         is_folder = info["type"] == "directory"
         # find() is for folders only: over HTTP, it would read a file in search of links.
-        found: dict[str, dict[str, Any]] = (
+        remote_files: dict[str, dict[str, Any]] = (
             fs.find(remote, detail=True) if is_folder else {remote: info}
         )
     except Exception as error:  # each file system raises its own errors
         raise StagingError(f"{shown_url(url)} cannot be read: {_said(error)}") from error
-    if not found:
+    if not remote_files:
         raise StagingError(f"{shown_url(url)} is an empty folder, or does not exist")
     versions = ("ETag", "etag", "md5Hash", *_TIMES)  # the first that the file system knows
     files = [
         (name, info.get("size"), str(next((info[key] for key in versions if info.get(key)), "")))
-        for name, info in sorted(found.items())
+        for name, info in sorted(remote_files.items())
     ]
     sizes = [size for _, size, _ in files]
     size = None if None in sizes else sum(sizes)
@@ -79,12 +122,12 @@ def stage_to_local(
 
 
 def _as_given(url: str) -> dict[str, Any]:
-    """How to open a URL: one that is quoted already, as a signed one is, is sent to the letter."""
+    """Return how to open a URL: one that is quoted already, as a signed one is, is sent to the letter."""
     return {"encoded": True} if url.startswith(("http://", "https://")) and "%" in url else {}
 
 
 def _name_of(remote: str) -> str:
-    """The name of the copy: of a URL without its query, which may be a signature."""
+    """Return the name of the copy: of a URL without its query, which may be a signature."""
     path = urlsplit(remote).path if "://" in remote else remote
     return posixpath.basename(path.rstrip("/")) or "root"
 
@@ -94,7 +137,7 @@ def _said(error: BaseException) -> str:
 
 
 def check_scheme(url: str, flag: str = "the URL") -> Any:
-    """fsspec's class for a URL; StagingError if there is none or its package is not installed. No network."""
+    """Return fsspec's class for a URL; StagingError if there is none or its package is not installed. No network."""
     from fsspec import available_protocols, get_filesystem_class
 
     scheme, shown = url.split("://")[0], shown_url(url)
@@ -150,8 +193,8 @@ def _remove(path: Path) -> None:
 
 
 def content_folder(kind: str, fill: Callable[[Path], object]) -> Path:
-    """A folder of this node's cache with what ``fill`` writes into one, named by its content: the same at every start,
-    for all processes, and never of something else. Nobody may write into it."""
+    """Return a folder of this node's cache with what ``fill`` writes into one, named by its content: the same at every
+    start, for all processes, and never of something else. Nobody may write into it."""
     root = cache_folder() / kind
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -189,7 +232,7 @@ _apart: Path | None = None
 
 
 def read_apart(folder: str | os.PathLike[str]) -> None:
-    """From now on folders at URLs are in this one: a run of this machine that goes on writes in the cache."""
+    """Keep folders at URLs in this one from now on: a run of this machine that goes on writes in the cache."""
     global _apart
     _apart = Path(folder)
 
@@ -199,10 +242,10 @@ def _home() -> Path:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder itself; for a URL the folder of this node's cache that is written in its place."""
+    """Return the folder itself; for a URL the folder of this node's cache that is written in its place."""
     path = os.fspath(folder)
     if not is_url(path):
-        return Path(path.split("://", 1)[-1])
+        return Path(without_scheme(path))
     scheme, _, rest = shown_url(path).partition("://")
     if login := login_of(path):  # which is not shown, and tells folders apart
         rest = f"{hashlib.sha256(login.encode()).hexdigest()[:8]}@{rest.partition('@')[2]}"
@@ -253,14 +296,18 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
 
     def bring(fs: Any, root: str) -> None:
         fs.invalidate_cache()
-        found = {info["name"]: info for info in _files(fs, root)} if _exists(fs, root) else {}
-        names = {path: path[len(root) :].lstrip("/") for path in sorted(found)}
+        remote_files = (
+            {info["name"]: info for info in _files(fs, root)} if _exists(fs, root) else {}
+        )
+        names = {path: path[len(root) :].lstrip("/") for path in sorted(remote_files)}
         for path, name in names.items():
             if wanted(name):
                 target = local_folder(folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 fs.get_file(path, str(target))
-                changed = next((found[path][key] for key in _TIMES if found[path].get(key)), None)
+                changed = next(
+                    (remote_files[path][key] for key in _TIMES if remote_files[path].get(key)), None
+                )
                 changed = changed.timestamp() if hasattr(changed, "timestamp") else changed
                 if isinstance(changed, (int, float)):
                     os.utime(target, (changed, changed))
@@ -304,7 +351,7 @@ def is_forgotten(folder: str | os.PathLike[str]) -> bool:
 
 
 def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
-    """Names of the files at and below these paths that have changed since they were last sent; none if no URL."""
+    """Return names of the files at and below these paths that have changed since they were last sent; none if no URL."""
     local = local_folder(folder)
     files = (
         {path for top in paths for path in (top, *top.rglob("*")) if path.is_file()}
@@ -315,7 +362,7 @@ def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
 
 
 def _stamp(path: Path) -> Path:
-    """An empty file that has the time of the last change that was sent."""
+    """Return the empty file that has the time of the last change that was sent."""
     return _home() / "sent" / path.relative_to(_home() / "folders")
 
 
@@ -332,7 +379,7 @@ def _stamp_sent(path: Path, changed: int) -> None:
 
 
 def probe(folder: str | os.PathLike[str]) -> None:
-    """StagingError if nothing can be written to the URL."""
+    """Raise StagingError if nothing can be written to the URL."""
 
     def write(fs: Any, root: str) -> None:
         fs.makedirs(root, exist_ok=True)
@@ -346,7 +393,7 @@ def probe(folder: str | os.PathLike[str]) -> None:
 def _remotely(
     folder: str | os.PathLike[str], action: Callable[[Any, str], None], hint: str = ""
 ) -> None:
-    """Calls ``action`` with the file system of a URL and the path on it; a StagingError if the last try fails too."""
+    """Call ``action`` with the file system of a URL and the path on it; a StagingError if the last try fails too."""
     import fsspec
 
     file_system = check_scheme(url := os.fspath(folder))
@@ -365,7 +412,7 @@ def _remotely(
 
 
 def _exists(fs: Any, path: str) -> bool:
-    """Not ``fs.exists``, which says no where the server cannot be reached: a run would begin anew."""
+    """Whether a path is there. ``fs.exists`` says no where the server cannot be reached: a run would begin anew."""
     try:
         fs.info(path)
     except FileNotFoundError:
@@ -374,7 +421,7 @@ def _exists(fs: Any, path: str) -> bool:
 
 
 def _files(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
-    """All files below a folder. ``fs.find`` leaves out what it cannot list."""
+    """Yield all files below a folder. ``fs.find`` leaves out what it cannot list."""
     for info in fs.ls(folder, detail=True):
         if info["type"] != "directory":
             yield info

@@ -21,7 +21,7 @@ _NAMED = re.compile(r"GLOBAL (\S+)")  # in torch's message
 
 
 def read(path: str | os.PathLike[str], classes: Iterable[type] = (), mapped: bool = False) -> Any:
-    """What a file holds, on the CPU.
+    """Return what a file holds, on the CPU.
 
     Args:
         classes: that it may hold beside tensors and plain values.
@@ -46,8 +46,22 @@ def read(path: str | os.PathLike[str], classes: Iterable[type] = (), mapped: boo
         raise CheckpointError(explained(path, error)) from error
 
 
+def deepspeed_classes() -> list[type]:
+    """Return what files of DeepSpeed hold beside tensors and plain values."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def read_deepspeed(path: str | os.PathLike[str]) -> Any:
+    """Return what a file of a checkpoint holds; its tensors come from the disk when they are used."""
+    return read(path, deepspeed_classes(), mapped=True)
+
+
 def explained(path: str | os.PathLike[str], error: Exception) -> str:
-    """Why a file was not loaded, in one line, out of the error of a ``torch.load`` with ``weights_only``."""
+    """Say why a file was not loaded, in one line, out of the error of a ``torch.load`` with ``weights_only``."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
     if isinstance(error, pickle.UnpicklingError) and (named := _NAMED.search(text)):
         return (
@@ -60,7 +74,7 @@ def explained(path: str | os.PathLike[str], error: Exception) -> str:
 
 @contextmanager
 def _allowed(classes: Iterable[type]) -> Iterator[None]:
-    """As torch's ``safe_globals``, whose end takes away what was allowed before it, too."""
+    """Allow classes as torch's ``safe_globals`` does, whose end takes away what was allowed before it, too."""
     from torch.serialization import get_safe_globals, safe_globals
 
     with safe_globals(list(set(classes) - set(get_safe_globals()))):
@@ -69,7 +83,7 @@ def _allowed(classes: Iterable[type]) -> Iterator[None]:
 
 @contextmanager
 def others_read_safely(classes: Iterable[type] = ()) -> Iterator[None]:
-    """Inside, a library's own ``torch.load`` cannot run code either, whatever it asks for."""
+    """Keep a library's own ``torch.load`` inside from running code either, whatever it asks for."""
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:

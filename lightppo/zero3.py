@@ -19,7 +19,7 @@ from torch import nn
 
 
 def engine_attribute(model: Any) -> str | None:
-    """The attribute under which this class of model keeps its engine; None if the engine is outermost."""
+    """Return the attribute under which this class of model keeps its engine; None if the engine is outermost."""
     return getattr(type(model), "engine_attribute", None)
 
 
@@ -29,12 +29,12 @@ def _engine_or_module(model: Any) -> Any:
 
 
 def is_engine(model: Any) -> bool:
-    """True for a DeepSpeed engine, without importing DeepSpeed."""
+    """Whether this is a DeepSpeed engine, without importing DeepSpeed."""
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
 
 
 def find_engine(model: Any) -> Any | None:
-    """The DeepSpeed engine of a prepared model, None for a plain module."""
+    """Return the DeepSpeed engine of a prepared model, None for a plain module."""
     inner = _engine_or_module(model)
     return inner if is_engine(inner) else None
 
@@ -44,7 +44,7 @@ AWAY: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
 
 
 def get_engine(model: Any, what_for: str) -> Any:
-    """The engine of a prepared model, with its optimizer states; for a plain one, the error says what needed it."""
+    """Return the engine of a prepared model, with its optimizer states; for a plain one, the error says what needed it."""
     engine = find_engine(model)
     if engine is None:
         raise ValueError(
@@ -56,49 +56,49 @@ def get_engine(model: Any, what_for: str) -> Any:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """True if the engine trains; engines of frozen models have a stand-in or nothing."""
+    """Whether the engine trains; engines of frozen models have a stand-in or nothing."""
     optimizer = getattr(engine, "optimizer", None)
     # At bf16 a replicated model's stand-in also has parameter groups, but says that it is a stand-in.
     return hasattr(optimizer, "param_groups") and getattr(optimizer, "using_real_optimizer", True)
 
 
 def zero_stage_of(engine: Any | None) -> int:
-    """ZeRO stage of an engine, 0 for None."""
+    """Return the ZeRO stage of an engine, 0 for None."""
     return 0 if engine is None else int(engine.zero_optimization_stage())
 
 
 def unwrap_model(model: Any) -> nn.Module:
-    """The module without its engine; for a class with ``engine_attribute``, the module under that attribute."""
+    """Return the module without its engine; for a class with ``engine_attribute``, the module under that attribute."""
     inner = _engine_or_module(model)
     return inner.module if is_engine(inner) else inner
 
 
 def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
-    """The Hugging Face models by name: a module itself, as "", or those that it directly holds."""
+    """Return the Hugging Face models by name: a module itself, as "", or those that it directly holds."""
     parts = {"": module, **dict(module.named_children())}
-    found = {
+    models = {
         name: part
         for name, part in parts.items()
         if hasattr(part, "save_pretrained") and hasattr(part, "config")
     }
-    return {"": module} if "" in found else found
+    return {"": module} if "" in models else models
 
 
 def find_hf_model(model: Any) -> tuple[nn.Module, str]:
-    """The Hugging Face model inside a wrapper, and the prefix of its parameters in ``unwrap_model(model)``."""
+    """Return the Hugging Face model inside a wrapper, and the prefix of its parameters in ``unwrap_model(model)``."""
     module = unwrap_model(model)
-    found = _hf_models(module)
-    if len(found) != 1:
-        names = ", ".join(found) or "none"
+    models = _hf_models(module)
+    if len(models) != 1:
+        names = ", ".join(models) or "none"
         raise ValueError(
             f"{type(module).__name__} must hold one Hugging Face model to be saved or loaded, not: {names}"
         )
-    ((name, hf_model),) = found.items()
+    ((name, hf_model),) = models.items()
     return hf_model, f"{name}." if name else ""
 
 
 def own_part(param: nn.Parameter) -> torch.Tensor:
-    """This rank's part, without the padding of the last shard, which is never written."""
+    """Return this rank's part, without the padding of the last shard, which is never written."""
     if not is_sharded(param):
         return param.detach()
     size = param.ds_tensor.numel()
@@ -107,10 +107,10 @@ def own_part(param: nn.Parameter) -> torch.Tensor:
 
 
 def find_adapters(model: Any) -> Any | None:
-    """The ``LoraExport`` of the Hugging Face model inside, or None; ValueError for 4-bit weights without adapters."""
+    """Return the ``LoraExport`` of the Hugging Face model inside, or None; ValueError for 4-bit weights without adapters."""
     module = unwrap_model(model)
-    found = list(_hf_models(module).values())
-    adapters = getattr(found[0], "lora", None) if len(found) == 1 else None
+    models = list(_hf_models(module).values())
+    adapters = getattr(models[0], "lora", None) if len(models) == 1 else None
     if adapters is None and any(hasattr(param, "quant_state") for param in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has weights in 4 bits and no adapters, so it cannot be saved or sent: call "
@@ -120,36 +120,36 @@ def find_adapters(model: Any) -> Any | None:
 
 
 def find_whole(model: Any) -> Any | None:
-    """The checkpoint with towers that the Hugging Face model inside is a part of, or None.
+    """Return the checkpoint with towers that the Hugging Face model inside is a part of, or None.
 
     It is what an entry of ``lightppo.plugin.LANGUAGE_MODELS`` has returned.
     """
-    found = list(_hf_models(unwrap_model(model)).values())
-    return getattr(found[0], "whole", None) if len(found) == 1 else None
+    models = list(_hf_models(unwrap_model(model)).values())
+    return getattr(models[0], "whole", None) if len(models) == 1 else None
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """True if this rank holds a ZeRO-3 shard of the parameter."""
+    """Whether this rank holds a ZeRO-3 shard of the parameter."""
     return hasattr(param, "ds_tensor")
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """Shape of the whole parameter, sharded or not."""
+    """Return the shape of the whole parameter, sharded or not."""
     return torch.Size(param.ds_shape) if is_sharded(param) else param.shape
 
 
 def forget_secondary_shard(param: torch.Tensor) -> None:
-    """Call it after writing into ``ds_tensor``: forwards prefer hpZ's copy if there is one."""
+    """Forget it after writing into ``ds_tensor``: forwards prefer hpZ's copy if there is one."""
     # DeepSpeed makes these copies in every ZeRO-3 engine of a process as soon as one engine asks for hpZ.
     if getattr(param, "ds_secondary_tensor", None) is not None:
         param.ds_secondary_tensor = None
 
 
 def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the flat ``whole``, cut as the sharded parameter is: equal slices, zero-padded."""
+    """Return this rank's part of the flat ``whole``, cut as the sharded parameter is: equal slices, zero-padded."""
     size = param.ds_tensor.numel()
     start = size * torch.distributed.get_rank(param.ds_process_group)
     part = whole[start : start + size]
@@ -157,7 +157,7 @@ def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
-    """Number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
+    """Return the number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
     counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
     return sum(
         (p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel()
@@ -167,7 +167,7 @@ def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
 
 @contextmanager
 def gathered_parameters(model: Any) -> Iterator[nn.Module]:
-    """Holds the whole model on every rank, gathered once instead of per layer and token; yields it without its engine.
+    """Hold the whole model on every rank, gathered once instead of per layer and token; yields it without its engine.
 
     ZeRO-3's hooks are off meanwhile, so ranks may run different numbers of forwards, as in generation, but no training
     step. They come back at the end, even after an error. Changes nothing below stage 3 or inside itself.
@@ -201,7 +201,7 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
 
 
 def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | None:
-    """Whole parameters and buffers on the CPU, on rank 0; tied parameters stay one tensor. Collective under ZeRO-3."""
+    """Return whole parameters and buffers on rank 0's CPU; tied parameters stay one tensor. Collective under ZeRO-3."""
     engine = find_engine(model)
     if zero_stage_of(engine) == 3:
         return engine._zero3_consolidated_16bit_state_dict()

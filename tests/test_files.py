@@ -1,32 +1,19 @@
-"""Plain files: what the core alone does with folders; and a plugin's files in their place."""
+"""Files of a run: what is on disk before what, sealed folders, what a full disk says; and files of another package."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from lightppo.checkpoint.durable import seal_of
-from lightppo.checkpoint.run_files import KeptFiles
-from lightppo.errors import StagingError
-from lightppo.files import (
-    MANIFEST,
-    Files,
-    files_in_use,
-    join,
-    local_folder,
-)
+from lightppo import files
+from lightppo.errors import StorageError
+from lightppo.files import Files, files_in_use, join, local_folder
 from lightppo.plugin import FILES
-from lightppo.ranks import Ranks
 from lightppo.table import Entry
-
-
-@pytest.fixture
-def plain(monkeypatch) -> Files:
-    """The files of a core without plugins."""
-    monkeypatch.delitem(FILES, "kept")
-    return files_in_use()
 
 
 def filled(folder: Path) -> Path:
@@ -36,8 +23,8 @@ def filled(folder: Path) -> Path:
     return folder
 
 
-def test_plugins_put_their_files_in_place_of_plain_ones(monkeypatch):
-    assert isinstance(files_in_use(), KeptFiles)
+def test_another_package_puts_its_files_in_place_of_these(monkeypatch):
+    assert type(files_in_use()) is Files
 
     class Elsewhere(Files):
         def local(self, folder):
@@ -47,8 +34,8 @@ def test_plugins_put_their_files_in_place_of_plain_ones(monkeypatch):
     assert local_folder("/runs/one") == Path("/elsewhere/one")
 
 
-def test_text_is_replaced_whole(plain, tmp_path, monkeypatch):
-    plain.write_text(tmp_path / "latest", "old")
+def test_text_is_replaced_whole(tmp_path, monkeypatch):
+    files.write_text(tmp_path / "latest", "old")
 
     def killed(source, target):
         raise KeyboardInterrupt
@@ -56,77 +43,175 @@ def test_text_is_replaced_whole(plain, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            plain.write_text(tmp_path / "latest", "new")
+            files.write_text(tmp_path / "latest", "new")
     assert (tmp_path / "latest").read_text() == "old"
-    plain.write_text(tmp_path / "latest", "new")
+    files.write_text(tmp_path / "latest", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "new")]
 
 
-@pytest.mark.parametrize("seals", [Files(), KeptFiles()])
-@pytest.mark.parametrize("reads", [Files(), KeptFiles()])
-def test_whoever_sealed_a_folder_others_know_its_facts(tmp_path, seals, reads):
+def test_a_folder_that_older_versions_sealed_with_names_alone(tmp_path):
     folder = filled(tmp_path / "folder")
-    assert reads.manifest(folder)["facts"] == {}
-    seals.seal(folder, step=3)
-    assert reads.manifest(folder)["facts"] == {"step": 3}
-    assert sorted(reads.manifest(folder)["files"]) == ["inner/note", "weights"]
-    assert reads.damage(folder) == []
-    os.truncate(folder / MANIFEST, 20)
-    assert reads.manifest(folder)["facts"] == {}
+    content = {"files": ["inner/note", "weights"], "facts": {"step": 3}}
+    (folder / files.MANIFEST).write_text(json.dumps(content))
+    assert files.facts_of(folder) == {"step": 3}
+    assert files.damage(folder) == []
+    os.truncate(folder / files.MANIFEST, 20)
+    assert files.facts_of(folder) == {}
 
 
-def test_sums_tell_of_damage(tmp_path):
+def test_sums_show_damage(tmp_path):
     folder = filled(tmp_path / "folder")
-    kept = KeptFiles()
-    kept.seal(folder, step=3)
-    before = seal_of(folder)
+    files.seal(folder, step=3)
+    before = files.seal_of(folder)
     os.truncate(folder / "weights", 7)
     (folder / "inner" / "note").unlink()
-    damage = kept.damage(folder)
+    damage = files.damage(folder)
     assert sorted(damage) == ["inner/note is missing", "weights has 7 bytes, 1000 were written"]
-    assert sorted(kept.damage(folder, 0, 2) + kept.damage(folder, 1, 2)) == sorted(damage)
-    assert seal_of(folder) == before  # of what was written
-    (folder / "inner" / "note").write_text("xyz")
-    assert "inner/note has other content than was written" in kept.damage(folder)
+    assert files.seal_of(folder) == before  # of what was written
 
-    (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("1000", "7"))
-    assert kept.damage(folder) == [f"{MANIFEST} has other content than was written"]
-    assert kept.manifest(folder)["facts"] == {}
+    (folder / files.MANIFEST).write_text((folder / files.MANIFEST).read_text().replace("1000", "7"))
+    assert files.damage(folder) == [f"{files.MANIFEST} has other content than was written"]
+    assert files.facts_of(folder) == {}
 
 
-def test_of_a_link_only_the_link_is_removed(plain, tmp_path):
+def test_of_a_link_only_the_link_is_removed(tmp_path):
     folder = filled(tmp_path / "folder")
     (tmp_path / "link").symlink_to(folder)
-    plain.remove(tmp_path / "link")
+    files.remove(tmp_path / "link")
     assert (folder / "weights").exists()
-    plain.remove(folder)
+    files.remove(folder)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_url_asks_for_the_plugin(plain):
-    told = r"s3://user:…@bucket/run|s3://…@bucket/run: URLs are read and written by a plugin \(lightppo\.plugins\.ops\)"
-    for use in (plain.local, plain.bring, plain.publish, lambda url: plain.fetch(url, bool)):
-        with pytest.raises(StagingError, match=told) as refused:
-            use("s3://user:secret@bucket/run")
-        assert "secret" not in str(refused.value)
-    with pytest.raises(StagingError, match="--save_path s3://bucket: URLs"):
-        plain.check("s3://bucket", "--save_path")
-
-
-def test_names_of_local_folders(plain):
-    assert plain.local("file:///runs/one") == Path("/runs/one")
-    assert plain.bring("owner/name") == "owner/name"
+def test_names_of_local_folders():
+    assert local_folder("file:///runs/one") == Path("/runs/one")
+    assert files_in_use().bring("owner/name") == "owner/name"
     assert join("runs/one", "eval") == Path("runs/one/eval")
     assert join("s3://bucket/run/", "eval") == "s3://bucket/run/eval"
 
 
-def test_all_ranks_have_written_before_rank_0_goes_on(plain, tmp_path):
-    met = []
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    """A folder with files of several sizes, one in a folder of its own."""
+    folder = tmp_path / "sealed"
+    (folder / "inner").mkdir(parents=True)
+    known = {
+        "big": files.write_file(
+            folder / "big", lambda file: [file.write(b"x" * (5 << 20)), file.write(b"y")]
+        )
+    }
+    (folder / "small.json").write_text("{}")
+    (folder / "inner" / "empty").touch()
+    files.seal(folder, known, step=3)
+    return folder
 
-    class Counted(Ranks):
-        def barrier(self):
-            met.append("barrier")
 
-    with plain.written_together(Counted(), None, tmp_path):
-        assert met == []
-    assert met == ["barrier"]
+def test_a_folder_is_as_it_was_sealed(sealed):
+    assert files.damage(sealed) == []
+    assert files.manifest(sealed)["facts"] == {"step": 3}
+    written = json.loads((sealed / files.MANIFEST).read_text())["files"]
+    assert {name: size for name, (size, _) in written.items()} == {
+        "big": (5 << 20) + 1,
+        "inner/empty": 0,
+        "small.json": 2,
+    }
+    (sealed / "a note of the user's").touch()
+    assert files.damage(sealed) == []
+
+
+def test_the_digest_of_a_file_as_it_is_written_is_that_of_the_file(sealed):
+    written = json.loads((sealed / files.MANIFEST).read_text())["files"]
+    files.seal(sealed, step=3)  # now all are read
+    assert json.loads((sealed / files.MANIFEST).read_text())["files"] == written
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("alter", "told"),
+    [
+        (lambda folder: flip(folder / "big", 4_000_000), "big has other content than was written"),
+        (lambda folder: os.truncate(folder / "big", 7), "big has 7 bytes, 5242881 were written"),
+        (lambda folder: (folder / "inner" / "empty").unlink(), "inner/empty is missing"),
+        (lambda folder: (folder / files.MANIFEST).unlink(), f"{files.MANIFEST} is missing"),
+        (
+            lambda folder: flip(folder / files.MANIFEST, 60),
+            f"{files.MANIFEST} has other content than was written",
+        ),
+        (
+            lambda folder: os.truncate(folder / files.MANIFEST, 60),
+            f"{files.MANIFEST} has other content",
+        ),
+    ],
+)
+def test_what_is_altered_is_named(sealed, alter, told):
+    alter(sealed)
+    (found,) = files.damage(sealed)
+    assert found.startswith(told)
+
+
+def test_ranks_share_the_reading_and_together_see_all(sealed):
+    flip(sealed / "small.json", 0)
+    assert sorted(
+        text for share in range(3) for text in files.damage(sealed, share, 3)
+    ) == files.damage(sealed)
+    assert [len(files.damage(sealed, share, 3)) for share in range(3)].count(1) == 1
+    os.truncate(sealed / "big", 7)
+    # a size, too, is one rank's to look at
+    assert sum(len(files.damage(sealed, share, 3)) for share in range(3)) == 2
+
+
+def test_a_file_of_another_rank_that_is_not_here_is_said(sealed):
+    with pytest.raises(
+        StorageError,
+        match=r"rank1\.pt, which another rank wrote, is not here: all nodes must share it",
+    ):
+        files.seal(sealed, {"rank1.pt": files.Digest(1, "0")})
+
+
+def test_text_is_replaced_only_once_it_is_on_disk(tmp_path, monkeypatch):
+    files.write_text(tmp_path / "latest", "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        files.write_text(tmp_path / "latest", "new")
+    assert (tmp_path / "latest").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            OSError(errno.ENOSPC, "x"),
+            r"/run: the disk is full: 3.0 GB are needed, .* are free: lower --max_ckpt_num",
+        ),
+        (
+            Exception("I/O error: No space left on device (os error 28)"),
+            r"the disk is full: 3.0 GB .*--ckpt_path",
+        ),
+        (
+            OSError(errno.EROFS, "x"),
+            r"/run: cannot be written \(Read-only file system\): .* another --ckpt_path",
+        ),
+        (
+            PermissionError(errno.EACCES, "x"),
+            r"cannot be written \(Permission denied\): make it writable",
+        ),
+    ],
+)
+def test_disks_that_take_nothing_are_explained(tmp_path, error, told):
+    with (
+        pytest.raises(StorageError, match=told),
+        files.explained(tmp_path / "run", needed=3 * 10**9),
+    ):
+        raise error
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    with pytest.raises(KeyError), files.explained(tmp_path):
+        raise KeyError("x")
+    with pytest.raises(OSError, match="x"), files.explained(tmp_path):
+        raise OSError(errno.EIO, "x")

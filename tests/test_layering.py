@@ -25,7 +25,6 @@ FLOORS = {
     "http_client": 0,
     "http_deadline": 0,
     "metric_names": 0,
-    "node_cache": 0,
     "option": 0,
     "plugin": 0,
     "ranks": 0,

@@ -1,7 +1,6 @@
 """Checkpoints of engines: weights, optimizer and scheduler, written whole or not at all.
 
-``DeepspeedStrategy`` offers these functions as ``save_ckpt`` and ``load_ckpt``. How files are kept, where a URL leads,
-and what is damaged, the files in use say (:mod:`lightppo.files`).
+``DeepspeedStrategy`` offers these functions as ``save_ckpt`` and ``load_ckpt``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import json
 import logging
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,23 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightppo import tensor_file
-from lightppo.errors import CheckpointError
-from lightppo.files import Files, files_in_use, is_url, local_folder
-from lightppo.plugin import CHECKPOINT_CHECKS, CHECKPOINT_LOADERS, CHECKPOINT_NOTES
+from lightppo.checkpoint.damage import check_model, damage, model_facts
+from lightppo.checkpoint.layout import (
+    CLIENT_STATE,
+    INCOMPLETE,
+    LATEST,
+    META,
+    OLD,
+    download,
+    frozen_file,
+    is_checkpoint,
+    latest_tag,
+    list_tags,
+    tag_of,
+)
+from lightppo.checkpoint.reshape import load_reshaped
+from lightppo.errors import CheckpointError, StorageError
+from lightppo.files import Digest, explained, files_in_use, local_folder
 from lightppo.ranks import Ranks
 from lightppo.zero3 import (
     find_adapters,
@@ -39,13 +53,6 @@ from lightppo.zero3 import (
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
-META = "lightppo_checkpoint.json"
-FROZEN = "frozen_rank{}.pt"  # weights of a model without optimizer; under ZeRO-3 a file per rank
-_CLIENT_STATE = "client_state.pt"
-DAMAGED = ".damaged"
-INCOMPLETE = ".incomplete"
-_OLD = f".old{INCOMPLETE}"
 _FORMAT = 1
 
 
@@ -63,7 +70,7 @@ def save_checkpoint(
     protected_tags: Collection[str] = (),
     facts: Mapping[str, Any] = {},
 ) -> str:
-    """Saves weights, optimizer and scheduler to ``save_dir/tag``, marks it as the latest, returns the tag. Collective.
+    """Save weights, optimizer and scheduler to ``save_dir/tag``, mark it as the latest, return the tag. Collective.
 
     The directory gets its name once all ranks have written; older checkpoints are removed only then.
 
@@ -79,22 +86,26 @@ def save_checkpoint(
     if max_num < 1:
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
     files, target, save_dir = files_in_use(), save_dir, local_folder(save_dir)
-    tag = tag or f"global_step{engine.global_steps}"
+    tag = tag or tag_of(engine.global_steps)
     staging = save_dir / f"{tag}{INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
 
-    meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
-    for note in CHECKPOINT_NOTES.values():
-        meta |= note.fn(ranks, model)
-    with files.written_together(ranks, engine, staging):
-        _write_engine(ranks, model, engine, files, staging)
+    meta = {"format": _FORMAT, "sealed": True, **_shape(engine), **model_facts(ranks, model)}
+    written = WrittenTogether(staging)
+    with written.by(engine):
+        _write_engine(ranks, model, engine, written)
         if ranks.is_rank_0():
-            files.write(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
-            files.write(staging / META, lambda file: file.write(json.dumps(meta).encode()))
+            written.write(staging / CLIENT_STATE, partial(torch.save, client_state or {}))
+            written.write(staging / META, lambda file: file.write(json.dumps(meta).encode()))
+    written.settle(ranks)
 
     def commit() -> None:
-        with files.explained(save_dir):
-            files.seal(staging, **facts)
+        with files.explained(save_dir, written.needed):
+            try:
+                files.seal(staging, known=written.known, **facts)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)  # room for others, where a disk is full
+                raise
             _replace(save_dir, tag, staging)
             files.publish(target, tag, last=META)
             files.publish(target, LATEST)
@@ -106,13 +117,14 @@ def save_checkpoint(
     return tag
 
 
-def _write_engine(ranks: Ranks, model: Any, engine: Any, files: Files, folder: Path) -> None:
-    """Weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
+def _write_engine(ranks: Ranks, model: Any, engine: Any, written: WrittenTogether) -> None:
+    """Write weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
+    folder = written.folder
     if not has_optimizer(engine):
         # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
         if zero_stage_of(engine) == 3 or ranks.is_rank_0():
             save = partial(torch.save, _local_tensors(engine))
-            files.write(folder / FROZEN.format(ranks.get_rank()), save)
+            written.write(frozen_file(folder, ranks.get_rank()), save)
         return
     adapters = find_adapters(model)
     with (
@@ -121,9 +133,86 @@ def _write_engine(ranks: Ranks, model: Any, engine: Any, files: Files, folder: P
         engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False, **options)
 
 
+class WrittenTogether:
+    """What all ranks write into the folder of a checkpoint: a failure of one waits until all can share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.needed = folder, 0  # bytes: of this rank, of all once they are settled
+        self.known: dict[str, Digest] = {}
+        self.failure: Exception | None = None
+
+    @contextlib.contextmanager
+    def by(self, engine: Any) -> Iterator[None]:
+        """Take all that DeepSpeed writes inside: an error of one rank would leave the others in its barrier."""
+        if not has_optimizer(engine):  # DeepSpeed writes nothing of it
+            yield
+            return
+        writer, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
+        writer.save = lambda state_dict, path: self.write(
+            Path(path), partial(torch.save, state_dict)
+        )
+        engine._copy_recovery_script = lambda path: self._attempt(partial(copy_scripts, path))
+        try:
+            yield
+        finally:
+            del writer.save, engine._copy_recovery_script
+
+    def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
+        """Write a file, unless something has failed before."""
+        self.needed += bytes_of(getattr(fill, "args", ()))
+        self._attempt(lambda: self._write(path, fill))
+
+    def _write(self, path: Path, fill: Callable[[Any], Any]) -> None:
+        if (digest := files_in_use().write(path, fill)) is not None:
+            self.known[path.relative_to(self.folder).as_posix()] = digest
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        try:
+            if self.failure is None:
+                action()
+        except Exception as error:
+            self.failure = error
+
+    def settle(self, ranks: Ranks) -> None:
+        """Learn the files and bytes of all ranks; one error on all ranks if one rank has one. Collective."""
+        gathered = ranks.all_gather_object((self.known, self.needed, self.failure is not None))
+        self.needed = sum(size for _, size, _ in gathered)
+        failed = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
+        if failed:
+            if ranks.is_rank_0():
+                # This makes room for others, and the message counts that room as free.
+                shutil.rmtree(self.folder, ignore_errors=True)
+            ranks.barrier()
+            text = ranks.broadcast_object(self._what_failed(), src=failed[0])
+            raise StorageError(f"rank {failed[0]}: {text}") from self.failure
+        self.known = {name: digest for known, _, _ in gathered for name, digest in known.items()}
+
+    def _what_failed(self) -> str | None:
+        if self.failure is None:
+            return None
+        try:
+            with explained(self.folder.parent, self.needed):
+                raise self.failure
+        except StorageError as error:
+            return str(error)
+        except Exception as error:
+            return f"{self.folder}: {type(error).__name__}: {error}"
+
+
+def bytes_of(state: Any) -> int:
+    """Return the bytes of the tensors in nested containers."""
+    if isinstance(state, torch.Tensor):
+        return state.untyped_storage().nbytes()
+    if isinstance(state, Mapping):
+        state = state.values()
+    elif not isinstance(state, list | tuple):
+        return 0
+    return sum(map(bytes_of, state))
+
+
 def _replace(save_dir: Path, tag: str, staging: Path) -> None:
     """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
-    files, replaced = files_in_use(), save_dir / f"{tag}{_OLD}"
+    files, replaced = files_in_use(), save_dir / f"{tag}{OLD}"
     if os.path.lexists(save_dir / tag):
         files.rename(save_dir / tag, replaced)
     files.rename(staging, save_dir / tag)
@@ -143,7 +232,7 @@ def load_checkpoint(
     checked: bool = False,
     reshape: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """Loads a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
+    """Load a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
 
     Returns the checkpoint's path, and the ``client_state`` saved with it. ``tag`` None is the latest;
     ``load_module_strict`` refuses weights whose names do not fit; ``checked`` says that :func:`damage` found nothing.
@@ -152,18 +241,17 @@ def load_checkpoint(
     engine = get_engine(model, "loading a checkpoint")
     source, load_dir = load_dir, local_folder(load_dir)
     if not checked:
-        bring(ranks, source, tag)
+        download(ranks, source, tag)
     tag = tag or latest_tag(load_dir)
     if tag is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
-    if not checked and (path / META).is_file() and (damaged := damage(ranks, path)):
+    if not checked and is_checkpoint(path) and (damaged := damage(ranks, path)):
         raise CheckpointError(f"{path} is damaged: {'; '.join(damaged)}")
     meta = read_meta(path)
     _check_shape(engine, path, meta, load_optimizer_states, reshape)
-    check_notes(ranks, model, path, meta)
+    check_model(ranks, model, path, meta)
     if any(meta[key] != value for key, value in _shape(engine).items()):
-        load_reshaped = next(reversed(CHECKPOINT_LOADERS.values())).fn
         load_reshaped(engine, path, meta, load_lr_scheduler_states=load_lr_scheduler_states)
     elif not has_optimizer(engine):
         _load_without_optimizer(engine, path)
@@ -189,7 +277,7 @@ def load_checkpoint(
 
 
 def _coming_rates(scheduler: LRScheduler) -> list[float]:
-    """Of the next step; by this run's schedule, which may be longer than that of the run that saved."""
+    """Return the rates of the next step by this run's schedule, which may be longer than that of the run that saved."""
     if isinstance(scheduler, LambdaLR):  # others may know no step but the one after the last
         shares = (of_step(scheduler.last_epoch) for of_step in scheduler.lr_lambdas)
         scheduler._last_lr = [
@@ -198,25 +286,10 @@ def _coming_rates(scheduler: LRScheduler) -> list[float]:
     return scheduler.get_last_lr()
 
 
-def check_notes(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """CheckpointError where plugins see that a checkpoint does not fit a model. Collective."""
-    for check in CHECKPOINT_CHECKS.values():
-        check.fn(ranks, model, path, meta)
-
-
-def deepspeed_classes() -> list[type]:
-    """What files of DeepSpeed hold beside tensors and plain values."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-
-
 @contextlib.contextmanager
 def _read_safely(engine: Any) -> Iterator[None]:
-    """DeepSpeed unpickles what a checkpoint holds; inside, it gets its files from our reader."""
-    reader, classes = engine.checkpoint_engine, deepspeed_classes()
+    """Give DeepSpeed, which unpickles what a checkpoint holds, its files by our reader inside."""
+    reader, classes = engine.checkpoint_engine, tensor_file.deepspeed_classes()
     reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
     try:
         # At ZeRO-3, DeepSpeed does not use the engine's reader for weights that are loaded alone.
@@ -227,12 +300,12 @@ def _read_safely(engine: Any) -> Iterator[None]:
 
 
 def read_client_state(path: Path) -> dict[str, Any]:
-    """What was saved with the checkpoint in this folder."""
-    return tensor_file.read(path / _CLIENT_STATE)
+    """Return what was saved with the checkpoint in this folder."""
+    return tensor_file.read(path / CLIENT_STATE)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself: ranks, ZeRO stage, precision, :data:`lightppo.plugin.CHECKPOINT_NOTES`."""
+    """Return what a checkpoint says about itself: ranks, ZeRO stage, precision, adapters, towers."""
     try:
         meta = {"fp16": False, **json.loads((path / META).read_bytes())}
     except FileNotFoundError as error:
@@ -251,7 +324,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def has_finite_weights(model: Any) -> bool:
-    """Of this rank, by their sums: one look at each."""
+    """Whether the weights of this rank are finite, by their sums: one look at each."""
     weights = [
         own_part(weight)
         for weight in unwrap_model(model).parameters()
@@ -262,69 +335,8 @@ def has_finite_weights(model: Any) -> bool:
     )
 
 
-def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None:
-    """A checkpoint at a URL to this node. Collective."""
-    if is_url(source):
-        marks = (LATEST, f"{tag}/")
-        fetch = partial(files_in_use().fetch, source, lambda name: name.startswith(marks))
-        ranks.on_rank_0(fetch, f"read {source}")
-
-
-def damage(ranks: Ranks, path: Path) -> list[str]:
-    """What is damaged in a checkpoint, a text per file; nothing if it is as it was saved. Collective.
-
-    Each rank looks at its share of the files.
-    """
-    damaged = files_in_use().damage(path, share=ranks.get_rank(), shares=ranks.world_size)
-    return sorted({text for texts in ranks.all_gather_object(damaged) for text in texts})
-
-
-def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
-    """The tag to resume from in ``load_dir``; None if there is no checkpoint."""
-    load_dir = Path(load_dir)
-    if not load_dir.is_dir():
-        raise CheckpointError(f"{load_dir} is not a directory")
-    if (tag := read_mark(load_dir)) is None:
-        return None
-    if not (load_dir / tag / META).is_file():
-        others = ", ".join(list_tags(load_dir)) or "none"
-        raise CheckpointError(
-            f"{load_dir / LATEST} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}"
-        )
-    return tag
-
-
-def read_mark(folder: Path) -> str | None:
-    """What a folder's ``latest`` says, damaged bytes as ``\\xe2``; None without that file."""
-    marker = folder / LATEST
-    try:
-        return marker.read_bytes().decode(errors="backslashreplace").strip()
-    except FileNotFoundError:
-        return None
-    except IsADirectoryError as error:
-        raise CheckpointError(
-            f"{marker} is a folder, and must be a file with the name of the last checkpoint: remove it"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{marker} cannot be read ({error.strerror})") from error
-
-
-def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
-    """Tags of the complete checkpoints in a directory, oldest first."""
-    aside = (INCOMPLETE, DAMAGED)
-    whole = [
-        path
-        for path in Path(save_dir).iterdir()
-        if (path / META).is_file() and path.suffix not in aside
-    ]
-    return [
-        path.name
-        for path in sorted(whole, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))
-    ]
-
-
 def rng_state() -> dict[str, Any]:
-    """States of this rank's random generators: Python, NumPy, torch and its CUDA device."""
+    """Return the states of this rank's random generators: Python, NumPy, torch and its CUDA device."""
     name, keys, *rest = numpy.random.get_state()
     # A tensor in place of the array, so that it loads with weights_only.
     state = {"numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest)}
@@ -333,7 +345,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Restores what ``rng_state`` returned on this rank."""
+    """Restore what ``rng_state`` returned on this rank."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
@@ -343,7 +355,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def _shape(engine: Any) -> dict[str, Any]:
-    """Properties that a run must share with the run that saved."""
+    """Return properties that a run must share with the run that saved."""
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": zero_stage_of(engine),
@@ -356,7 +368,7 @@ def _shape(engine: Any) -> dict[str, Any]:
 def _check_shape(
     engine: Any, path: Path, meta: Mapping[str, Any], load_optimizer_states: bool, reshape: bool
 ) -> None:
-    """CheckpointError unless a checkpoint can be loaded into an engine of this run."""
+    """Raise CheckpointError unless a checkpoint can be loaded into an engine of this run."""
     shape = _shape(engine)
     changed = {key for key in shape if meta[key] != shape[key]}
     fixed = changed - {"world_size", "zero_stage"} if reshape else changed
@@ -367,11 +379,6 @@ def _check_shape(
             f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in keys)}, this run has "
             f"{', '.join(f'{key}={shape[key]}' for key in keys)}: {also}resume with the same number of "
             "processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
-        )
-    if changed and not CHECKPOINT_LOADERS:
-        raise CheckpointError(
-            f"{path} has other ranks or another ZeRO stage: a plugin loads such checkpoints, "
-            "lightppo.plugins.reshape, which is not installed: resume with as many processes and the same --zero_stage"
         )
     if load_optimizer_states:
         return
@@ -389,7 +396,7 @@ def _check_shape(
 @torch.no_grad()
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
-    saved = tensor_file.read(directory / FROZEN.format(rank))
+    saved = tensor_file.read(frozen_file(directory, rank))
     tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())
@@ -410,13 +417,13 @@ def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _make_room(save_dir: Path, staging: Path) -> None:
-    """A folder for a new checkpoint, without what an interrupted saving left."""
+    """Make a folder for a new checkpoint, without what an interrupted saving left."""
     files = files_in_use()
     with files.explained(save_dir):
         save_dir.mkdir(parents=True, exist_ok=True)
         for leftover in list(save_dir.glob(f"*{INCOMPLETE}")):
-            whole = save_dir / leftover.name.removesuffix(_OLD)
-            if leftover.name.endswith(_OLD) and not whole.exists():
+            whole = save_dir / leftover.name.removesuffix(OLD)
+            if leftover.name.endswith(OLD) and not whole.exists():
                 files.rename(leftover, whole)  # the one that was to take its place did not come
                 continue
             logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
@@ -425,14 +432,14 @@ def _make_room(save_dir: Path, staging: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Whole or gone, whenever the process stops: the next save removes what has this name."""
+    """Remove a checkpoint, which is whole or gone whenever the process stops: the next save removes the rest."""
     aside = folder.with_name(f"{folder.name}{INCOMPLETE}")
     files_in_use().rename(folder, aside)
     files_in_use().remove(aside)
 
 
 def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
-    """Removes checkpoints, oldest first, until the others are within the limits; returns their tags."""
+    """Remove checkpoints, oldest first, until the others are within the limits; return their tags."""
     gone = []
     sizes = {tag: _size_of(save_dir / tag) for tag in list_tags(save_dir)}
     for tag in [tag for tag in sizes if tag not in keep]:

@@ -86,7 +86,7 @@ def save_model(
     files: Mapping[str, str] = {},
     **facts: Any,
 ) -> None:
-    """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective.
+    """Write all that transformers reads. A new folder appears complete; in an old one, file by file. Collective.
 
     Published, the config comes last.
 
@@ -122,7 +122,7 @@ def save_model(
 def _write(
     hf_model: Any, state_dict: Mapping[str, torch.Tensor], tokenizer: Any | None, folder: Path
 ) -> None:
-    """Weights, config and tokenizer; under adapters the merged weights, and the adapters beside them."""
+    """Write weights, config and tokenizer; under adapters the merged weights, and the adapters beside them."""
     adapters = find_adapters(hf_model)
     whole = state_dict if adapters is None else adapters.merged(state_dict)
     if (around := find_whole(hf_model)) is not None:
@@ -138,7 +138,7 @@ def _write(
 
 @contextlib.contextmanager
 def _place_of(output_dir: Path) -> Iterator[Path]:
-    """An empty folder, whose files come to ``output_dir`` at the end."""
+    """Yield an empty folder, whose files come to ``output_dir`` at the end."""
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
     inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
@@ -157,7 +157,7 @@ def _place_of(output_dir: Path) -> Iterator[Path]:
 
 
 def _class_of(hf_model: Any) -> dict[str, str]:
-    """What is saved, and what reads it."""
+    """Return the names of what is saved, and of what reads it."""
     if (around := find_whole(hf_model)) is not None:
         return {"architecture": around.architecture, "auto_class": around.auto_class}
     task = "CausalLM" if hf_model.can_generate() else "SequenceClassification"
@@ -165,13 +165,13 @@ def _class_of(hf_model: Any) -> dict[str, str]:
 
 
 def _card(hf_model: Any, tokenizer: Any | None, name: str) -> str:
-    """The README: how transformers reads the model, and where the score of a reward model or a critic is."""
+    """Return the README: how transformers reads the model, and where the score of a reward model or a critic is."""
     names = {"name": name, **_class_of(hf_model)}
     if hf_model.can_generate() or tokenizer is None or find_whole(hf_model) is not None:
         return _MODEL_CARD.format(**names, code=_LOAD.format(**names), note="")
     rows = getattr(hf_model.config, "reward_rows", None) or {}
-    told = rows.get("system_prompt")
-    system = "" if told is None else f'{{"role": "system", "content": {json.dumps(told)}}}, '
+    prompt = rows.get("system_prompt")
+    system = "" if prompt is None else f'{{"role": "system", "content": {json.dumps(prompt)}}}, '
     kwargs = rows.get("chat_template_kwargs")
     options = "" if kwargs is None else f", **{json.loads(kwargs)!r}"
     text = _CHAT.format(system=system, options=options) if rows.get("is_chat") else _TEXT
@@ -183,7 +183,7 @@ def _card(hf_model: Any, tokenizer: Any | None, name: str) -> str:
 
 @contextlib.contextmanager
 def _with_pad_of_scores(hf_model: Any, tokenizer: Any | None) -> Iterator[Any | None]:
-    """The tokenizer to save; a classifier's config and tokenizer have a pad token that no text ends with, or none.
+    """Yield the tokenizer to save; a classifier's config and tokenizer have a pad token that no text ends with, or none.
 
     transformers' classifiers score the last token that is not the pad token, whatever the mask says: where the
     end-of-text pads, the token before it.
@@ -206,17 +206,17 @@ def _with_pad_of_scores(hf_model: Any, tokenizer: Any | None) -> Iterator[Any | 
 
 
 def _pad_for(tokenizer: Any, ends: set[int | None]) -> str | None:
-    """A token of the vocabulary that no text ends with: one made for padding, one that nothing becomes, or the first."""
+    """Return a token that no text ends with: one made for padding, one that nothing becomes, or the first."""
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    found = [token for token in special if "pad" in token.lower()]
+    candidates = [token for token in special if "pad" in token.lower()]
     unknown = tokenizer.unk_token_id
     if (
         unknown is not None and unknown not in tokenizer("\ue000")["input_ids"]
     ):  # bytes stand for it
-        found.append(tokenizer.unk_token)
-    found += [token for token in (tokenizer.bos_token,) if token is not None]
+        candidates.append(tokenizer.unk_token)
+    candidates += [token for token in (tokenizer.bos_token,) if token is not None]
     return next(
-        (token for token in found if tokenizer.convert_tokens_to_ids(token) not in ends), None
+        (token for token in candidates if tokenizer.convert_tokens_to_ids(token) not in ends), None
     )
 
 
@@ -240,7 +240,7 @@ def _take_place(staging: Path, output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _savable(hf_model: Any) -> Iterator[None]:
-    """Without the progress bar of each save; with ``do_sample`` in the generation config of a model that samples.
+    """Hide the progress bar of each save; put ``do_sample`` in the generation config of a model that samples.
 
     Some hub models have sampling settings without it, which transformers reads but refuses to write.
     """
@@ -272,7 +272,7 @@ def _savable(hf_model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dropout_of_checkpoint(hf_model: Any) -> Iterator[None]:
-    """Inside, the config has the dropout of the checkpoint again, where loading has set it to 0 for training here."""
+    """Give the config the dropout of the checkpoint again inside, where loading has set it to 0 for training here."""
     config, changed = hf_model.config, []
     own = getattr(hf_model, "own_dropout", ())  # lightppo.models.loading
     for part, rates in zip((config, config.get_text_config()), own):
@@ -288,7 +288,7 @@ def _dropout_of_checkpoint(hf_model: Any) -> Iterator[None]:
 
 
 def _move_files(staging: Path, output_dir: Path) -> None:
-    """The manifest goes first and comes last: between, the folder is no whole export."""
+    """Move the manifest away first and in last: between, the folder is no whole export."""
     files = files_in_use()
     new = sorted(staging.iterdir(), key=lambda path: path.name == MANIFEST)
     new_names = {path.name for path in new}

@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightppo import tensor_file
-from lightppo.checkpoint.engine_state import (
-    FROZEN,
-    check_notes,
-    deepspeed_classes,
-)
+from lightppo.checkpoint.damage import check_model
+from lightppo.checkpoint.layout import frozen_file, model_files, optimizer_files
 from lightppo.errors import CheckpointError
 from lightppo.ranks import Alone
+from lightppo.tensor_file import read_deepspeed
 from lightppo.zero3 import (
     find_hf_model,
     forget_secondary_shard,
@@ -57,12 +54,12 @@ class Piece(NamedTuple):
 
 
 def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, list[Piece]]:
-    """Where DeepSpeed keeps the elements of each parameter, in their order.
+    """Return where DeepSpeed keeps the elements of each parameter, in their order.
 
     At stages 1 and 2 a group is one flat tensor, padded to a multiple of 2 × ranks and cut into as many equal parts. At
     stage 3 each parameter is cut into equal parts, which follow each other. At stage 0 every rank has all: ``ranks`` 1.
     """
-    found: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     for group, shapes in enumerate(groups):
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         begin, length = 0, 2 * math.ceil(sum(sizes.values()) / (2 * ranks))
@@ -72,7 +69,7 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
                 spans = [
                     (rank, rank * length, min((rank + 1) * length, size)) for rank in range(ranks)
                 ]
-                found[name] = [
+                pieces[name] = [
                     Piece(r, group, begin, low, high - low) for r, low, high in spans if low < high
                 ]
                 begin += length
@@ -82,16 +79,11 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
                     (r, max(begin, r * length), min(begin + size, (r + 1) * length))
                     for r in touched
                 ]
-                found[name] = [
+                pieces[name] = [
                     Piece(r, group, lo - r * length, lo - begin, hi - lo) for r, lo, hi in spans
                 ]
                 begin += size
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's or ours; its tensors come from the disk when they are used."""
-    return tensor_file.read(path, deepspeed_classes(), mapped=True)
+    return pieces
 
 
 class SavedOptimizer:
@@ -103,13 +95,7 @@ class SavedOptimizer:
 
     def __init__(self, path: Path, meta: Mapping[str, Any], names: Iterable[str]) -> None:
         self.stage, ranks = meta["zero_stage"], meta["world_size"]
-        if self.stage == 3:
-            files = [
-                path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)
-            ]
-        else:
-            files = [path / "mp_rank_00_model_states.pt"]
-        self.models = [_read(file) for file in files]
+        self.models = [read_deepspeed(file) for file in model_files(path, meta)]
         self.common = self.models[0]  # what DeepSpeed saves beside the optimizer
         self.loss_scaler = None  # stage 0 and bf16 have none
         if self.stage == 0:
@@ -117,12 +103,8 @@ class SavedOptimizer:
             groups = [{name: weight.shape} for name, weight in weights.items()]
             ranks, bases, masters = 1, [self.common["optimizer"]], [list(weights.values())]
         else:
-            prefix = "bf16_" if meta["bf16"] else ""
-            files = [
-                path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                for rank in range(ranks)
-            ]
-            states = [_read(file)["optimizer_state_dict"] for file in files]
+            files = optimizer_files(path, meta)
+            states = [read_deepspeed(file)["optimizer_state_dict"] for file in files]
             groups = self.common["param_shapes"]
             bases = [state[_BASE[self.stage]] for state in states]
             self.loss_scaler = states[0].get("loss_scaler")
@@ -138,7 +120,7 @@ class SavedOptimizer:
         self._states = [[base["state"].get(key, {}) for key in keys] for base in bases]
 
     def whole(self, name: str, key: str | None = None) -> Tensor:
-        """A parameter's fp32 weights, or its part of the optimizer's state ``key``. (elements,)"""
+        """Return a parameter's fp32 weights, or its part of the optimizer's state ``key``. (elements,)"""
         parts = []
         for rank, group, place, _, count in self.pieces[name]:
             flat = self._masters[rank][group] if key is None else self._states[rank][group][key]
@@ -146,7 +128,7 @@ class SavedOptimizer:
         return torch.cat(parts)
 
     def state(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter: numbers such as the steps; None for what ``whole`` gives."""
+        """Return the optimizer's state of a parameter: numbers such as the steps; None for what ``whole`` gives."""
         rank, group, *_ = self.pieces[name][0]
         state = self._states[rank][group].items()
         return {
@@ -155,7 +137,7 @@ class SavedOptimizer:
         }
 
     def frozen(self, name: str) -> Tensor | None:
-        """The weights of a parameter without optimizer, flat; None if they were not saved, as under adapters."""
+        """Return the weights of a parameter without optimizer, flat; None if they were not saved, as under adapters."""
         if self.stage < 3:
             weight = self.common["module"].get(name)
             return None if weight is None else weight.reshape(-1)
@@ -166,7 +148,7 @@ class SavedOptimizer:
 def members(
     param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]
 ) -> dict[str, tuple[int, torch.Size]]:
-    """Each parameter's group in the optimizer, and its shape."""
+    """Return each parameter's group in the optimizer, and its shape."""
     numbers = [number for number, group in enumerate(param_groups) for _ in group["params"]]
     return {
         name: (number, torch.Size(shape))
@@ -178,7 +160,7 @@ def members(
 def load_reshaped(
     engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
 ) -> None:
-    """Loads a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
+    """Load a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
 
     Each rank reads the files of all saved ranks: the folder must be shared.
     """
@@ -248,7 +230,7 @@ def _load_trained(
 
 
 def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[dict[str, Any]]:
-    """Writes this rank's parts of the fp32 weights into the engine; returns the state of each flat tensor."""
+    """Write this rank's parts of the fp32 weights into the engine; return the state of each flat tensor."""
     optimizer, stage = engine.optimizer, zero_stage_of(engine)
     if stage == 3:
         masters = optimizer.fp32_partitioned_groups_flat
@@ -289,7 +271,7 @@ def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[
 
 @torch.no_grad()
 def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """As ``_load_trained``, for a model without optimizer."""
+    """Load as ``_load_trained`` does, for a model without optimizer."""
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
     for name, weights in _frozen_weights(path, meta, tensors):
         _put(tensors[name], weights)
@@ -298,11 +280,10 @@ def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
 def _frozen_weights(
     path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, elements, perhaps with padding behind them) of a model saved without optimizer."""
+    """Yield (name, elements, perhaps with padding behind them) of a model saved without optimizer."""
     sharded = meta["zero_stage"] == 3
-    files = [
-        _read(path / FROZEN.format(rank)) for rank in range(meta["world_size"] if sharded else 1)
-    ]
+    ranks = range(meta["world_size"] if sharded else 1)
+    files = [read_deepspeed(frozen_file(path, rank)) for rank in ranks]
     if odd := sorted(files[0].keys() ^ tensors.keys()):
         raise CheckpointError(
             f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
@@ -313,49 +294,57 @@ def _frozen_weights(
 
 
 def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
-    """Names of the weights that a checkpoint holds; of tied ones at least one."""
+    """Return names of the weights that a checkpoint holds; of tied ones at least one."""
     if not meta["optimizer"]:
-        return set(_read(path / FROZEN.format(0)))
+        return set(read_deepspeed(frozen_file(path, 0)))
+    saved = read_deepspeed(model_files(path, meta)[0])
     if meta["zero_stage"] < 3:
-        return set(_read(path / "mp_rank_00_model_states.pt")["module"])
-    shapes = _read(path / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-    return {name for of_group in shapes for name in of_group}
+        return set(saved["module"])
+    return {name for of_group in saved["param_shapes"] for name in of_group}
 
 
 @torch.no_grad()
 def whole_weights(
     path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
+    """Return what a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
     forward. Under adapters these are the trained ones; of tied weights there is at least one."""
     if not meta["optimizer"]:
-        found = dict(_frozen_weights(path, meta, tensors))
+        weights_by_name = dict(_frozen_weights(path, meta, tensors))
     elif meta["zero_stage"] < 3:
-        found = _read(path / "mp_rank_00_model_states.pt")["module"]
+        weights_by_name = read_deepspeed(model_files(path, meta)[0])["module"]
     else:
         saved = SavedOptimizer(path, meta, ())
-        found = {name: saved.common["module"][name] for name in saved.common["buffer_names"]}
-        found |= {name: saved.whole(name) for name in saved.members}
-        frozen = {name: saved.frozen(name) for name in tensors.keys() - found.keys()}
-        found |= {name: weights for name, weights in frozen.items() if weights is not None}
-    fits = {name: t.numel() <= found[name].numel() for name, t in tensors.items() if name in found}
-    if odd := sorted(name for name in found if not fits.get(name)):
+        weights_by_name = {
+            name: saved.common["module"][name] for name in saved.common["buffer_names"]
+        }
+        weights_by_name |= {name: saved.whole(name) for name in saved.members}
+        frozen = {name: saved.frozen(name) for name in tensors.keys() - weights_by_name.keys()}
+        weights_by_name |= {
+            name: weights for name, weights in frozen.items() if weights is not None
+        }
+    fits = {
+        name: t.numel() <= weights_by_name[name].numel()
+        for name, t in tensors.items()
+        if name in weights_by_name
+    }
+    if odd := sorted(name for name in weights_by_name if not fits.get(name)):
         raise CheckpointError(
             f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
         )
     return {
         name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype)
-        for name, w in found.items()
+        for name, w in weights_by_name.items()
     }
 
 
 def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """Loads the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
+    """Load the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
 
     Its tensors are replaced by those of the files; under adapters its frozen weights stay.
     """
     module = unwrap_model(model)
-    check_notes(Alone(), model, path, meta)
+    check_model(Alone(), model, path, meta)
     weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
     module.load_state_dict(weights, strict=False, assign=True)
     find_hf_model(module)[0].tie_weights()
@@ -363,9 +352,9 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
     given = {now[name] for name in weights}
     named = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in named if not parameter.requires_grad}
-    kept = frozen if meta["adapters"] else set()
+    untouched = frozen if meta["adapters"] else set()
     if missing := sorted(
-        name for name, tensor in now.items() if tensor not in given and name not in kept
+        name for name, tensor in now.items() if tensor not in given and name not in untouched
     ):
         raise CheckpointError(
             f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)"
@@ -373,7 +362,7 @@ def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
 
 
 def _put(tensor: Tensor, weights: Tensor) -> None:
-    """Copies whole weights (elements,), perhaps with padding behind them, into a tensor or this rank's shard of it."""
+    """Copy whole weights (elements,), perhaps with padding behind them, into a tensor or this rank's shard of it."""
     weights = weights[: full_shape(tensor).numel()]
     if is_sharded(tensor):
         tensor.ds_tensor.data.copy_(shard_of(tensor, weights))

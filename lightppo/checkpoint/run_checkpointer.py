@@ -1,42 +1,31 @@
-"""Checkpoints of a whole run: actor, critic, EMA and trainer state under one tag, found again by the next start.
-
-ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state is the state of the run
-ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
-ckpt_path/latest                 the last tag of which every part is whole
-
-Each part is sealed with facts (:mod:`lightppo.files`): part, step, run.
-"""
+"""Checkpoints of a whole run: actor, critic, EMA and trainer state under one tag, found again by the next start."""
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightppo.checkpoint.engine_state import (
-    LATEST,
-    META,
-    list_tags,
+from lightppo.checkpoint.damage import last_undamaged, sums_of_others
+from lightppo.checkpoint.engine_state import remove_checkpoint, restore_rng_state, rng_state
+from lightppo.checkpoint.layout import (
+    download_marks,
+    mark_latest,
+    part_folder,
+    parts_of,
     read_mark,
-    remove_checkpoint,
-    restore_rng_state,
-    rng_state,
+    resume_root,
+    saved_tags,
+    step_of,
+    tag_of,
 )
+from lightppo.checkpoint.run_exports import save_hf
 from lightppo.config.options import CheckpointConfig, OptionSet
-from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, TrainingError
 from lightppo.files import files_in_use, is_url, join, local_folder
-from lightppo.plugin import CHECKPOINT_CHOICES, RESUMES, WITH_CHECKPOINTS
-
-logger = logging.getLogger(__name__)
-
-
-_STEP = re.compile(r"global_step\d+")
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,7 @@ class RunCheckpointer:
     """Saves and finds checkpoints of a run.
 
     Args:
+        strategy: a :class:`lightppo.distributed.deepspeed.DeepspeedStrategy`.
         config: paths, what is saved, how many are kept.
         models: part name → prepared model: ``actor``, and ``critic``, ``ema`` and ``reference`` where there are such.
         tokenizer: goes into HF exports.
@@ -63,7 +53,7 @@ class RunCheckpointer:
 
     def __init__(
         self,
-        strategy: DeepspeedStrategy,
+        strategy: Any,
         config: CheckpointConfig,
         models: Mapping[str, Any],
         tokenizer: Any,
@@ -84,11 +74,11 @@ class RunCheckpointer:
         self.require_finite(step)
         if not self.config.disable_ds_ckpt:
             self._save_parts(root, step, client_state)
-        for entry in WITH_CHECKPOINTS.values():
-            entry.fn(self, root, step)
+        if self.config.save_hf_ckpt:
+            save_hf(self, root, step)
 
     def _save_parts(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
-        tag = f"global_step{step}"
+        tag = tag_of(step)
         generators = self.strategy.gather_object(rng_state())
         state = {**client_state, "rng": generators, "run": self.run}
 
@@ -102,22 +92,25 @@ class RunCheckpointer:
         # written, the others keep what belongs to the one before.
         for name in sorted(self.models, key=lambda name: name == "actor"):
             is_actor = name == "actor"
+            facts = {"part": name, "step": step, "run": self.run}
+            if self.strategy.is_rank_0():
+                facts["siblings"] = sums_of_others(local_folder(root), name, tag)
             self.strategy.save_ckpt(
                 self.models[name],
-                join(root, f"_{name}"),
+                part_folder(root, name),
                 tag,
                 max_num=self.config.max_ckpt_num,
                 max_mem=self.config.max_ckpt_mem / len(self.models),
                 client_state=state if is_actor else None,
                 protected_tags=() if is_actor else previous,
-                facts={"part": name, "step": step, "run": self.run},
+                facts=facts,
             )
         self.strategy.on_rank_0(
             lambda: mark_latest(root, tag), f"mark {tag} as the latest in {root}"
         )
 
     def require_finite(self, step: int) -> None:
-        """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
+        """Raise TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
         bad = [
             name
             for name, model in self.models.items()
@@ -134,7 +127,7 @@ class RunCheckpointer:
             )
 
     def candidates(self, root: str | Path, before: int | None = None) -> list[str]:
-        """Tags that have all parts, the one to resume from first; ``before``: of steps before this one. Collective.
+        """Return the tags that have all parts, the one to resume from first; ``before``: of earlier steps. Collective.
 
         CheckpointError: this run has other parts.
         """
@@ -142,8 +135,10 @@ class RunCheckpointer:
         def find() -> list[str]:
             local = local_folder(root)
             tags = self.with_all_parts(local)
-            if not tags and _tags("actor", local):
-                missing = [f"_{name}" for name in sorted(self.models) if not _tags(name, local)]
+            if not tags and saved_tags(local, "actor"):
+                missing = [
+                    f"_{name}" for name in sorted(self.models) if not saved_tags(local, name)
+                ]
                 raise CheckpointError(
                     f"the checkpoints in {root} have no part {', '.join(missing) or 'in common'}: they belong to a run "
                     "with other options; set --resume never, or another --save_path"
@@ -153,12 +148,12 @@ class RunCheckpointer:
         return self.strategy.on_rank_0(find, f"look at the checkpoints in {root}")
 
     def with_all_parts(self, root: Path) -> list[str]:
-        """The tag in ``latest``, if it has all parts, then the others, the one that was saved last first.
+        """Return the tag in ``latest``, if it has all parts, then the others, the one that was saved last first.
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
-        of_parts = [_tags(name, root) for name in self.models]
-        whole = [tag for tag in _tags("actor", root) if all(tag in tags for tags in of_parts)]
+        of_parts = [saved_tags(root, name) for name in self.models]
+        whole = [tag for tag in saved_tags(root, "actor") if all(tag in tags for tags in of_parts)]
         if not whole:
             return []
         whole.reverse()
@@ -172,16 +167,17 @@ class RunCheckpointer:
         command: OptionSet | None = None,
         before: int | None = None,
         trains: bool = True,
+        compare: Callable[[Resumed], Iterable[str]] = lambda resumed: (),
     ) -> dict[str, Any] | None:
-        """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
+        """Load the last checkpoint that ``--resume`` allows, if there is one; return its client state. Collective.
 
         Args:
             options, content, command: see :class:`Resumed`.
             before: the last one before this step.
             trains: False: the run only reads.
+            compare: yields lines to print; it may raise ConfigError where the checkpoint is of another run.
 
         Raises:
-            ConfigError: a look of ``RESUMES`` takes it for another run.
             CheckpointError: the checkpoint does not fit this run.
         """
         is_own = self.config.resume == "auto"
@@ -191,24 +187,19 @@ class RunCheckpointer:
         root = resume_root(self.config.resume, self.config.ckpt_path)
         # A folder that this run does not hold, such as another run's, is only read.
         is_held = is_own and trains
-        choose = next(reversed(CHECKPOINT_CHOICES.values())).fn
-        tag = choose(self, root, is_held, before) if root is not None else None
+        tag = None if root is None else last_undamaged(self, root, is_held, before)
         if tag is None:
             return None
-        saved = self.load(root, tag, checked=choose is not last_whole)
-        self._tell(Resumed(saved, options, content, command, f"{root}/{tag}", is_own, trains))
+        saved = self.load(root, tag, checked=True)
+        resumed = Resumed(saved, options, content, command, f"{root}/{tag}", is_own, trains)
+        for line in compare(resumed):
+            self.strategy.print(line)
+        step = saved["trainer"]["global_step"]
+        self.strategy.print(f"resumed from {resumed.where}: {step} steps done")
         return saved
 
-    def _tell(self, resumed: Resumed) -> None:
-        """Where the run goes on from, and what looks at it say. Collective."""
-        for look in RESUMES.values():
-            for line in look.fn(resumed):
-                self.strategy.print(line)
-        step = resumed.saved["trainer"]["global_step"]
-        self.strategy.print(f"resumed from {resumed.where}: {step} steps done")
-
     def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
-        """Load all parts and this rank's random generators; returns the client state that was saved. Collective.
+        """Load all parts and this rank's random generators; return the client state that was saved. Collective.
 
         It has a ``world_size`` in place of the generators, which with another number of ranks are seeded by seed, step
         and rank. ``checked``: files were compared with their manifests already.
@@ -217,7 +208,7 @@ class RunCheckpointer:
         for name, model in self.models.items():
             _, states[name] = self.strategy.load_ckpt(
                 model,
-                join(root, f"_{name}"),
+                part_folder(root, name),
                 tag,
                 checked=checked,
                 reshape=self.config.reshape_ckpt,
@@ -239,67 +230,23 @@ class RunCheckpointer:
         return state
 
 
-def last_whole(
-    checkpointer: RunCheckpointer, root: str | Path, is_held: bool, before: int | None
-) -> str | None:
-    """The last checkpoint that has all parts. Collective."""
-    return next(iter(checkpointer.candidates(root, before)), None)
-
-
-def _tags(name: str, root: Path) -> list[str]:
-    """Whole checkpoints of one part, oldest first."""
-    part = root / f"_{name}"
-    return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
-
-
 def _drop(root: str | Path, tag: str) -> None:
-    """An older run's checkpoint of this tag goes before its parts are written one by one, the actor's first: parts of
-    two runs would look like one checkpoint."""
+    """Remove an older run's checkpoint of this tag before its parts are written one by one, the actor's first: parts
+    of two runs would look like one checkpoint."""
     for part in parts_of(root):
         if (part / tag).is_dir():
             remove_checkpoint(part / tag)
             files_in_use().publish(join(root, part.name), tag)
 
 
-def parts_of(root: str | Path) -> list[Path]:
-    """Folders of all parts that are there, the actor's first."""
-    return sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor")
-
-
 def _before(step: int, tags: Iterable[str]) -> list[str]:
-    """Of tags, the last saved first, those before a step; what an earlier run left in the folder does not count."""
-    kept, later = [], math.inf
+    """Return, of tags with the last saved first, those before a step; what an earlier run left does not count."""
+    earlier, later = [], math.inf
     for tag in tags:
-        saved = int(tag.removeprefix("global_step"))
+        saved = step_of(tag)
         if saved >= later:  # a run's steps rise from save to save
             break
         later = saved
         if saved < step:
-            kept.append(tag)
-    return kept
-
-
-def mark_latest(root: str | Path, tag: str) -> None:
-    files_in_use().write_text(local_folder(root) / LATEST, tag)
-    files_in_use().publish(root, LATEST)
-
-
-def download_marks(root: str) -> None:
-    """Of the checkpoints and exports at a URL, the small files that say which are whole."""
-    marks = (LATEST, META, "_hf/best.json", "_hf/config.json")
-    files_in_use().fetch(root, lambda name: name.endswith(marks))
-
-
-def resume_root(resume: str, ckpt_path: str) -> str | Path | None:
-    """Where to look for a checkpoint: ``--ckpt_path`` for auto, the named folder for a path, nowhere for never."""
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return ckpt_path if is_url(ckpt_path) else local_folder(ckpt_path)
-    parts = local_folder(resume) / "_actor"
-    if not parts.is_dir() or not list_tags(parts):
-        raise CheckpointError(
-            f"--resume {resume}: not a folder of checkpoints (it has no _actor with a whole one inside); "
-            "name the --ckpt_path of the run to go on with, or leave --resume at auto"
-        )
-    return resume if is_url(resume) else local_folder(resume)
+            earlier.append(tag)
+    return earlier

@@ -13,12 +13,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightppo.checkpoint.durable import check_writable
+from lightppo.checkpoint import layout
 from lightppo.config.arguments import CommandParser
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.data.folders import check_model
 from lightppo.data.hub import mistyped_path
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
+from lightppo.files import check_writable
 from lightppo.logging.report_page import options_of, recorded_path
 from lightppo.logging.run_paths import check_output
 from lightppo.redaction import plain
@@ -191,24 +192,23 @@ def _no_such_run(path: str) -> CheckpointError:
 
 def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) -> Path:
     """The folder of one model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
-    from lightppo.checkpoint.engine_state import META, latest_tag, list_tags
-
-    if (path / META).is_file():
+    if layout.is_checkpoint(path):
         return path
     root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
-    folder = root / f"_{part}" if (root / "_actor").is_dir() else root
+    is_root = Path(layout.part_folder(root)).is_dir()
+    folder = Path(layout.part_folder(root, part)) if is_root else root
     if folder.is_dir():
-        tag = latest_tag(folder) if step is None else f"global_step{step}"
-        if tag is not None and (folder / tag / META).is_file():
+        tag = layout.latest_tag(folder) if step is None else layout.tag_of(step)
+        if tag is not None and layout.is_checkpoint(folder / tag):
             return folder / tag
     if not path.is_dir():
         raise _no_such_run(str(path))
     wanted = "" if step is None else f" of step {step}"
-    if there := list_tags(folder) if folder.is_dir() else ():
+    if there := layout.list_tags(folder) if folder.is_dir() else ():
         raise CheckpointError(
             f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}"
         )
-    if (path / "config.json").is_file() and not (root / "_actor").is_dir():
+    if (path / "config.json").is_file() and not is_root:
         raise CheckpointError(
             f"{path} is a Hugging Face folder already: there is nothing to convert"
         )
@@ -223,9 +223,10 @@ def checkpoint_state(folder: Path) -> dict[str, Any]:
     from lightppo.checkpoint.engine_state import read_client_state
 
     # The actor's part has it, the other parts do not.
-    of_actor = folder.absolute().parent.parent / "_actor" / folder.name
     states = [
-        read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()
+        read_client_state(one)
+        for one in (folder, layout.beside(folder))
+        if (one / layout.CLIENT_STATE).is_file()
     ]
     return next((state for state in states if "config" in state), {})
 
@@ -240,7 +241,8 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
 
 def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
-    from lightppo.checkpoint.engine_state import damage, read_meta
+    from lightppo.checkpoint.damage import damage
+    from lightppo.checkpoint.engine_state import read_meta
     from lightppo.checkpoint.reshape import load_weights, saved_names
     from lightppo.files import stage_to_local
     from lightppo.models.critic import ROWS_ENTRY
@@ -290,7 +292,7 @@ def _check_repeated(folder: Path, options: Mapping[str, Any], given: Base) -> No
 
 def _base_option(folder: Path) -> str:
     """Which option of the run names the base of a checkpoint's part."""
-    return "critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain"
+    return "critic_pretrain" if layout.part_of(folder) == "critic" else "pretrain"
 
 
 def _named(folder: Path, options: Mapping[str, Any], name: str) -> str | None:
@@ -366,7 +368,7 @@ def open_model(name: str, given: Base) -> tuple[Any, Any, dict[str, Any]]:
     if path.is_dir() and not (path / "config.json").is_file():
         folder = find_checkpoint(path)
         # What --save_hf_ckpt wrote.
-        path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)
+        path, options = layout.export_of(folder), checkpoint_options(folder)
         if not (path / "config.json").is_file():
             model, tokenizer = open_checkpoint(folder, given)
             return model.hf_model, tokenizer, options

@@ -91,7 +91,7 @@ def _import_as_a_rank() -> None:
     import datasets  # noqa: F401
 
     import lightppo.trainer.build  # noqa: F401
-    from lightppo.distributed.distributed import import_deepspeed, name_accelerator
+    from lightppo.distributed.device import import_deepspeed, name_accelerator
 
     name_accelerator()
     import_deepspeed()

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from lightppo import tensor_file
+from lightppo.checkpoint.layout import download_marks, has_checkpoints, part_folder, tag_of
 from lightppo.cli.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.arguments import CommandParser
@@ -181,7 +182,7 @@ def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -
     }
     changes["reshape_ckpt"] = recorded.checkpoint.reshape_ckpt
     changes |= {"eval_data" if is_ppo else "eval_dataset": None}
-    there = saved is not None and (saved == url or any((saved / "_actor").glob("*/")))
+    there = saved is not None and (saved == url or has_checkpoints(saved))
     changes["resume"] = str(saved) if there else "never"
     if args.pdb:
         changes["dist_timeout"] = A_YEAR
@@ -229,12 +230,11 @@ def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:
     """What is at the URL of the checkpoints, in a folder of the replay's own. Collective."""
     if not is_url(url := config.checkpoint.resume):
         return config
-    from lightppo.checkpoint.run_checkpointer import download_marks
     from lightppo.preflight.run_checks import temporary_folder
 
     read_apart(temporary_folder(strategy))
     strategy.on_rank_0(lambda: download_marks(url), f"read {url}")
-    found = strategy.broadcast_object(any((local_folder(url) / "_actor").glob("*/")))
+    found = strategy.broadcast_object(has_checkpoints(local_folder(url)))
     return config if found else config.with_options(resume="never")
 
 
@@ -537,8 +537,8 @@ def compared_weights(trainer: Any, saved: str) -> tuple[list[str], bool]:
 
     Nothing where there is none. The checkpoint is loaded into the trainer, which is of no more use then. Collective.
     """
-    tag = f"global_step{trainer.state.global_step}"
-    is_there = saved != "never" and (local_folder(saved) / "_actor" / tag).is_dir()
+    tag = tag_of(trainer.state.global_step)
+    is_there = saved != "never" and (local_folder(part_folder(saved)) / tag).is_dir()
     if not trainer.strategy.broadcast_object(is_there):
         return [], True
     models = trainer.checkpointer.models

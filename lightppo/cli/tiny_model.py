@@ -149,7 +149,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     """Write both where ``AutoModelForCausalLM`` and ``AutoTokenizer`` read them."""
     from transformers.utils.logging import disable_progress_bar
 
-    from lightppo.distributed.distributed import name_accelerator
+    from lightppo.distributed.device import name_accelerator
 
     disable_progress_bar()
     name_accelerator()  # transformers loads DeepSpeed when it saves

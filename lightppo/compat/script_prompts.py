@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightppo.data import datasets
-from lightppo.data.datasets import setting
+from lightppo.data.script_options import setting
 
 # arguments → options of scripts
 _OPTIONS = {

@@ -27,6 +27,7 @@ from lightppo.config.option_needs import condition_text, facts_of
 from lightppo.config.options import Options, all_options
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.rank_samples import RankSampler as DistributedSampler
 from lightppo.errors import ConfigError
 from lightppo.experience import batching, maker
 from lightppo.experience.batching import StepPart, normalizer_of
@@ -37,7 +38,6 @@ from lightppo.models import loading
 from lightppo.models.wrapper import Role, prepare_model
 from lightppo.ranks import Ranks
 from lightppo.suggestions import nearest
-from lightppo.supervised.rank_samples import RankSampler as DistributedSampler
 from lightppo.zero3 import is_engine
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.

@@ -20,7 +20,8 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.masking import masked_mean
 from lightppo.callbacks import Callback
 from lightppo.checkpoint.engine_state import rng_state
-from lightppo.checkpoint.run_checkpointer import RunCheckpointer, mark_latest
+from lightppo.checkpoint.layout import mark_latest, step_of, tag_of
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.compat.prompt_batches import ScriptPrompts, as_prompts
 from lightppo.compat.seed import (
     OUTCOMES,
@@ -669,7 +670,7 @@ class PPOTrainer(core.PPOTrainer):
 
     def write_checkpoint(self, step: int) -> None:
         """By a subclass's ``_save_checkpoint`` if there is one. Collective."""
-        tag, state = f"global_step{step}", self.whole_state()
+        tag, state = tag_of(step), self.whole_state()
         added = dict(self._client_states or {})
         state = (
             state | added | {name: state[name] for name in (*self.states, *self.states_of_ranks)}
@@ -687,7 +688,7 @@ class PPOTrainer(core.PPOTrainer):
         is_whole = client_states is not None and "trainer" in client_states
         state = client_states if is_whole else self.whole_state() | dict(client_states or {})
         path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
-        self.checkpointer.save(path, int(tag.removeprefix("global_step")), state)
+        self.checkpointer.save(path, step_of(tag), state)
 
     @property
     def ckpt_path(self) -> str:

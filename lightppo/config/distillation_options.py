@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from lightppo.config.rules import trains
 from lightppo.http_client import check_url
 from lightppo.option import Section, option
-from lightppo.plugin import FrozenModel
 from lightppo.redaction import shown_value
 
 safe = partial(option, resume_safe=True)
 teacher = partial(option, needs="teacher_pretrain or teacher_url")
 own_teacher = partial(option, needs="teacher_pretrain")
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A further model of a run: a causal LM with the actor's vocabulary that does not train, such as a teacher."""
+
+    path: str
+    flag: str  # that names it
+    zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
+    offload: bool = False  # its shards are in CPU memory
 
 
 class DistillConfig(Section, of="training"):
@@ -109,8 +120,6 @@ class DistillConfig(Section, of="training"):
 
 def needs_teacher(config: Any) -> bool:
     """Whether a teacher judges the samples of this run."""
-    from lightppo.config.rules import trains
-
     named = config.distill.teacher_pretrain or config.distill.teacher_url
     return bool(named) and trains(config)
 
@@ -120,14 +129,15 @@ def adds(config: Any) -> bool:
     return needs_teacher(config) and config.distill.distill_by == "advantage"
 
 
-def teacher_of(config: Any) -> FrozenModel | None:
-    """``--teacher_pretrain``."""
-    asked = config.distill
-    if not asked.teacher_pretrain or not needs_teacher(config):
-        return None
-    return FrozenModel(
-        asked.teacher_pretrain,
+def frozen_models(config: Any) -> dict[str, FrozenModel]:
+    """Return the further models that this run loads, by their roles: the teacher of ``--teacher_pretrain``."""
+    options = config.distill
+    if not options.teacher_pretrain or not needs_teacher(config):
+        return {}
+    teacher = FrozenModel(
+        options.teacher_pretrain,
         flag="--teacher_pretrain",
-        zero_stage=asked.teacher_zero_stage,
-        offload=asked.teacher_offload,
+        zero_stage=options.teacher_zero_stage,
+        offload=options.teacher_offload,
     )
+    return {"teacher": teacher}

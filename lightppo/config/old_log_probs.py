@@ -1,4 +1,4 @@
-"""``--old_log_probs auto``: as few passes over the rollout as the algorithm allows. Free of torch."""
+"""``--old_log_probs``; ``auto`` makes as few passes over the rollout as the algorithm allows. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,22 @@ from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.redaction import shown_value
 
 
-def fewest_passes(
+def old_log_probs_from(
     config: Options, exact_rollout: bool
 ) -> Literal["training", "rollout", "forward"]:
-    """See :data:`lightppo.plugin.OLD_LOG_PROBS`."""
+    """Return where a run takes its log probs before an update from.
+
+    - ``"training"``: the training pass itself, with one optimizer step per rollout;
+    - ``"rollout"``: those recorded while sampling;
+    - ``"forward"``: a pass of the actor over the rollout.
+
+    Args:
+        config: resolved.
+        exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
+            pass would give.
+    """
+    if config.loss.old_log_probs != "auto":
+        return config.loss.old_log_probs
     if _weighs_tokens_before(config):
         return "forward"
     if _takes_one_step(config) and not _needed_before(config):

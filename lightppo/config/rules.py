@@ -24,13 +24,10 @@ from lightppo.files import join
 from lightppo.option import out_of_order
 from lightppo.plugin import (
     FOLLOWERS,
-    FROZEN_MODELS,
     MICRO_BATCHES,
-    OLD_LOG_PROBS,
     REWARD_NAMES,
     REWARDS,
     RULES,
-    FrozenModel,
 )
 from lightppo.redaction import shown_value
 
@@ -60,13 +57,6 @@ def needs_critic(config: Options) -> bool:
 def needs_reference(config: Options) -> bool:
     """Whether this run compares with a reference, be it the actor itself without adapters."""
     return config.algorithm.init_kl_coef > 0 and trains(config)
-
-
-def frozen_models(config: Options) -> dict[str, FrozenModel]:
-    """The further models of ``FROZEN_MODELS`` that this run loads."""
-    if not trains(config):
-        return {}
-    return FROZEN_MODELS.made(config)
 
 
 def followers(config: Options) -> list[str]:
@@ -132,29 +122,6 @@ def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
 def rollout_rows(config: Options) -> int:
     """``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
     return _or(config.rollout.micro_rollout_batch_size, 8)
-
-
-# -- old log probs ---------------------------------------------------------------------------------------------------
-
-
-def old_log_probs_from(
-    config: Options, exact_rollout: bool
-) -> Literal["training", "rollout", "forward"]:
-    """Where a run takes its log probs before an update from.
-
-    - ``"training"``: the training pass itself, with one optimizer step per rollout;
-    - ``"rollout"``: those recorded while sampling;
-    - ``"forward"``: a pass of the actor over the rollout.
-
-    Args:
-        config: resolved.
-        exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
-            pass would give.
-    """
-    if config.loss.old_log_probs != "auto":
-        return config.loss.old_log_probs
-    found = [entry.fn(config, exact_rollout) for entry in OLD_LOG_PROBS.values()]
-    return found[-1] if found else "forward"
 
 
 # -- reward sources --------------------------------------------------------------------------------------------------

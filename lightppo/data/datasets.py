@@ -257,9 +257,3 @@ def truncate_ids(
     if len(token_ids) <= max_len:
         return token_ids
     return token_ids[:begin] + token_ids[len(token_ids) - (max_len - begin) :]
-
-
-def setting(strategy: Any, name: str, given: Any, default: Any = None) -> Any:
-    """Return the keyword if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
-    values = (given, getattr(getattr(strategy, "args", None), name, None), default)
-    return next((value for value in values if value is not None), None)

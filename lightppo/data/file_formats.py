@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightppo.data import json_files
 from lightppo.data.json_files import Rows, dataset_of, open_text
 from lightppo.errors import DataError
-from lightppo.node_cache import in_cache, made_once
 from lightppo.ranks import ranks_on_node
+from lightppo.storage import in_cache, made_once
 from lightppo.table import Entry, Table
 
 if TYPE_CHECKING:

@@ -20,8 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
-from lightppo.checkpoint import export
-from lightppo.distributed.distributed import DistributedStrategy, on_cuda
+from lightppo.checkpoint import export, weight_files
+from lightppo.distributed import averaging, rank_samples
+from lightppo.distributed.device import on_cuda, report_memory
+from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.zero3 import find_engine, get_engine, unwrap_model
@@ -49,15 +51,15 @@ class StepOutcome:
     loss_scale: float | None = None  # fp16: of the next step
 
     def metrics(self) -> dict[str, float]:
-        """What records keep beside the norm; ``skipped`` is of steps that were no mere overflow."""
-        found = {"skipped": float(self.skipped and not self.overflow)}
+        """Return what records keep beside the norm; ``skipped`` is of steps that were no mere overflow."""
+        metrics = {"skipped": float(self.skipped and not self.overflow)}
         if self.loss_scale is not None:
-            found |= {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
-        return found
+            metrics |= {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
+        return metrics
 
 
 def drop_gradients(engine: Any) -> None:
-    """Removes all traces of the backward passes since the last step, without communication.
+    """Remove all traces of the backward passes since the last step, without communication.
 
     DeepSpeed 0.19.8 leaves traces even after a step: ZeRO-3 and the offloaded ZeRO-1 and ZeRO-2 keep a parameter's
     gradient until the first backward pass of the next step overwrites it. A parameter that gets its gradient only from
@@ -86,7 +88,7 @@ def drop_gradients(engine: Any) -> None:
 
 
 def _drop_sums_of_shards(optimizer: Any) -> None:
-    """Stages 1 and 2: on the device or, offloaded, in main memory."""
+    """Remove those of stages 1 and 2: on the device or, offloaded, in main memory."""
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
@@ -135,7 +137,7 @@ class _ClipAndCheck:
 
 
 def _double_when_due(scaler: Any) -> None:
-    """Doubles fp16's loss scale after a step, instead of DeepSpeed: it would do so before it unscales the gradient."""
+    """Double fp16's loss scale after a step, instead of DeepSpeed: it would do so before it unscales the gradient."""
     good = scaler.cur_iter - scaler.last_overflow_iter - 1  # steps since the last overflow
     if good and good % LOSS_SCALE_STEPS == 0:
         scaler.cur_scale = min(2 * scaler.cur_scale, MOST_LOSS_SCALE)
@@ -224,7 +226,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     @staticmethod
     def _unwrap_model(model: Any) -> nn.Module:
-        """The Hugging Face model inside, by the name that OpenRLHF's scripts call."""
+        """Return the Hugging Face model inside, by the name that OpenRLHF's scripts call."""
         return zero3.find_hf_model(model)[0]
 
     gathered_parameters = staticmethod(zero3.gathered_parameters)
@@ -238,7 +240,7 @@ class DeepspeedStrategy(DistributedStrategy):
         weight_decay: float = 0.0,
         eps: float = 1e-8,
     ) -> torch.optim.AdamW:
-        """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``.
+        """Make AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``.
 
         ModelLoadError for a model with an image or audio tower (``lightppo.models.loading``).
         """
@@ -261,7 +263,7 @@ class DeepspeedStrategy(DistributedStrategy):
         )
 
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
-        """Puts models, or tuples ``(model, optimizer, scheduler or None)``, into engines; None stays None. Collective.
+        """Put models, or tuples ``(model, optimizer, scheduler or None)``, into engines; None stays None. Collective.
 
         One result per argument, a single one unpacked: the engine, or a model whose class has ``engine_attribute``.
         ``is_rlhf`` changes nothing.
@@ -272,7 +274,7 @@ class DeepspeedStrategy(DistributedStrategy):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, item: Any) -> Any:
-        """Configured by the model's own ``ds_config``; alone and without one for evaluation, by this strategy's."""
+        """Prepare one by the model's own ``ds_config``; alone and without one for evaluation, by this strategy's."""
         trains = isinstance(item, tuple)
         if trains and len(item) != 3:
             raise ValueError(
@@ -497,9 +499,24 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
+    def set_max_norm(self, model: Any, max_norm: float) -> None:
+        """Set the largest L2 norm of a model's gradient from the next step on; 0 does not clip."""
+        if not max_norm >= 0:
+            raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
+        engine = get_engine(model, "set_max_norm")
+        if (clips := self._clips.get(engine)) is not None:
+            clips.max_norm = max_norm
+        else:
+            engine.optimizer.clip_grad = max_norm
+
+    moving_average = averaging.moving_average
+    report_memory = report_memory
+    setup_dataloader = rank_samples.setup_dataloader
+
     # -- files ---------------------------------------------------------------------------------------------------
 
     save_ckpt = checkpoint.save_checkpoint
     load_ckpt = checkpoint.load_checkpoint
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
+    load_model = weight_files.load_model

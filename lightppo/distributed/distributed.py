@@ -7,23 +7,25 @@ import math
 import os
 import pickle
 import random
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from lightppo.distributed.device import (
+    check_type,
+    import_deepspeed,
+    name_accelerator,
+    on_cuda,
+    share_host,
+)
+from lightppo.distributed.rendezvous import ensure_launcher_variables, meeting
 from lightppo.errors import LaunchError, UserError
-from lightppo.plugin import RANK_START, STRATEGY_METHODS
 from lightppo.ranks import heartbeat
 from lightppo.redaction import without_secrets
 
@@ -38,49 +40,6 @@ REDUCE_OPS = {
 }
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
-
-# -- starting and ending a process -------------------------------------------------------------------------------------
-
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def ensure_launcher_variables() -> None:
-    """Makes a plain ``python script.py`` a world of one process; LaunchError if a launcher set only some variables."""
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-    if not missing:
-        return
-    # A cluster's shell may export an address of its own; only a rank proves that a launcher started this process.
-    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LaunchError(
-            f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
-            f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
-        )
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))  # a port that is free now
-        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
-
-
-def on_cuda() -> bool:
-    """True if engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
-    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-
-
-def name_accelerator() -> None:
-    """Tells DeepSpeed what it runs on; otherwise it warns on every machine without a GPU."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
-
-
-def import_deepspeed() -> ModuleType:
-    """DeepSpeed without its autotuner's mlflow, which would cost a second of each start where it is installed."""
-    absent = sys.modules.setdefault("mlflow", None) is None
-    try:
-        import deepspeed
-    finally:
-        if absent:
-            del sys.modules["mlflow"]
-    return deepspeed
-
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
@@ -98,7 +57,7 @@ class DistributedStrategy:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective."""
+        """Seed, join the process group (nccl on CUDA, gloo on CPU) and pick this rank's device. Collective."""
         self.set_seed(self.seed)
         name_accelerator()
         deepspeed = import_deepspeed()
@@ -120,14 +79,14 @@ class DistributedStrategy:
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
             # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        with ExitStack() as around:
-            for entry in RANK_START.values():
-                around.enter_context(entry.fn(self))
+        with meeting(self):
             timeout = timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)
+        check_type(self)
+        share_host()
 
     def set_seed(self, seed: int) -> None:
-        """Seeds Python, NumPy and torch, alike on every rank."""
+        """Seed Python, NumPy and torch, alike on every rank."""
         import numpy
 
         random.seed(seed)
@@ -146,23 +105,17 @@ class DistributedStrategy:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def get_rank(self) -> int:
-        """This rank; 0 before ``setup_distributed``."""
+        """Return this rank; 0 before ``setup_distributed``."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     def is_rank_0(self) -> bool:
-        """True on the rank that prints, logs and writes."""
+        """Whether this is the rank that prints, logs and writes."""
         return self.get_rank() == 0
-
-    def __getattr__(self, name: str) -> Any:
-        """The methods of :data:`lightppo.plugin.STRATEGY_METHODS`."""
-        if name not in STRATEGY_METHODS:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return partial(STRATEGY_METHODS[name].fn, self)
 
     # -- communication -------------------------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
+        """Return mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
 
         Shapes and keys must be the same on all ranks. Tensors keep shape, device and dtype, but the mean of integers is
         float32 and booleans count as int64. Numbers travel as float64; an int stays an int except under "mean".
@@ -197,7 +150,7 @@ class DistributedStrategy:
         return buffer.to(tensor.device)
 
     def all_gather(self, data: Any) -> Any:
-        """Gathers tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
+        """Gather tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
 
         Tensors are concatenated along their first dimension, whose size may differ or be 0, in their dtype. A number or
         0-d tensor becomes (world size,), a float in float64. A slice at a time passes through the device.
@@ -222,26 +175,26 @@ class DistributedStrategy:
         return everything
 
     def _each(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of every rank, where all have one shape. (ranks, …)"""
+        """Gather from every rank, where all have one shape. (ranks, …)"""
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor)
         heartbeat.beat()
         return torch.stack(parts)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """A picklable object from every rank, in rank order. Collective."""
+        """Gather a picklable object from every rank, in rank order. Collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, obj)
         heartbeat.beat()
         return gathered
 
     def gather_object(self, obj: Any) -> list[Any] | None:
-        """A picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
+        """Gather a picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
         gathered = self.exchange_objects({0: obj})  # a gather pads to the longest
         return gathered if self.is_rank_0() else None
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
-        """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
+        """Send each rank (a key) its own picklable object; return what came here, in the senders' order. Collective."""
         ranks = range(dist.get_world_size())
         sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
         sizes = torch.tensor([len(part) for part in sent], device=self.device)
@@ -250,50 +203,50 @@ class DistributedStrategy:
         # torch makes no tensor of no bytes
         data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
         own = data[:-1].to(self.device)
-        found = own.new_empty(int(coming.sum()))
-        dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
+        received = own.new_empty(int(coming.sum()))
+        dist.all_to_all_single(received, own, coming.tolist(), sizes.tolist())
         heartbeat.beat()
-        parts_of_ranks = found.cpu().split(coming.tolist())
+        parts_of_ranks = received.cpu().split(coming.tolist())
         return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Rank ``src``'s picklable object on every rank. Collective."""
+        """Return rank ``src``'s picklable object on every rank. Collective."""
         holder = [obj]
         dist.broadcast_object_list(holder, src=src)
         heartbeat.beat()
         return holder[0]
 
     def same_count(self, count: int) -> int:
-        """The largest count of all ranks: how often every rank has to run a collective. Collective."""
+        """Return the largest count of all ranks: how often every rank has to run a collective. Collective."""
         return self.all_reduce(int(count), op="max")
 
     def on_rank_0(self, action: Callable[[], T], what: str) -> T:
-        """What ``action`` returns on rank 0, on every rank, or its failure. Collective.
+        """Return what ``action`` returns on rank 0, on every rank, or its failure. Collective.
 
         Errors for users stay what they are, any other is a RuntimeError.
         """
-        result = error = told = None
+        result = error = message = None
         if self.is_rank_0():
             try:
                 result = action()
             except UserError as user_error:
-                told = error = user_error
+                message = error = user_error
             except Exception as exception:
                 error = exception
-                told = "".join(traceback.format_exception_only(error)).strip()
-        told, result = self.broadcast_object((told, result))
-        if isinstance(told, UserError):
-            raise error or told
-        if told is not None:
-            raise RuntimeError(f"rank 0 could not {what}: {told}") from error
+                message = "".join(traceback.format_exception_only(error)).strip()
+        message, result = self.broadcast_object((message, result))
+        if isinstance(message, UserError):
+            raise error or message
+        if message is not None:
+            raise RuntimeError(f"rank 0 could not {what}: {message}") from error
         return result
 
     def barrier(self) -> None:
-        """Waits for all ranks. Collective."""
+        """Wait for all ranks. Collective."""
         dist.barrier()
 
     def print(self, *msg: Any) -> None:
-        """Prints on rank 0, above progress bars."""
+        """Print on rank 0, above progress bars."""
         if self.is_rank_0():
             with tqdm.external_write_mode():
                 print(*(without_secrets(str(part)) for part in msg), flush=True)

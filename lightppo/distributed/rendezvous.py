@@ -1,4 +1,4 @@
-"""The ranks of a run meet: quiet, by an interface that leads to the others; and they end when torch's threads rest."""
+"""The ranks of a run meet: by a launcher's variables, by an interface that leads to the others; and their quiet end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightppo.distributed.distributed import on_cuda
+from lightppo.distributed.device import on_cuda
 from lightppo.errors import LaunchError
 from lightppo.ranks import heartbeat, ranks_on_node
 
 logger = logging.getLogger(__name__)
 
 
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ensure_launcher_variables() -> None:
+    """Make a plain ``python script.py`` a world of one process; LaunchError if a launcher set only some variables."""
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if not missing:
+        return
+    # A cluster's shell may export an address of its own; only a rank proves that a launcher started this process.
+    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LaunchError(
+            f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
+            f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
+        )
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))  # a port that is free now
+        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
+
+
 @contextmanager
 def meeting(strategy: Any) -> Iterator[None]:
-    """What this plugin does before and after a rank joins the others; LaunchError where a port is in use."""
+    """Prepare this rank to join the others inside, and watch it from then on; LaunchError where a port is in use."""
     quiet_third_parties()
     try:
         choose_gloo_interface()
@@ -47,7 +67,7 @@ def meeting(strategy: Any) -> Iterator[None]:
 
 
 def choose_gloo_interface() -> None:
-    """Lets nodes reach each other where a host's own name leads to 127.0.1.1, as Debian has it: gloo listens there.
+    """Let nodes reach each other where a host's own name leads to 127.0.1.1, as Debian has it: gloo listens there.
 
     LaunchError if the interface that leads to the other nodes is not plain to see.
     """
@@ -74,17 +94,17 @@ def choose_gloo_interface() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         own = sock.getsockname()[0]
-    found = {interfaces[own]} if own in interfaces else set(interfaces.values())
-    if len(found) != 1:
+    candidates = {interfaces[own]} if own in interfaces else set(interfaces.values())
+    if len(candidates) != 1:
         raise LaunchError(
             f"this host's name leads to {host}, where other nodes do not reach it, and it has the interfaces "
-            f"{', '.join(sorted(found)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
+            f"{', '.join(sorted(candidates)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
         )
-    os.environ["GLOO_SOCKET_IFNAME"] = found.pop()
+    os.environ["GLOO_SOCKET_IFNAME"] = candidates.pop()
 
 
 def quiet_third_parties() -> None:
-    """Drops the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
+    """Drop the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
@@ -110,7 +130,7 @@ TASKS = Path("/proc/self/task")
 
 
 def wait_for_torch_threads(seconds: float = 10.0) -> bool:
-    """Waits until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
+    """Wait until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
 
     gloo's thread releases a collective's tensors a moment after the caller has returned, and needs Python's lock for
     it. If Python ends meanwhile, the process aborts after all its work is done: "terminate called without an active
@@ -127,7 +147,7 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
 
 
 def _torch_threads() -> dict[str, tuple[str, ...]]:
-    """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
+    """Return each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
 
     Torch 2.6 names none of gloo's: without a GPU, whose libraries have threads that wake for ever, any that is not
     Python's may be one, but for those that wait for sockets.

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightppo.callbacks import Callback
 from lightppo.ranks import stop_signs
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class _Watch:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _open_launchers(self) -> tuple[dict[int, str], str]:
-        """By pidfd: the kernel's signal at a parent's death comes with the end of a thread, and not of grandparents."""
+        """Open pidfds: the kernel's signal at a parent's death comes with the end of a thread, and not of grandparents."""
         launchers, gone = _launchers()
         opened = {}
         for pid, name in launchers:
@@ -131,7 +132,7 @@ class _Watch:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     def ask(self, number: int, launcher: str = "") -> None:
-        """The first one is noted. A later one ends the process, but for what a launcher hands on."""
+        """Note the first one. A later one ends the process, but for what a launcher hands on."""
         now, name = time.monotonic(), signal.Signals(number).name
         if not self.number:
             self.since, self.number = now, number
@@ -196,7 +197,7 @@ _watch: _Watch | _NotebookWatch | None = None
 
 @contextlib.contextmanager
 def watched(to_the_end: bool = False) -> Iterator[None]:
-    """Takes signals meanwhile, in the main thread of a program that is no interactive session.
+    """Take signals meanwhile, in the main thread of a program that is no interactive session.
 
     A handler of the program's own stays; it may call :func:`request`. An ignored signal stays ignored. ``to_the_end``:
     the program ends now, if a signal has come, and the time for it stays limited.
@@ -222,7 +223,7 @@ def watched(to_the_end: bool = False) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Python's own clearing up takes seconds on a busy machine. vLLM's shared memory goes at the very end of it."""
+    """End without Python's clearing up, which takes seconds on a busy machine. vLLM's shared memory goes at its very end."""
     if _watch is not None and _watch.number and "vllm" not in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -231,7 +232,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def safe_points(grace: float = GRACE) -> Iterator[None]:
-    """Meanwhile a signal waits for the main thread to look, ``grace`` seconds at most; in a notebook an interrupt does."""
+    """Let a signal wait inside until the main thread looks, ``grace`` seconds at most; in a notebook an interrupt."""
     global _watch
     with watched():
         if _watch is None and _is_notebook():
@@ -251,7 +252,7 @@ def safe_points(grace: float = GRACE) -> Iterator[None]:
 
 
 def asked() -> int:
-    """Number of the signal that asks this process to stop; 0: none."""
+    """Return the number of the signal that asks this process to stop; 0: none."""
     return 0 if _watch is None else _watch.number
 
 
@@ -259,18 +260,18 @@ stop_signs.append(asked)
 
 
 def request(number: int) -> None:
-    """What a signal does, for a handler of the program's own."""
+    """Do what a signal does, for a handler of the program's own."""
     if _watch is not None:
         _watch.ask(number)
 
 
 def votes() -> dict[str, int]:
-    """What this rank brings to a collective whose sum or mean :func:`elected` reads."""
+    """Return what this rank brings to a collective whose sum or mean :func:`elected` reads."""
     return {name: int(asked() == number) for name, number in SIGNALS.items()}
 
 
 def elected(counts: Mapping[str, float]) -> int:
-    """The signal that stops all ranks; 0: none."""
+    """Return the signal that stops all ranks; 0: none."""
     number = next((number for name, number in SIGNALS.items() if counts[name] > 0), 0)
     if number and _watch is not None:
         if not _watch.number:  # it came to other ranks
@@ -280,13 +281,63 @@ def elected(counts: Mapping[str, float]) -> int:
 
 
 def nothing_is_lost() -> None:
-    """All that a stop needs is saved: a further signal changes nothing."""
+    """Note that all that a stop needs is saved: a further signal changes nothing."""
     if _watch is not None:
         _watch.saved = True
 
 
+class StopAtSignal(Callback):
+    """Saves, and ends the process, where a signal asks for it."""
+
+    def __init__(self, run: Any) -> None:
+        self.safe_points: contextlib.AbstractContextManager | None = None
+        self.stopping = False
+
+    def on_start(self, run: Any) -> None:
+        self.safe_points = safe_points(run.config.checkpoint.signal_grace)
+        self.safe_points.__enter__()
+
+    def votes(self, run: Any) -> Mapping[str, float]:
+        return votes()
+
+    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
+        if number := elected(votes):
+            self.stop(run, step, number)
+
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        self._look(run, step)
+
+    def on_save(self, run: Any, step: int) -> None:
+        self._look(run, step)
+
+    def _look(self, run: Any, step: int) -> None:
+        """Look after what took long: a signal that has come since need not wait for the end of another step. Collective."""
+        if step > 0 and not self.stopping:
+            self.on_votes(run, step, run.strategy.all_reduce(votes(), "sum"))
+
+    def stop(self, run: Any, step: int, number: int) -> None:
+        """Save and end the process. Collective."""
+        self.stopping = True
+        checkpoint, stop = run.config.checkpoint, Stopped(number, together=True)
+        saved = "nothing is saved"
+        if run.keeps and not checkpoint.disable_ds_ckpt:
+            run.save_checkpoint(step)
+            saved = f"saved in {run.ckpt_path}: the same command goes on"
+            saved += ", without --resume never" * (checkpoint.resume == "never")
+        nothing_is_lost()
+        total = f" of {run.total_steps}" if run.total_steps is not None else ""
+        run.strategy.print(f"stopped by {stop.name} after step {step}{total}; {saved}")
+        raise stop
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        if isinstance(error, Stopped) and error.together:
+            run.strategy.barrier()  # a launcher ends the others when the first one has ended
+        if self.safe_points is not None:
+            self.safe_points.__exit__(None if error is None else type(error), error, None)
+
+
 def _launchers() -> tuple[list[tuple[int, str]], str]:
-    """The processes from this rank's parent up to the launcher's first, and the name of one that has ended already."""
+    """Return the processes from this rank's parent up to the launcher's first, and the name of one that has ended."""
     import psutil
 
     above: list[tuple[int, str]] = []
@@ -294,8 +345,8 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
         with contextlib.suppress(psutil.Error):
             above.append((process.pid, " ".join(process.cmdline())))
     matches = [_LAUNCHER.match(command) for _, command in above]
-    if found := [i for i, match in enumerate(matches) if match]:
-        last, command = found[-1], above[found[-1]][1]
+    if launchers := [i for i, match in enumerate(matches) if match]:
+        last, command = launchers[-1], above[launchers[-1]][1]
         # On a single node it is `deepspeed` that starts launch.py, and so.
         single = " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
         gone = (
@@ -309,7 +360,7 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
 
 
 def _leave_to_parent() -> None:
-    """A process that was forked off is ended by its parent's means."""
+    """Leave the end of a process that was forked off to its parent."""
     global _watch
     if _watch is not None:
         _watch.restore()

@@ -1,4 +1,4 @@
-"""A thread of each rank that ends a run which hangs, and says where every rank is. Started by ``trainer.run``."""
+"""A thread of each rank that ends a run which hangs, and says where every rank is. Started by ``rank_main.run``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()  # it may have been set since __exit__
 
     def _work(self) -> tuple[float, int]:
-        """Seconds on cores and bytes to and from disks, of this process and what it has started."""
+        """Return seconds on cores and bytes to and from disks, of this process and what it has started."""
         import psutil
 
         seconds, size, process = 0.0, 0, psutil.Process()
@@ -83,7 +83,7 @@ class Watchdog:
     # -- other ranks ---------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """A connection of its own to the ranks' store, and the process of every rank on this machine."""
+        """Open a connection of its own to the ranks' store, and find the process of every rank on this machine."""
         import torch.distributed as dist
 
         try:
@@ -130,7 +130,7 @@ class Watchdog:
         return self._question is not None and self._question.is_alive()
 
     def _end(self, idle: float) -> None:
-        """Rank 0 tells for all; this process ends."""
+        """End this process; rank 0 reports for all."""
         main = _stacks()[threading.main_thread().ident]
         waits = any(
             "torch/distributed" in f.filename or "/deepspeed/" in f.filename for f in main[-8:]
@@ -143,15 +143,15 @@ class Watchdog:
         }
         own["text"] = self._report(idle)
         try:
-            told = self._tell(own)
+            reported = self._tell(own)
         except RuntimeError:  # no store any more
-            told = False
-        if not told:
+            reported = False
+        if not reported:
             print(own["text"], _ALLOW, sep="\n", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
     def _tell(self, own: dict[str, Any]) -> bool:
-        """Whether somebody told what this rank has to say."""
+        """Report for all on rank 0, to it on others; whether somebody reported what this rank has to say."""
         if self._store is None or self._store_is_silent():
             return False
         self._store.set("hang", "")
@@ -224,7 +224,7 @@ class Watchdog:
     # -- errors that only tell of another rank's end ---------------------------------------------------------------
 
     def lost_rank(self, error: BaseException) -> str | None:
-        """What to say of an error that only tells that another rank has ended; None for any other error.
+        """Return what to say of an error that only tells that another rank has ended; None for any other error.
 
         Waits, so that the launcher ends this process without a word and the other rank's error stays the last one.
         """
@@ -240,9 +240,9 @@ class Watchdog:
                 if (how := _how_it_ended(pid)) is not None
             }
             time.sleep(0.1)
-        told = {rank: how for rank, how in ended.items() if how}
-        if told and self._rank == min({self._rank, *self._peers} - ended.keys()):
-            for rank, how in told.items():
+        reasons = {rank: how for rank, how in ended.items() if how}
+        if reasons and self._rank == min({self._rank, *self._peers} - ended.keys()):
+            for rank, how in reasons.items():
                 print(
                     f"[rank {rank}] ended without an error of its own: {how}",
                     file=sys.stderr,
@@ -255,7 +255,7 @@ class Watchdog:
 
 
 def _collectives() -> dict[str, int]:
-    """Process group → how many collectives this rank has issued in it.
+    """Return process group → how many collectives this rank has issued in it.
 
     With NCCL a rank waits wherever it reads a number from the GPU, so that its stack does not tell.
     """
@@ -271,7 +271,7 @@ def _collectives() -> dict[str, int]:
 
 
 def _behind(issued: dict[int, dict[str, int]]) -> list[int]:
-    """Ranks that others wait for and that wait for nobody; ``issued``: of each rank, see :func:`_collectives`."""
+    """Return the ranks that others wait for and that wait for nobody; ``issued``: of each rank, see :func:`_collectives`."""
     awaited, waiting = set(), set()
     for group in set().union(*issued.values()):
         counts = {rank: of_rank[group] for rank, of_rank in issued.items() if group in of_rank}
@@ -281,7 +281,7 @@ def _behind(issued: dict[int, dict[str, int]]) -> list[int]:
 
 
 def _second_connection(store: Any) -> Any:
-    """To the ranks' store, as the main thread may wait in its own; keys apart from others'."""
+    """Connect to the ranks' store, as the main thread may wait in its own; keys apart from others'."""
     from torch.distributed import PrefixStore, TCPStore
 
     if hasattr(store, "clone"):
@@ -309,7 +309,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def _how_it_ended(pid: int) -> str | None:
-    """None: it lives. Empty: with an error that it has told, or nobody knows. Else what its exit code means."""
+    """Return None if it lives; empty: with an error that it has told, or nobody knows; else what its exit code means."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -328,7 +328,7 @@ def _how_it_ended(pid: int) -> str | None:
 
 
 def _stacks() -> dict[int | None, traceback.StackSummary]:
-    """The stack of each thread, by its number, and of each waiting coroutine."""
+    """Return the stack of each thread, by its number, and of each waiting coroutine."""
     frames = sys._current_frames()
     stacks = {ident: _summary(traceback.walk_stack(frame)) for ident, frame in frames.items()}
     loops = [frame.f_locals["self"] for top in frames.values() for frame, _ in traceback.walk_stack(top)
@@ -346,7 +346,7 @@ def _summary(frames: Iterable[tuple[FrameType, int]]) -> traceback.StackSummary:
 
 
 def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
-    """Frames of a coroutine and of what it waits for, outermost first."""
+    """Yield the frames of a coroutine and of what it waits for, outermost first."""
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame, frame.f_lineno
         coroutine = coroutine.cr_await
@@ -359,7 +359,7 @@ def _in_debugger() -> bool:
 
 
 def _own_code(stack: traceback.StackSummary) -> str | None:
-    """The innermost line of the user's code that this package calls, as ``file:line in function``."""
+    """Return the innermost line of the user's code that this package calls, as ``file:line in function``."""
     calls = max(
         (i for i, f in enumerate(stack) if f.filename.startswith(_PACKAGE)), default=len(stack)
     )

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from lightppo.callbacks import Callback
-from lightppo.checkpoint.engine_state import list_tags, read_client_state
+from lightppo.checkpoint.engine_state import read_client_state
+from lightppo.checkpoint.layout import list_tags, part_folder
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.rules import reward_sources
 from lightppo.episodes.tape import KnownEnd, Tape, tape_of
@@ -88,7 +89,7 @@ class Keeper(Callback):
 
 def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
     """Return what each checkpoint of the run whose tape plays knows of the end of this rank's files."""
-    part = _checkpoints_of(tape.folder.parent) / "_actor"
+    part = Path(part_folder(_checkpoints_of(tape.folder.parent)))
     known = []
     for tag in list_tags(part) if part.is_dir() else ():
         state = read_client_state(part / tag)

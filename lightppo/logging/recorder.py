@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.callbacks import Callback
-from lightppo.checkpoint import durable
 from lightppo.config.options import LoggingConfig, OptionSet, public_options
-from lightppo.files import local_folder
+from lightppo.files import explained, local_folder
 from lightppo.logging.metrics_page import renamed
 from lightppo.logging.run_folder import (
     RecordSums,
@@ -57,7 +56,7 @@ class JsonlSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with durable.explained(self.path):
+        with explained(self.path):
             if not is_at(self.path, self.file):
                 logger.warning(
                     "%s was removed: it is made again, without its earlier rows", self.path
@@ -68,7 +67,7 @@ class JsonlSink:
 
     def sync(self) -> None:
         """Put all rows on disk: a checkpoint will say that their steps are done."""
-        with durable.explained(self.path):
+        with explained(self.path):
             os.fsync(self.file.fileno())
 
     def close(self) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightppo.callbacks import Callback
-from lightppo.checkpoint import durable
 from lightppo.config.arguments import CommandParser
 from lightppo.config.rules import PPOConfig
 from lightppo.config.supervised_options import COMMANDS
 from lightppo.errors import ReportError, StagingError
+from lightppo.files import write_text
 from lightppo.logging.alarms import ALARMS
 from lightppo.redaction import plain
 from lightppo.storage import download, is_url, local_folder, read_apart
@@ -418,7 +418,7 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
     blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
     blocks.append(_block("plotly", _packed(get_plotlyjs())))
     title = html.escape(", ".join(run["name"] for run in shown))
-    durable.write_text(
+    write_text(
         out, page.replace("<!--TITLE-->", title, 1).replace("<!--DATA-->", "\n".join(blocks), 1)
     )
 

@@ -23,12 +23,12 @@ from typing import IO, Any
 import yaml
 from transformers.utils import cached_file
 
-from lightppo.checkpoint import durable
 from lightppo.checkpoint.run_checkpointer import download_marks
 from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
+from lightppo.files import Digest, change, digest, write_text
 from lightppo.logging.run_paths import (
     METADATA,
     RECORDS,
@@ -305,7 +305,7 @@ class RecordSums:
     def __init__(self, folder: str, metrics: Path) -> None:
         self.folder, self.metrics = local_folder(folder).absolute(), metrics.absolute()
         # (size, time of the last change) and digest of each file.
-        self._known: dict[Path, tuple[tuple[int, int], durable.Digest]] = {}
+        self._known: dict[Path, tuple[tuple[int, int], Digest]] = {}
 
     def take(self) -> dict[str, tuple[int, str]]:
         """(size, SHA-256) of each file, by its name in the run's folder."""
@@ -313,19 +313,19 @@ class RecordSums:
         files = [path for path in (self.metrics, self.folder / METADATA, *below) if path.is_file()]
         return {os.path.relpath(path, self.folder): tuple(self._digest(path)) for path in files}
 
-    def _digest(self, path: Path) -> durable.Digest:
+    def _digest(self, path: Path) -> Digest:
         stat = path.stat()
         mark = (stat.st_size, stat.st_mtime_ns)
         if self._known.get(path, (None,))[0] != mark:
-            self._known[path] = (mark, durable.digest(path))
+            self._known[path] = (mark, digest(path))
         return self._known[path][1]
 
     def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return what is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
         found = []
         for name, (size, sha256) in taken.items():
-            written = durable.Digest(size, sha256)
-            found.append(durable.change(self.folder, name, written, grows=name.endswith(".jsonl")))
+            written = Digest(size, sha256)
+            found.append(change(self.folder, name, written, grows=name.endswith(".jsonl")))
         return [text for text in found if text is not None]
 
 
@@ -502,7 +502,7 @@ def write_run_config(config: OptionSet) -> str | None:
                 for n, v in public_options(options).items()
             }
             del values["config"]
-            durable.write_text(
+            write_text(
                 local / f"{name}.yaml",
                 yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True),
             )

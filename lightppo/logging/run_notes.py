@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.checkpoint.layout import has_checkpoints
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet, public_options
 from lightppo.data.datasets import PromptDataset
@@ -75,8 +76,7 @@ def places(config: OptionSet) -> str:
     saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
     # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
     saves = saves or (
-        checkpoint.resume != "never"
-        and any(local_folder(checkpoint.ckpt_path).glob("_actor/global_step*"))
+        checkpoint.resume != "never" and has_checkpoints(local_folder(checkpoint.ckpt_path))
     )
     found = [
         f"model and logs in {checkpoint.save_path}",

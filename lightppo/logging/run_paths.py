@@ -11,6 +11,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightppo.checkpoint.layout import REPLACED_NAMES
 from lightppo.config.options import OptionSet
 from lightppo.errors import ConfigError, StagingError
 from lightppo.option import is_object
@@ -35,7 +36,7 @@ READ = (*MODELS, *TOKENIZERS, *ROWS, *CODE, *WORLDS, "resume", "tape_from")
 _EVERYTHING = ("*",)
 WRITTEN = {
     "save_path": (*RECORDS, "adapter", "nonfinite"),
-    "ckpt_path": ("_*", "global_step*", "best_hf", "latest"),
+    "ckpt_path": REPLACED_NAMES,
     "rollout_data_dir": ("step*.jsonl",),
     "skip_rollout": ("step*", "first*"),
     "use_tensorboard": _EVERYTHING,

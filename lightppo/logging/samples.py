@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from lightppo.callbacks import Callback
-from lightppo.checkpoint import durable
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
 from lightppo.experience.scores import overlong_penalty
-from lightppo.files import local_folder
+from lightppo.files import explained, local_folder, write_text
 from lightppo.logging.run_paths import SAMPLES
 from lightppo.models.wrapper import on_cpu
 from lightppo.ranks import Ranks
@@ -100,9 +99,9 @@ def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]
 
 def write_whole(path: Path, text: str) -> None:
     """Write the whole file or nothing."""
-    with durable.explained(path):
+    with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(path, text)
+        write_text(path, text)
 
 
 def examined(rollout: Rollout) -> str:
@@ -255,7 +254,7 @@ class SampleRecord:
         if not (lines := _in_order(own, self.strategy)):
             return
         path = self.folder / f"step{step}.jsonl.gz"
-        with durable.explained(path):
+        with explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_bytes(gzip.compress("".join(lines).encode(), 1, mtime=0))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.config.distillation_options import FrozenModel, frozen_models
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     followers,
-    frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
@@ -25,10 +25,10 @@ from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.wrapper import Role, prepare_model
-from lightppo.plugin import LOADING, MODEL_CONFIGS, FrozenModel
+from lightppo.plugin import LOADING, MODEL_CONFIGS
 
 if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 
 @dataclass

@@ -21,7 +21,7 @@ from lightppo.plugin import LAYOUTS, MODULES, PREPARATIONS
 from lightppo.ranks import Ranks
 
 Role = str
-"""What a model does in a run: actor, critic, reference, reward, or a name of ``FROZEN_MODELS`` or ``FOLLOWERS`` in
+"""What a model does in a run: actor, critic, reference, reward, teacher, or a name of ``FOLLOWERS`` in
 :mod:`lightppo.plugin`. The model that SFT, RM or DPO train is the actor."""
 
 

@@ -33,7 +33,6 @@ SHIPPED = (
     "records",
     "report",
     "ops",
-    "reshape",
     "supervised",
     "tools",
     "migration",

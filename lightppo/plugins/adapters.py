@@ -1,12 +1,7 @@
 """LoRA, and frozen weights in 4 bits."""
 
 from lightppo.option import register_section
-from lightppo.plugin import (
-    CHECKPOINT_CHECKS,
-    CHECKPOINT_NOTES,
-    LOADING,
-    PREPARATIONS,
-)
+from lightppo.plugin import LOADING, PREPARATIONS
 from lightppo.table import Entry
 
 
@@ -14,6 +9,4 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     LOADING.register("load_in_4bit", Entry("lightppo.models.adapters.quantised:quantise_body"))
     PREPARATIONS.register("lora", Entry("lightppo.models.adapters.lora:prepare"))
-    CHECKPOINT_NOTES.register("adapters", Entry("lightppo.models.adapters.frozen_weights:note"))
-    CHECKPOINT_CHECKS.register("adapters", Entry("lightppo.models.adapters.frozen_weights:check"))
     register_section("adapter", "lightppo.config.adapters_options:AdapterConfig")

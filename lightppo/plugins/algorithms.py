@@ -1,14 +1,11 @@
 """Corrections, rejections, rarely used estimators and policy losses."""
 
 from lightppo.option import register_section
-from lightppo.plugin import OLD_LOG_PROBS
-from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     _register_options()
-    OLD_LOG_PROBS.register("fewest_passes", Entry("lightppo.config.old_log_probs:fewest_passes"))
 
 
 def _register_options() -> None:

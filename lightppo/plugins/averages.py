@@ -1,7 +1,7 @@
 """A moving average of the actor, and a reference that follows it."""
 
 from lightppo.option import register_section
-from lightppo.plugin import FOLLOWERS, STRATEGY_METHODS
+from lightppo.plugin import FOLLOWERS
 from lightppo.table import Entry
 
 
@@ -9,9 +9,6 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     FOLLOWERS.register("ema", Entry("lightppo.config.averages_options:has_average"))
     FOLLOWERS.register("reference", Entry("lightppo.config.averages_options:moves_reference"))
-    STRATEGY_METHODS.register(
-        "moving_average", Entry("lightppo.trainer.moving_average:moving_average")
-    )
     register_section(
         "averages", "lightppo.config.averages_options:AverageConfig", adds_to="algorithm"
     )

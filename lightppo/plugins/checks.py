@@ -5,9 +5,6 @@ from lightppo.plugin import (
     BEFORE_IMPORTS,
     COMMANDS,
     MICRO_BATCHES,
-    RANK_START,
-    RESUMES,
-    STRATEGY_METHODS,
     Command,
 )
 from lightppo.table import Entry
@@ -27,6 +24,3 @@ def register() -> None:
     )
     MICRO_BATCHES.register("specs", Entry("lightppo.config.micro_batch_specs:spec_of"))
     BEFORE_IMPORTS.register("files", Entry("lightppo.preflight.before_imports:look"))
-    RESUMES.register("options", Entry("lightppo.preflight.resume_checks:check_same_run"))
-    STRATEGY_METHODS.register("report_memory", Entry("lightppo.preflight.run_checks:report_memory"))
-    RANK_START.register("type", Entry("lightppo.distributed.device_type:trainable_type"))

@@ -1,15 +1,11 @@
 """The constructor, arguments and call forms of the seed."""
 
 from lightppo.option import register_section
-from lightppo.plugin import OLDER_STATES, PUBLIC, STRATEGY_METHODS
-from lightppo.table import Entry
+from lightppo.plugin import PUBLIC
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    for name in ("load_model", "set_max_norm"):
-        STRATEGY_METHODS.register(name, Entry(f"lightppo.compat.script_strategy:{name}"))
-    OLDER_STATES.register("names", Entry("lightppo.compat.older_states:with_present_names"))
     register_section("buffer", "lightppo.config.compat_options:BufferConfig", adds_to="training")
     PUBLIC.update(
         {

@@ -6,14 +6,12 @@ from lightppo.plugin import (
     KERNELS,
     MODULES,
     PREPARATIONS,
-    RANK_START,
 )
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    RANK_START.register("host", Entry("lightppo.distributed.host_shares:host_shared"))
     MODULES.register("cpu_linear", Entry("lightppo.models.kernels.cpu:accelerate_on_cpu"))
     MODULES.register("fused", Entry("lightppo.models.kernels.fused:fuse"))
     HEAD_SCORES.register("head", Entry("lightppo.models.kernels.scoring_head:scores_by_head"))

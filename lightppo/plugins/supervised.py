@@ -5,10 +5,8 @@ from lightppo.plugin import (
     COMMANDS,
     METRICS,
     PUBLIC,
-    STRATEGY_METHODS,
     Command,
 )
-from lightppo.table import Entry
 
 SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
     "loss": "mean loss per labelled token, or per pair",
@@ -39,8 +37,6 @@ _COMMANDS = (
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    share = "lightppo.supervised.rank_samples:setup_dataloader"
-    STRATEGY_METHODS.register("setup_dataloader", Entry(share))
     METRICS.register(
         "train",
         {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},

@@ -1,11 +1,6 @@
 """Text training of checkpoints with image or audio towers, which stay as they came."""
 
-from lightppo.plugin import (
-    CHECKPOINT_CHECKS,
-    CHECKPOINT_NOTES,
-    LANGUAGE_MODELS,
-    UNTRAINABLE,
-)
+from lightppo.plugin import LANGUAGE_MODELS, UNTRAINABLE
 from lightppo.table import Entry
 
 
@@ -13,5 +8,3 @@ def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     LANGUAGE_MODELS.register("towers", Entry("lightppo.models.multimodal.detection:read_part"))
     UNTRAINABLE.register("towers", Entry("lightppo.models.multimodal.detection:untrainable"))
-    CHECKPOINT_NOTES.register("towers", Entry("lightppo.models.multimodal.whole_checkpoint:note"))
-    CHECKPOINT_CHECKS.register("towers", Entry("lightppo.models.multimodal.whole_checkpoint:check"))

@@ -13,15 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightppo.checkpoint.durable import check_writable
+from lightppo.checkpoint import layout
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.distillation_options import frozen_models
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
 from lightppo.config.reward_plan import ANY_ROUTE, reward_plan
 from lightppo.config.rules import (
     estimator_entry,
-    frozen_models,
     generation_batch,
     needs_critic,
     needs_reference,
@@ -54,6 +54,7 @@ from lightppo.data.rows import (
     template_options,
 )
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
+from lightppo.files import check_writable
 from lightppo.logging.run_paths import WORLDS, check_places, file_of_world
 from lightppo.logging.trackers import check_trackers
 from lightppo.plugin import REWARDS
@@ -325,12 +326,9 @@ def _check_resume(resume: str) -> None:
     if (
         resume not in ("auto", "never")
         and "://" not in resume
-        and not any(Path(resume, "_actor").glob("*/"))
+        and not layout.has_checkpoints(Path(resume))
     ):
-        raise CheckpointError(
-            f"--resume {resume}: not a folder of checkpoints (it has no _actor with one inside); name the --ckpt_path "
-            "of the run to go on with, or leave --resume at auto"
-        )
+        raise CheckpointError(layout.no_checkpoints(resume, "one"))
 
 
 def _check_shape(config: PPOConfig) -> None:
@@ -344,11 +342,9 @@ def _check_shape(config: PPOConfig) -> None:
         or "://" in root
     ):
         return
-    try:  # the names are those of checkpoint/engine_state.py, which loads torch
-        tag = Path(root, "latest").read_text().strip()
-        saved = json.loads(Path(root, "_actor", tag, "lightppo_checkpoint.json").read_text())
-    except (OSError, ValueError):
+    if (last := layout.last_shape(root)) is None:
         return
+    tag, saved = last
     now = {
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "zero_stage": config.strategy.zero_stage,

@@ -24,6 +24,8 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
+from lightppo.config.distillation_options import frozen_models
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.option_needs import facts_of
 from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
 from lightppo.errors import ConfigError, UserError
@@ -62,7 +64,7 @@ NF4_BYTES = 0.516  # of a weight in 4 bits, scales included
 CUDA_BYTES = 2_000_000_000  # assumed: CUDA's context, NCCL's buffers, gaps of the allocator
 KEPT_BLOCK = (
     32 << 20
-)  # freed blocks below stay with a process on a CPU: glibc, see distributed/host_shares.py
+)  # freed blocks below stay with a process on a CPU: glibc, see distributed/device.py
 _COUNTED = "counted"  # the attention of models on the meta device
 
 
@@ -543,7 +545,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         )
     if "ema" in rules.followers(config):
         roles["moving average"] = shape(model.pretrain, "--pretrain", dtype=torch.float32)
-    for name, further in rules.frozen_models(config).items():
+    for name, further in frozen_models(config).items():
         roles[name] = shape(further.path, further.flag)
     for i, path in enumerate(model.reward_pretrain, start=1):
         roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
@@ -559,7 +561,7 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     stage, offload = strategy.ref_zero_stage, strategy.ref_offload
     if role.startswith("reward"):
         stage, offload = strategy.reward_zero_stage, strategy.reward_offload
-    elif (further := rules.frozen_models(config).get(role)) is not None:
+    elif (further := frozen_models(config).get(role)) is not None:
         stage, offload = further.zero_stage, further.offload
     return 3 if offload else stage, offload
 
@@ -758,11 +760,11 @@ def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
 
 def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """Yield the largest pass without gradients."""
-    calls = {name: name for name in ("critic", "reference", *rules.frozen_models(config))}
+    calls = {name: name for name in ("critic", "reference", *frozen_models(config))}
     flat = config.flat()
     plays = (flat.get("env") or flat.get("tools")) and not flat.get("batch_invariant")
     exact = config.engine.rollout_engine == "hf" and not plays
-    if not config.evaluation.val_only and rules.old_log_probs_from(config, exact) == "forward":
+    if not config.evaluation.val_only and old_log_probs_from(config, exact) == "forward":
         calls["actor"] = "actor"
     found = []
     for role, shape in roles.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import psutil
@@ -24,18 +23,3 @@ def library_bytes(ranks: int = 1) -> int:
     held = psutil.Process().memory_info()
     shared = getattr(held, "shared", 0)
     return held.rss - shared + shared // ranks
-
-
-def peak_of_process() -> int:
-    """Return the most bytes that this process has been resident with."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (
-        OSError,
-        StopIteration,
-    ):  # not Linux; there getrusage would count the process before, too
-        import resource
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024

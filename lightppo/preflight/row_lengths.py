@@ -13,7 +13,7 @@ from lightppo.files import stage_to_local
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 
 def check_positions_of(building: Building) -> None:

@@ -11,27 +11,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from lightppo.callbacks import Callback
-from lightppo.checkpoint import durable
-from lightppo.checkpoint.engine_state import LATEST
+from lightppo.checkpoint import layout
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, ConfigError
-from lightppo.files import local_folder
+from lightppo.files import local_folder, shown_size
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
-from lightppo.preflight.host_memory import host_bytes, library_bytes, peak_of_process
+from lightppo.preflight.host_memory import host_bytes, library_bytes
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
+from lightppo.preflight.tested_models import once_per_model
 from lightppo.ranks import ranks_on_node
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Machine
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 
@@ -126,15 +125,21 @@ def check_places(building: Building) -> None:
 
 def check_padded_batches(building: Building) -> None:
     """Check that padded batches are right, and that training changes no number by itself. Collective."""
+    models, strategy = building.models, building.strategy
     always_padded = "pretrain_data" in building.rows
-    check_padding(building.models, building.strategy, always_padded=always_padded)
-    check_training(building.models, building.strategy)
+
+    def test() -> None:
+        check_padding(models, strategy, always_padded=always_padded)
+        check_training(models, strategy)
+
+    once_per_model(building, "padding", test)
 
 
 def check_decoding_of(building: Building) -> None:
     """Check that the engine decodes with this model as it must. Collective."""
     if building.config.sampling.skip_rollout is None:  # else nothing may be sampled
-        check_decoding(building.rollout_engine, building.actor, building.strategy)
+        parts = (building.rollout_engine, building.actor, building.strategy)
+        once_per_model(building, "decoding", lambda: check_decoding(*parts))
 
 
 # -- what they do ----------------------------------------------------------------------------------------------------
@@ -223,18 +228,18 @@ def check_disk_space(
     if free < needed:
         raise ConfigError(
             f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
-            f"{durable.shown_size(needed)}, {durable.shown_size(free)} are free: lower "
+            f"{shown_size(needed)}, {shown_size(free)} are free: lower "
             "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
         )
 
 
 def in_the_way(root: Path, names: Iterable[str]) -> str | None:
     """Return what keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
-    for folder in (root, *(root / f"_{name}" for name in names)):
+    for folder in (root, *(Path(layout.part_folder(root, name)) for name in names)):
         if os.path.lexists(folder) and not folder.is_dir():
             return f"{folder} is no folder, and checkpoints are to be written there: remove it"
-        if (folder / LATEST).is_dir():
-            return f"{folder / LATEST} is a folder, and must be a file with the name of the last checkpoint: remove it"
+        if (problem := layout.in_the_way(folder)) is not None:
+            return problem
     return None
 
 
@@ -252,10 +257,10 @@ class DryRun(Callback):
         for line in after_step(run.config, run.tokenizer) if is_told else ():
             run.strategy.print(line)
         took = _cost(run) if is_told else "no step"
-        report_memory(run.strategy, f"dry run: {took}; nothing is kept; memory of rank 0")
+        run.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
         if states := _optimizer_bytes(run.strategy):
             run.strategy.print(
-                f"later steps need up to {durable.shown_size(states)} more: they hold Adam's states during their passes; "
+                f"later steps need up to {shown_size(states)} more: they hold Adam's states during their passes; "
                 "the first step creates these at its end"
             )
 
@@ -267,21 +272,6 @@ def _optimizer_bytes(strategy: Any) -> int:
     tensors = [x for state in states for values in state.values() for x in values.values()]
     device = strategy.device.type
     return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
-
-
-def report_memory(strategy: Any, prefix: str) -> dict[str, float]:
-    """Return memory of this process in GiB, printed on rank 0, and its peak: allocated on a GPU, resident on a CPU."""
-    if strategy.device.type == "cuda":
-        sizes = {
-            "allocated": torch.cuda.memory_allocated(strategy.device),
-            "peak": torch.cuda.max_memory_allocated(strategy.device),
-        }
-    else:
-        sizes = {"resident": psutil.Process().memory_info().rss, "peak": peak_of_process()}
-    memory = {name: size / 2**30 for name, size in sizes.items()}
-    told = ", ".join(f"{name} {value:.2f} GiB" for name, value in memory.items())
-    strategy.print(f"{prefix}: {told}")
-    return memory
 
 
 def _cost(run: Any) -> str:

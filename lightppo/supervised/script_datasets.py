@@ -11,9 +11,9 @@ import torch
 
 from lightppo.data import examples
 from lightppo.data.chat_templates import Rendered
-from lightppo.data.datasets import setting
 from lightppo.data.prepared_rows import Encoded, Outcome
 from lightppo.data.rows import lookup
+from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.supervised.pairs import ReferencedPairs
 

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import DataLoader
 
+from lightppo.checkpoint.layout import tag_of
+from lightppo.checkpoint.run_exports import save_hf
 from lightppo.config.supervised_options import SupervisedConfig
 from lightppo.data.examples import SFTDataset as ExampleDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
@@ -22,7 +24,6 @@ from lightppo.supervised.objectives import DPO, SFT, Objective, RewardModelling
 from lightppo.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.trainer.consumed_samples import state_after
-from lightppo.trainer.exports import save_hf
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
 LOOP_OPTIONS = [
@@ -234,9 +235,7 @@ class ScriptTrainer(SupervisedTrainer):
         states = consumed | self.client_states | {"trainer": asdict(self.state)}
         if not checkpoint.disable_ds_ckpt:
             limits = {"max_num": checkpoint.max_ckpt_num, "max_mem": checkpoint.max_ckpt_mem}
-            self.strategy.save_ckpt(
-                self.model, root, f"global_step{step}", **limits, client_state=states
-            )
+            self.strategy.save_ckpt(self.model, root, tag_of(step), **limits, client_state=states)
         if checkpoint.save_hf_ckpt:
             save_hf(self.checkpointer, root, step)
 

@@ -25,7 +25,8 @@ from lightppo.models.packing.settle import settle_packing
 from lightppo.models.run_models import build_tokenizer
 from lightppo.models.wrapper import prepare_model, to_device
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
-from lightppo.trainer import build as building
+from lightppo.trainer.build import build_strategy
+from lightppo.trainer.building import Building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from lightppo.trainer.optimizers import with_optimizer
 from lightppo.trainer.start_checks import (
@@ -333,12 +334,12 @@ def build(
     )
 
 
-def begin(config: SupervisedConfig) -> building.Building:
+def begin(config: SupervisedConfig) -> Building:
     """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
-    strategy = building.build_strategy(config)
+    strategy = build_strategy(config)
     strategy.setup_distributed()
     asked = config.resolved()
-    run = building.Building(given=config, asked=asked, config=asked, strategy=strategy)
+    run = Building(given=config, asked=asked, config=asked, strategy=strategy)
     check_options(run)
     run.tokenizer = build_tokenizer(asked)
     check_tokenizer(run)
@@ -346,7 +347,7 @@ def begin(config: SupervisedConfig) -> building.Building:
     return run
 
 
-def read_data(run: building.Building, objective: Objective) -> tuple[Any, Any | None]:
+def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
     """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
     config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
 

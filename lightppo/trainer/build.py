@@ -14,13 +14,13 @@ from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.config.evaluation_options import evaluation_config
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     estimator_entry,
     generation_batch,
     moves_reference,
     needs_reference,
-    old_log_probs_from,
     trains,
 )
 from lightppo.config.run_length import optimizer_steps, steps_per_episode
@@ -53,6 +53,7 @@ from lightppo.rollout import hf
 from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.trainer.building import Building
 from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
@@ -72,59 +73,8 @@ from lightppo.trainer.training_losses import LossTerm
 from lightppo.trainer.update import Update
 from lightppo.verifiers.formats import with_xml_format
 from lightppo.verifiers.status import status_check
-from lightppo.zero3 import find_adapters, parameter_count
 
 T = TypeVar("T")
-
-
-@dataclass
-class Building:
-    """A run that is being built, as far as it is: what checks look at.
-
-    A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
-    """
-
-    given: OptionSet  # the options as they were given
-    asked: OptionSet  # with what None means
-    config: OptionSet  # as it runs
-    strategy: DeepspeedStrategy
-    tokenizer: Any = None
-    # Data sets, by the option that names their files.
-    rows: dict[str, Any] = field(default_factory=dict)
-    prompts_dataloader: DataLoader | None = None  # None: the run does not train
-    held_out: Any = None  # data to evaluate on, for plugins
-    loss_terms: dict[str, LossTerm] = field(default_factory=dict)
-    reward_source: RewardSource | None = None
-    judge: RewardSource | None = None  # scores answers to them
-    reward_models: Sequence[Any] = ()  # of --reward_pretrain
-    # Further models by name, which are elsewhere.
-    frozen: dict[str, Any] = field(default_factory=dict)
-    # By the flag that names each.
-    models: dict[str, Any] = field(default_factory=dict)
-    saved: Mapping[str, Any] = field(default_factory=dict)  # models by their part of a checkpoint
-    rollout_engine: RolloutEngine | None = None
-    evaluator: Any = None  # of the run, see :class:`lightppo.trainer.loop.TrainingLoop`
-    content: dict[str, str] = field(default_factory=dict)  # marks of what options name
-    keeps: bool = True
-
-    @property
-    def actor(self) -> Any:
-        """The model that trains."""
-        return self.saved["actor"]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Parameters by part of a checkpoint; ``export``: of an export."""
-        of_parts = {
-            part: parameter_count(model, trained_only=find_adapters(model) is not None)
-            for part, model in self.saved.items()
-        }
-        return of_parts | {"export": parameter_count(self.actor)}
-
-    def tell(self, lines: Iterable[str]) -> None:
-        """Print lines on rank 0."""
-        for line in lines:
-            self.strategy.print(line)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
+from lightppo.checkpoint.older_states import with_present_names
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
@@ -27,7 +28,8 @@ from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.logging.performance import PhaseTimer
 from lightppo.logging.progress import Pace, bar_of_steps, on_bar
 from lightppo.logging.step_metrics import with_namespace
-from lightppo.plugin import METRICS, OLDER_STATES
+from lightppo.plugin import METRICS
+from lightppo.preflight.resume_checks import check_same_run
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.trainer.run_callbacks import run_callbacks
 
@@ -233,7 +235,12 @@ class TrainingLoop:
         """
         options = options or public_options(self.config)
         saved = self.checkpointer.resume(
-            options, self.content, self.config, before, trains=not self.only_evaluates
+            options,
+            self.content,
+            self.config,
+            before,
+            trains=not self.only_evaluates,
+            compare=check_same_run,
         )
         if saved is None:
             return False
@@ -242,8 +249,7 @@ class TrainingLoop:
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Go on from :meth:`whole_state`. A part that it does not know begins anew, and this is said."""
-        for upgrade in OLDER_STATES.values():
-            saved = upgrade.fn(saved)
+        saved = with_present_names(saved)
         self.state.become(TrainerState(**saved["trainer"]))
         self.last_saved = self.state.global_step or None
         self.unclaimed = dict(saved)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightppo.callbacks import Callback
-from lightppo.distributed.graceful_stop import StopAtSignal
+from lightppo.distributed.signals import StopAtSignal
 from lightppo.experience.rollout_check import watch
 from lightppo.logging.alarms import AlarmBell
 from lightppo.logging.evaluations import Evaluations

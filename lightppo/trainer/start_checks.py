@@ -35,7 +35,7 @@ from lightppo.rollout.penalties import check_sampled_tokens
 from lightppo.trainer.distillation import check_teacher
 
 if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 
 def check_options(run: Building) -> None:

@@ -15,11 +15,10 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.checkpoint import durable
-from lightppo.checkpoint.damaged_checkpoints import last_undamaged
-from lightppo.checkpoint.engine_state import list_tags
-from lightppo.checkpoint.run_checkpointer import RunCheckpointer, resume_root
-from lightppo.checkpoint.run_files import KeptFiles
+from lightppo import files
+from lightppo.checkpoint.damage import last_undamaged
+from lightppo.checkpoint.layout import list_tags, resume_root
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import CheckpointError
@@ -57,7 +56,7 @@ class SavingStrategy(FakeStrategy):
         content = {"model": model, "max_mem": max_mem, "has_state": client_state is not None}
         (save_dir / tag / "content.json").write_text(json.dumps(content))
         torch.save(client_state, save_dir / tag / "state.pt")
-        KeptFiles().seal(save_dir / tag, **(facts or {}))
+        files.seal(save_dir / tag, **(facts or {}))
         tags = list_tags(save_dir)
         for old in [t for t in tags if t != tag and t not in protected_tags][
             : max(0, len(tags) - max_num)
@@ -204,7 +203,7 @@ def seal_all(root: Path) -> None:
         age = meta.stat().st_mtime_ns
         meta.write_text('{"sealed": true}')
         os.utime(meta, ns=(age, age))
-        durable.seal(folder)
+        files.seal(folder)
 
 
 def resumed(
@@ -304,7 +303,7 @@ def test_one_of_an_older_version_is_taken_without_a_manifest_but_not_one_that_lo
         assert resumed(tmp_path)[0] == "global_step5"
     assert "global_step5 is of an older lightppo: it has no manifest" in caplog.text
     seal_all(tmp_path)
-    (tmp_path / "_critic" / "global_step5" / durable.MANIFEST).unlink()
+    (tmp_path / "_critic" / "global_step5" / files.MANIFEST).unlink()
     assert resumed(tmp_path)[0] == "global_step4"
 
 
@@ -448,7 +447,7 @@ def test_one_part_in_the_place_of_another_is_refused(tmp_path):
 def test_parts_of_an_older_version_fit_together_but_not_to_newer_ones(tmp_path):
     saved_run(tmp_path, 1, 2)
     for folder in tmp_path.glob("_*/global_step2"):
-        durable.seal(folder)  # without facts
+        files.seal(folder)  # without facts
     assert started(tmp_path)["trainer"] == {"global_step": 2}
     put(tmp_path / "_critic" / "global_step1", tmp_path / "_critic" / "global_step2")
     with pytest.raises(

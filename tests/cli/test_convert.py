@@ -15,8 +15,8 @@ from support.hostile import poison
 from support.ranks import run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 
+from lightppo import files
 from lightppo.__main__ import main
-from lightppo.checkpoint import durable
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -267,7 +267,7 @@ def test_nothing_in_a_checkpoint_is_run(name, copied, tmp_path, capsys):
         for file in sorted(checkpoint.glob("*.pt")):
             whole = file.read_bytes()
             poison(file, mark)
-            durable.seal(checkpoint)
+            files.seal(checkpoint)
             told = fails("convert", checkpoint, tmp_path / "out", capsys=capsys)
             assert f"{file} is not loaded: it names posix.system" in told
             assert not (tmp_path / "out").exists()
@@ -291,7 +291,7 @@ def altered(copied, tmp_path, monkeypatch):
         state = torch.load(file, weights_only=False)
         state["config"] |= options
         torch.save(state, file)
-        durable.seal(checkpoint)
+        files.seal(checkpoint)
         return checkpoint
 
     return alter

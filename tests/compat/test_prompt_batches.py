@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightppo.compat.prompt_batches import ScriptPrompts, as_prompts
 from lightppo.data.records import Prompt
-from lightppo.supervised.rank_samples import RankSampler
+from lightppo.distributed.rank_samples import RankSampler
 
 
 class CharacterTokenizer:

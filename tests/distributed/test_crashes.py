@@ -13,11 +13,11 @@ from support.crash import DiskLog, lay_out, logged
 from support.fakes import FakeStrategy
 from support.loops import IdleLoop
 
-from lightppo.checkpoint import durable
+from lightppo import files
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.checkpoint.run_exports import clear_exports, save_best, save_hf
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError, TrainingError
-from lightppo.trainer.exports import clear_exports, save_best, save_hf
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -82,7 +82,7 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint_or_the_new_one(saver, tm
     assert {
         "mp_rank_00_model_states.pt",
         "client_state.pt",
-        f".{durable.MANIFEST}.tmp",
+        f".{files.MANIFEST}.tmp",
         ".latest.tmp",
     } <= synced
 
@@ -111,7 +111,7 @@ def test_weights_that_are_not_finite_take_no_good_checkpoint(saver, tmp_path):
 def test_the_model_sees_what_a_missing_fsync_does(saver, tmp_path, monkeypatch):
     mine, root = saver(max_ckpt_num=1), tmp_path / "ckpt"
     mine.save(root, 1, {})
-    monkeypatch.setattr(durable, "sync_folder", lambda folder: None)
+    monkeypatch.setattr(files, "sync_folder", lambda folder: None)
     with logged(root) as log:
         mine.save(root, 2, {})
     # the old one was gone before the names of the new one were on disk
@@ -160,7 +160,7 @@ def test_a_crash_while_an_export_is_replaced_leaves_the_old_or_the_new(saver, tm
     def look(folder: Path) -> Any:
         clear_exports(folder)
         assert not list(folder.glob(".*"))
-        return durable.check(folder / "best_hf"), json.loads(
+        return files.damage(folder / "best_hf"), json.loads(
             (folder / "best_hf" / "best.json").read_text()
         )["step"]
 
@@ -183,8 +183,8 @@ def test_a_crash_while_a_model_is_written_among_other_files_leaves_it_whole_or_u
         save(2)
 
     def look(after: Path) -> tuple[int | None, list[str]]:
-        step = durable.manifest(after)["facts"].get("step")
-        return step, durable.check(after) if step else []
+        step = files.manifest(after)["facts"].get("step")
+        return step, files.damage(after) if step else []
 
     found = found_after_crashes(log, tmp_path, look)
     assert {step for step, _ in found.values()} == {1, None, 2}

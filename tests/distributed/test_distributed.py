@@ -11,9 +11,8 @@ import torch
 
 from lightppo.compat.seed import get_strategy
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.distributed.distributed import ensure_launcher_variables, import_deepspeed
-from lightppo.plugin import STRATEGY_METHODS
-from lightppo.table import Entry
+from lightppo.distributed.device import import_deepspeed
+from lightppo.distributed.rendezvous import ensure_launcher_variables
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -100,12 +99,3 @@ def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
         assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"  # transformers' name
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_plugin_adds_methods(monkeypatch):
-    monkeypatch.setitem(
-        STRATEGY_METHODS, "twice", Entry(lambda strategy, x: (strategy.seed, 2 * x))
-    )
-    assert DeepspeedStrategy(seed=5).twice(3) == (5, 6)
-    with pytest.raises(AttributeError, match="DeepspeedStrategy has no 'thrice'"):
-        _ = DeepspeedStrategy().thrice

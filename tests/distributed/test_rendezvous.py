@@ -19,7 +19,6 @@ from lightppo.distributed import rendezvous as meeting
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.distributed.rendezvous import choose_gloo_interface, wait_for_torch_threads
 from lightppo.errors import LaunchError
-from lightppo.plugin import RANK_START
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -96,7 +95,8 @@ def test_gloo_needs_its_interface_with_gpus_too(no_launcher, monkeypatch, caplog
     monkeypatch.setattr(meeting, "choose_gloo_interface", two_ways)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.delitem(RANK_START, "host")
+    monkeypatch.setattr(distributed, "check_type", lambda strategy: None)
+    monkeypatch.setattr(distributed, "share_host", lambda: None)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
     strategy = DeepspeedStrategy()
     if not has_gpu:

@@ -42,6 +42,12 @@ SIZES = TOKENS | {
 MAMBA = TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_tested(tmp_path_factory, monkeypatch):
+    """No model has passed its tests yet."""
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def random_model(config: Any) -> Any:
     """Also of biases, which begin as zeros."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
-from lightppo.distributed.graceful_stop import StopAtSignal
+from lightppo.distributed.signals import StopAtSignal
 from lightppo.logging.performance import PhaseTimer
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from support.fakes import FakeStrategy

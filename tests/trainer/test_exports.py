@@ -15,9 +15,9 @@ from support.fakes import FakeStrategy
 from support.loops import IdleLoop
 
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.checkpoint.run_exports import best_line, save_hf
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.exports import save_hf, told_best
 
 ages = itertools.count(1)
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_without_the_bar_has_it_from_the_export(best_loop):
 def test_the_end_of_a_run_says_whose_the_best_is(best_loop):
     def told(loop: IdleLoop) -> str:
         folder = Path(loop.ckpt_path, "best_hf")
-        return told_best(loop.checkpointer, folder, "eval/accuracy").replace(str(folder), "FOLDER")
+        return best_line(loop.checkpointer, folder, "eval/accuracy").replace(str(folder), "FOLDER")
 
     none = "best: none is kept, as no evaluation after the start had a better eval/accuracy"
     loop = best_loop(Evaluated(0.2, 0.5))

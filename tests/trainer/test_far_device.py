@@ -34,6 +34,7 @@ from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
+from lightppo.distributed.averaging import average_into
 from lightppo.distributed.deepspeed import StepOutcome
 from lightppo.experience import entropy_sample
 from lightppo.experience.token_weights import rejections_of
@@ -44,7 +45,6 @@ from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.models.wrapper import to_device
 from lightppo.rewards.reward_model import RewardModelSource
 from lightppo.supervised import objectives
-from lightppo.trainer.moving_average import average_into
 
 TINY = {
     "vocab_size": 48,

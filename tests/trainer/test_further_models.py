@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
 from lightppo.config.micro_batch_specs import parse_specs
-from lightppo.config.rules import old_log_probs_from
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightppo.algorithms.lm_loss import IGNORE_INDEX
 from lightppo.config import PPOConfig
+from lightppo.distributed import rank_samples
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.rank_samples import RankSampler
 from lightppo.models.loading import get_tokenizer
-from lightppo.supervised import rank_samples
-from lightppo.supervised.rank_samples import RankSampler
 from lightppo.trainer.pretraining import (
     Pretraining,
     as_lm_batch,

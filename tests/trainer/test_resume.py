@@ -16,8 +16,7 @@ import torch
 from support.runs import fitted, logged, trained_rows, whole_weights
 from support.tiny import write_jsonl
 
-from lightppo import PPOTrainer
-from lightppo.checkpoint import durable
+from lightppo import PPOTrainer, files
 from lightppo.config import PPOConfig
 from lightppo.errors import CheckpointError, ConfigError, StorageError
 from lightppo.logging.run_folder import release
@@ -321,7 +320,7 @@ def test_exports_that_a_kill_took_are_made_by_the_next_start(make_config, tmp_pa
     (ckpt / "global_step2_hf").rename(ckpt / ".global_step2_hf.saving")
     (ckpt / ".global_step2_hf.saving" / "config.json").unlink()
     (ckpt / ".global_step7_hf.saving").mkdir()  # of a step that is not there
-    (tmp_path / "run" / durable.MANIFEST).unlink()  # and before the model
+    (tmp_path / "run" / files.MANIFEST).unlink()  # and before the model
     capsys.readouterr()
     fitted(config)
     assert (
@@ -330,7 +329,7 @@ def test_exports_that_a_kill_took_are_made_by_the_next_start(make_config, tmp_pa
     )
     assert {path.name: path.read_bytes() for path in (ckpt / "global_step2_hf").iterdir()} == export
     assert list(ckpt.glob(".*saving")) == []
-    assert durable.manifest(tmp_path / "run")["facts"] == {"step": 2}
+    assert files.manifest(tmp_path / "run")["facts"] == {"step": 2}
 
 
 def test_a_folder_that_vanishes_during_a_run_is_made_again(make_config, tmp_path, caplog):
@@ -347,8 +346,8 @@ def test_a_folder_that_vanishes_during_a_run_is_made_again(make_config, tmp_path
     trainer.fit()
     assert f"{tmp_path}/run was removed while the run goes on: it is made again" in caplog.text
     assert [row["step"] for row in trained_rows(config)] == [2, 3]
-    assert durable.check(tmp_path / "run") == []
-    assert durable.check(tmp_path / "run" / "checkpoints_ppo" / "_actor" / "global_step3") == []
+    assert files.damage(tmp_path / "run") == []
+    assert files.damage(tmp_path / "run" / "checkpoints_ppo" / "_actor" / "global_step3") == []
 
 
 def test_options_that_make_another_run_are_refused(make_config, tmp_path):

@@ -14,7 +14,6 @@ import torch
 from lightppo.errors import CheckpointError
 from lightppo.ranks import Ranks
 from lightppo.zero3 import (
-    find_adapters,
     find_engine,
     own_part,
     unwrap_model,
@@ -22,26 +21,16 @@ from lightppo.zero3 import (
 )
 
 
-def note(ranks: Ranks, model: Any) -> dict[str, Any]:
-    """What a checkpoint says of adapters and of the weights beside them. Collective."""
-    adapters = find_adapters(model)
-    if adapters is None:
-        return {"adapters": None}
+def frozen_facts(ranks: Ranks, model: Any) -> dict[str, Any]:
+    """Return what a checkpoint says of the weights beside adapters. Collective."""
     dense, in_4bit = zip(*ranks.all_gather_object(frozen_sums(unwrap_model(model))))
-    return {"adapters": str(adapters), "frozen": dense, "in_4bit": in_4bit}
+    return {"frozen": dense, "in_4bit": in_4bit}
 
 
-def check(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """CheckpointError unless adapters are as they were, and beside the weights with which they were trained. Collective."""
-    now, saved = note(ranks, model), meta.get("adapters")
-    adapters = now["adapters"]
-    if saved != adapters:
-        raise CheckpointError(
-            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
-            "the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
-        )
-    if adapters is None:
-        return
+def check_frozen(
+    ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError unless the frozen weights, ``now``, are those with which adapters were trained."""
     stage = zero_stage_of(find_engine(model))
     dense, in_4bit = now["frozen"], now["in_4bit"]
     saved_dense, saved_in_4bit = meta["frozen"], meta.get("in_4bit", in_4bit)
@@ -62,12 +51,12 @@ def check(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None
 def _totals(
     dense: Sequence[float], in_4bit: Sequence[int], stage: int
 ) -> tuple[list[float], list[int]]:
-    """Sums over the whole model, out of ``frozen_sums`` of each rank."""
+    """Return sums over the whole model, out of ``frozen_sums`` of each rank."""
     return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
 
 
 def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
-    """Two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
+    """Return two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
     frozen = [own_part(weight) for weight in module.parameters() if not weight.requires_grad]
     dense = [weight for weight in frozen if weight.is_floating_point()]
     in_4bit = [weight for weight in frozen if not weight.is_floating_point()]
@@ -100,7 +89,7 @@ def saved_alone(engine: Any) -> Iterator[dict[str, Any]]:
 
 
 def loader(strict: bool, source: str) -> Callable[..., None]:
-    """What loads for DeepSpeed a checkpoint that has no frozen weights."""
+    """Return what loads for DeepSpeed a checkpoint that has no frozen weights."""
     return partial(_load_without_frozen, strict, source)
 
 

@@ -28,7 +28,12 @@ from transformers.pytorch_utils import Conv1D
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
-from lightppo.models.adapters.frozen_weights import loader, saved_alone
+from lightppo.models.adapters.frozen_weights import (
+    check_frozen,
+    frozen_facts,
+    loader,
+    saved_alone,
+)
 from lightppo.models.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
 from lightppo.models.adapters.targets import goes_to_experts, replaceable_layers
 from lightppo.models.checkpoint_tensors import open_tensors
@@ -369,6 +374,8 @@ class LoraExport:
     layer_of = staticmethod(layer_of)
     saved_alone = staticmethod(saved_alone)
     loader = staticmethod(loader)
+    frozen_facts = staticmethod(frozen_facts)
+    check_frozen = staticmethod(check_frozen)
     is_adapter_weight = staticmethod(is_adapter_weight)
 
     def __init__(self, config: Any, model: nn.Module) -> None:

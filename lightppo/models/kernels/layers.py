@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from lightppo.errors import ModelLoadError
 from lightppo.models.packing.last_layer import decoder_layers
 from lightppo.models.wrapper import PretrainedWrapper, Role
-from lightppo.plugin import FROZEN_MODELS
 
-POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", *FROZEN_MODELS)
+POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", "teacher")
 
 
 def prepare_compiled(

@@ -11,7 +11,7 @@ from lightppo.models.multimodal.detection import check_trainable
 from lightppo.models.run_models import loading_options
 
 if TYPE_CHECKING:
-    from lightppo.trainer.build import Building
+    from lightppo.trainer.building import Building
 
 
 def check_trained_models(building: Building) -> None:

@@ -25,14 +25,13 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
-from lightppo.errors import CheckpointError, ModelLoadError
+from lightppo.errors import ModelLoadError
 from lightppo.files import MANIFEST
 from lightppo.models.checkpoint_tensors import checkpoint_files, open_tensors
 from lightppo.models.loading import head_names, is_dropout
 from lightppo.models.multimodal import causal
 from lightppo.models.multimodal.parts import listed, parts_of
-from lightppo.ranks import Ranks
-from lightppo.zero3 import find_whole, is_sharded
+from lightppo.zero3 import is_sharded
 
 # a language model in transformers' models with towers, and in those of transformers 4
 _INSIDE = (r"^model\.language_model\.", r"^language_model\.model\.")
@@ -56,7 +55,7 @@ class Whole:
     auto_class: str  # what reads it
     # For adapters: patterns of names in the whole model → names in the language model alone.
     adapter_names: dict[str, str]
-    digest: str  # of all that stays as it came; the checkpoints of a run remember it
+    digest: str  # of all that stays as it came; checkpoints hold no towers, only this to compare them by
     untrainable: str | None = None
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
@@ -313,21 +312,3 @@ def _save(shards: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True)
         (folder / "model.safetensors.index.json").write_text(text)
-
-
-# -- checkpoints hold no towers, only the digest by which they are compared ----------------------------------------------
-
-
-def note(ranks: Ranks, model: Any) -> dict[str, Any]:
-    """What a checkpoint says of what exports have beside the model."""
-    whole = find_whole(model)
-    return {"towers": None if whole is None else whole.digest}
-
-
-def check(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
-    """CheckpointError unless a checkpoint's exports have the same towers as before; older lightppo saved none."""
-    if meta.get("towers") != note(ranks, model)["towers"]:
-        raise CheckpointError(
-            f"{path} was trained beside other image or audio towers, or none: give the --pretrain (for a critic, the "
-            "--critic_pretrain; of lightppo convert, the --base) that it was trained from, unchanged"
-        )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.distributed.distributed import on_cuda
+from lightppo.distributed.device import on_cuda
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.models.packing.trials import is_models_own, one_line
 from lightppo.ranks import heartbeat

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightppo.callbacks import Callback
-from lightppo.distributed.distributed import on_cuda
+from lightppo.distributed.device import on_cuda
 from lightppo.zero3 import AWAY
 
 # Where DeepSpeed's optimizers keep fp32 masters and flat gradients: ZeRO 3, ZeRO 1 and 2, bf16 at stage 1.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from plugins.adapters.ranks import adapters
+from models.adapters.ranks import adapters
 from support import rank_checks
 from support.rank_checks import (
     TinyActor,

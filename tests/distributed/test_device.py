@@ -1,4 +1,4 @@
-"""Ranks share the cores of a host, and keep memory that tensors have freed."""
+"""Types that a device trains in slowly, or not at all (the latter is in ranks/engines.py, too); shares of a host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,38 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.fakes import FakeStrategy
 
-from lightppo.distributed.host_shares import keep_freed_memory, share_cores
+from lightppo.distributed import device
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.device import (
+    check_type,
+    keep_freed_memory,
+    peak_of_process,
+    report_memory,
+    share_cores,
+)
+from lightppo.errors import LaunchError
+
+SUPPORTED = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("option", ["", "bf16", "fp16"])
+def test_fp32_on_a_gpu_is_told_at_the_start(gpu, option, monkeypatch, caplog):
+    monkeypatch.setattr(device, "on_cuda", lambda: gpu)
+    monkeypatch.setattr(SUPPORTED, lambda _: True)
+    strategy = DeepspeedStrategy(zero_stage=2, **({option: True} if option else {}))
+    with caplog.at_level("WARNING"):
+        check_type(strategy)
+    assert ("10 times as long as --bf16 (or --fp16)" in caplog.text) == (gpu and not option)
+
+
+def test_a_type_that_the_device_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(SUPPORTED, lambda _: False)
+    told = "^--fp16: DeepSpeed does not train in it on this CPU: set --bf16, or neither for fp32"
+    with pytest.raises(LaunchError, match=told):
+        check_type(DeepspeedStrategy(zero_stage=2, fp16=True))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +79,7 @@ def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(
 FREED = """
 import resource
 import torch
-from lightppo.distributed.host_shares import keep_freed_memory
+from lightppo.distributed.device import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -87,3 +117,13 @@ def test_what_the_user_says_about_freed_memory_stands(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     keep_freed_memory()
     assert [size for _, size in called] == [1 << 30, 32 << 20]
+
+
+def test_the_peak_of_a_process_stays_when_its_memory_is_freed() -> None:
+    block = bytearray(b"1") * (200 << 20)
+    del block
+    strategy = FakeStrategy()
+    memory = report_memory(strategy, "memory")
+    assert memory["peak"] >= memory["resident"] > 0
+    assert peak_of_process() / 2**30 == pytest.approx(memory["peak"], rel=0.01)
+    assert strategy.printed[0].endswith(f", peak {memory['peak']:.2f} GiB")

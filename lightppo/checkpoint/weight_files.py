@@ -1,4 +1,4 @@
-"""What scripts call of a strategy, and runs do not: weights out of files, another ``max_norm``."""
+"""Weights out of files into models, which scripts ask for: ``strategy.load_model``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,15 @@ from lightppo.zero3 import (
     find_hf_model,
     forget_secondary_shard,
     full_shape,
-    get_engine,
     is_sharded,
     unwrap_model,
 )
 
 
-def set_max_norm(strategy: Any, model: Any, max_norm: float) -> None:
-    """Largest L2 norm of a model's gradient from the next step on; 0 does not clip."""
-    if not max_norm >= 0:
-        raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
-    engine = get_engine(model, "set_max_norm")
-    clips = strategy._clips.get(engine)
-    if clips is not None:
-        clips.max_norm = max_norm
-    else:
-        engine.optimizer.clip_grad = max_norm
-
-
 def load_model(
     strategy: Any, model: Any, path: str | os.PathLike[str], strict: bool = True
 ) -> None:
-    """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
+    """Load a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
     state_dict = _read_weights(Path(path))
     if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
         _, prefix = find_hf_model(model)
@@ -44,7 +31,7 @@ def load_model(
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder or a weight file, on the CPU."""
+    """Return all weights of a Hugging Face folder or a weight file, on the CPU."""
     from safetensors.torch import load_file
 
     if not path.exists():
@@ -64,7 +51,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
 def load_full_state_dict(
     model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str
 ) -> None:
-    """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
+    """Copy whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
 
     Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``source`` is for messages.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds; an older one has parts' states in that of the trainer, and lacks some."""
+    """Return what a checkpoint holds; an older one has parts' states in that of the trainer, and lacks some."""
     trainer = dict(saved["trainer"])
     run_ids = trainer.pop("run_ids", None) or {}
     if (run_id := trainer.pop("run_id", None)) is not None:

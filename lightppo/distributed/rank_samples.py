@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from lightppo.distributed.distributed import on_cuda
+from lightppo.distributed.device import on_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RankSampler(DistributedSampler):
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Chooses the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
+        """Choose the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
         self._skip = consumed_samples // self.num_replicas
         if self._skip > self.num_samples:
             raise ValueError(
@@ -75,19 +75,21 @@ def setup_dataloader(
     sampler: Sampler | None = None,
     consumed_samples: int = 0,
 ) -> DataLoader:
-    """A dataloader for this rank's share of a map-style dataset; ``batch_size`` is per rank.
+    """Make a dataloader for this rank's share of a map-style dataset; ``batch_size`` is per rank.
 
     The order is seeded and differs every epoch (``dataloader.sampler.set_epoch``). ``consumed_samples`` counts the
     samples that all ranks have already taken. ``sampler`` replaces ``RankSampler``; ``collate_fn`` defaults to the
     dataset's own.
     """
     if sampler is None:
-        ranks, order = (
-            (strategy.world_size, strategy.get_rank()),
-            {"shuffle": shuffle, "seed": strategy.seed},
-        )
         sampler = RankSampler(
-            dataset, *ranks, **order, drop_last=drop_last, consumed_samples=consumed_samples
+            dataset,
+            strategy.world_size,
+            strategy.get_rank(),
+            shuffle=shuffle,
+            seed=strategy.seed,
+            drop_last=drop_last,
+            consumed_samples=consumed_samples,
         )
     return DataLoader(
         dataset,

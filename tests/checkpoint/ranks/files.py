@@ -33,8 +33,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightppo.checkpoint import durable
-from lightppo.checkpoint.engine_state import latest_tag, list_tags, restore_rng_state, rng_state
+from lightppo import files
+from lightppo.checkpoint.engine_state import restore_rng_state, rng_state
+from lightppo.checkpoint.layout import latest_tag, list_tags
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, StorageError
 
@@ -153,7 +154,7 @@ def alter(role: DeepspeedStrategy, meta: Path, old: str, new: str) -> None:
     role.barrier()
     if role.is_rank_0():
         meta.write_text(meta.read_text().replace(old, new))
-        durable.seal(meta.parent)
+        files.seal(meta.parent)
     role.barrier()
 
 
@@ -163,7 +164,7 @@ def check_damage_and_full_disks(strategy: DeepspeedStrategy, work_dir: Path) -> 
     actor, *_ = trained_actor(role)
     directory = work_dir / "damage"
     role.save_ckpt(actor, directory, tag="a")
-    names = json.loads((directory / "a" / durable.MANIFEST).read_text())["files"]
+    names = json.loads((directory / "a" / files.MANIFEST).read_text())["files"]
     assert {
         "mp_rank_00_model_states.pt",
         "client_state.pt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.supervised.rank_samples import RankSampler
+from lightppo.distributed.rank_samples import RankSampler
 
 
 def samplers(size: int, ranks: int, **options) -> list[RankSampler]:

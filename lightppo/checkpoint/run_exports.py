@@ -1,0 +1,113 @@
+"""Exports of the actor beside the checkpoints of a run: of a step, and of the best evaluation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightppo.checkpoint.export import REPLACED, SAVING
+from lightppo.checkpoint.layout import BEST, best_folder, export_folder, exports_of
+from lightppo.errors import CheckpointError
+from lightppo.files import files_in_use, local_folder
+
+logger = logging.getLogger(__name__)
+
+
+def save_hf(checkpointer: Any, root: str | Path, step: int) -> None:
+    """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
+    checkpointer.require_finite(step)
+    folder = export_folder(root, step)
+    checkpointer.strategy.save_model(checkpointer.models["actor"], checkpointer.tokenizer, folder)
+
+    def rotate() -> None:
+        files = files_in_use()
+        others = [
+            path
+            for path in exports_of(local_folder(root))
+            if path.name != local_folder(folder).name
+        ]
+        # By age, not by number: a run started anew in this folder counts from 1 again.
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for old in others[checkpointer.config.max_ckpt_num - 1 :]:
+            with files.explained(old):
+                files.remove(old)
+            files.publish(root, old.name)
+
+    checkpointer.strategy.on_rank_0(rotate, f"remove old exports in {root}")
+
+
+def save_best(checkpointer: Any, root: str | Path, step: int, metric: str, value: float) -> None:
+    """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
+    checkpointer.require_finite(step)
+    note = json.dumps({"run": checkpointer.run, "step": step, "metric": metric, "value": value})
+    folder = best_folder(root)
+    checkpointer.strategy.save_model(
+        checkpointer.models["actor"], checkpointer.tokenizer, folder, files={BEST: note}
+    )
+
+
+def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
+    """Remove, after a resume, exports that were interrupted, and make that of this step if it was due. Collective."""
+    folder, local = export_folder(root, step), local_folder(root)
+    interrupted: list[str] = []
+
+    def clear() -> None:
+        with files_in_use().explained(local):
+            interrupted.extend(clear_exports(local))
+
+    checkpointer.strategy.on_rank_0(clear, f"clear {root}")
+    export = local_folder(folder)
+    is_missing = (due or export.name in interrupted) and not export.exists()
+    if checkpointer.strategy.broadcast_object(is_missing):
+        checkpointer.strategy.print(
+            f"{root}/{export.name} was not written before the run ended: it is now"
+        )
+        save_hf(checkpointer, root, step)
+
+
+def best_note(checkpointer: Any, folder: str | Path) -> dict[str, Any] | None:
+    """Return what ``best.json`` says of the export in this folder; ``None`` without one. Collective."""
+    path, note = local_folder(folder) / BEST, None
+    if checkpointer.strategy.is_rank_0() and path.is_file():
+        try:
+            note = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged: remove {path.parent}, and the next best is kept"
+            ) from error
+    return checkpointer.strategy.broadcast_object(note)
+
+
+def best_line(checkpointer: Any, folder: str | Path, metric: str) -> str:
+    """Return the line at the end of a run: where its best model is, and whether it is this run's. No collective."""
+    path, note = local_folder(folder) / BEST, {}
+    if path.is_file():
+        with suppress(ValueError):  # damaged: of this run it is not, which has written it whole
+            note = json.loads(path.read_text())
+    if note.get("run") == checkpointer.run and note.get("metric") == metric:
+        return f"best: {metric} {note['value']:.4g} after step {note['step']}, in {folder}"
+    other = f"; {folder} is of another run or metric" if path.is_file() else ""
+    return f"best: none is kept, as no evaluation after the start had a better {metric}{other}"
+
+
+def clear_exports(root: Path) -> list[str]:
+    """Remove exports below ``root`` whose saving was interrupted, and return their names; what they were to take the
+    place of is there again."""
+    if not root.is_dir():
+        return []
+    for replaced in root.glob(f".*{REPLACED}"):
+        whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
+        if whole.exists():
+            files_in_use().remove(replaced)
+        else:
+            files_in_use().rename(replaced, whole)
+    names = []
+    for leftover in root.glob(f".?*{SAVING}"):
+        logger.warning("removing %s, an export that was interrupted", leftover)
+        shutil.rmtree(leftover)
+        names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
+    return names

@@ -1,0 +1,135 @@
+"""The main function of each rank: quiet logs, one line for an error, ended by signals or when it hangs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightppo.distributed import signals
+from lightppo.distributed.watchdog import Watchdog, is_lost_connection
+from lightppo.errors import UserError
+from lightppo.redaction import log_to_terminal, plain, without_secrets
+from lightppo.user_code import error_text, is_from_users_file
+
+_ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
+
+
+def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = False) -> None:
+    """Run a script's main function on every rank: quiet logs, one line for what a user can mend, a clean end.
+
+    Its end has an order: ``main`` has closed what it opened; all ranks meet; the process groups go. After an error
+    nobody waits for the other ranks, which may not come: the launcher ends them. ``prog`` is the program's name in
+    messages; without it the script's. ``debug`` shows tracebacks too.
+
+    Raises:
+        SystemExit: after an error that the user can mend, told on standard error, its ``exit_code``: 2 for a mistake
+            in the options or in what they name, else 1; 1 after another rank's end; 128 + its number after a signal.
+    """
+    rank = os.environ.get("RANK", "0")
+    log_to_terminal(logging.WARNING, f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    sys.excepthook = tell_error
+    logging.getLogger("lightppo").setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    name = f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}"
+
+    try:
+        _watched(main, name, debug)
+    except UserError as error:
+        if debug:
+            tell_error(type(error), error, error.__traceback__)
+        if not _told_by_rank_0(plain(error)):
+            tell(f"{name}: error: {error}")
+        _tell_torchrun(str(error))
+        raise SystemExit(error.exit_code) from error
+    except Exception as error:
+        _tell_torchrun(traceback.format_exc())
+        if debug or not is_from_users_file(error):
+            raise
+        tell(f"{name}: error: your code failed: {error_text(error)}; --debug shows all calls")
+        raise SystemExit(1) from error
+
+
+def _watched(main: Callable[[], None], name: str, debug: bool) -> None:
+    """Call ``main``, which a signal, a launcher's end or a hang can end; then meet the other ranks."""
+    with Watchdog() as watchdog:
+        try:
+            with signals.watched(to_the_end=True):
+                main()
+                meet_and_part()
+        except signals.Stopped as stop:
+            if stop.together:
+                meet_and_part()
+            elif os.environ.get("RANK", "0") == "0":
+                tell(f"{name}: stopped by {stop.name}; there was nothing to save")
+            raise
+        except Exception as error:
+            _explain(error, name, debug, watchdog)
+            raise
+
+
+def _explain(error: Exception, name: str, debug: bool, watchdog: Watchdog) -> None:
+    """Raise SystemExit where a signal or another rank's end is the cause of an error."""
+    number = signals.asked()
+    lost = None if number or isinstance(error, UserError) else watchdog.lost_rank(error)
+    if not number and lost is None:
+        return
+    if debug:
+        tell_error(type(error), error, error.__traceback__)
+    if lost is not None:
+        tell(f"{name}: {lost}")
+        raise SystemExit(1) from error
+    # What a launcher signals may fail first: another rank, which tells why, or what a reward has started.
+    if isinstance(error, UserError) or not is_lost_connection(error):
+        why = f"the step under way is lost: {type(error).__name__}: {error}"
+        tell(f"{name}: stopped by signal {number}, {why}")
+    raise SystemExit(128 + number) from error
+
+
+def tell(text: str) -> None:
+    """Write a text to standard error, as a terminal may show it and without what URLs must not show."""
+    print(plain(without_secrets(text)), file=sys.stderr, flush=True)
+
+
+def tell_error(*error: Any) -> None:
+    """Write the traceback of an error with its causes: type, error and traceback, as of ``sys.excepthook``."""
+    tell("".join(traceback.format_exception(*error)).rstrip())
+
+
+def meet_and_part() -> None:
+    """Meet all ranks at the end of what they did together, and leave them. Collective."""
+    if (dist := sys.modules.get("torch.distributed")) is not None and dist.is_initialized():
+        dist.barrier()  # rank 0 may hold the store, and others may still read from it
+        dist.destroy_process_group()
+
+
+def _told_by_rank_0(message: str) -> bool:
+    """Whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return False
+    key = f"told/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            store.set(key, "")
+            return False
+        store.wait([key], _ALIKE)
+    except (RuntimeError, ValueError):  # it has not, has ended, or there are no ranks any more
+        return False
+    return True
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write what torchrun's last lines show of this rank; other launchers show nothing."""
+    text = plain(without_secrets(text))
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
