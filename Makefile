@@ -102,7 +102,7 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.cli.flags_page
-	$(BIN)/python -c "from lightppo.cli import other_trainers as names; names.write_page()"
+	$(BIN)/python -c "from lightppo.config import other_trainers as names; names.write_page()"
 	$(BIN)/python -m lightppo.logging.metrics_page > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
 	$(BIN)/python tests/families/table.py

@@ -368,7 +368,7 @@ def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any
     """Micro batches filled up to ``micro_batch_tokens``: sequences, mask, tokens of prompts and of responses."""
     import torch
 
-    from lightppo.models.wrapper import to_device
+    from lightppo.models.batches import to_device
 
     draw, found = random.Random(0), []
     for _ in range(count):
@@ -405,10 +405,10 @@ def train_once(
 
     from lightppo.experience.entropy_sample import systematic_sample
     from lightppo.models.actor import Actor
-    from lightppo.models.kernels import layers
+    from lightppo.models.batches import on_cpu
+    from lightppo.models import preparation
     from lightppo.models.kernels.liger import use_liger_kernels
     from lightppo.models.kernels.offload import offloading
-    from lightppo.models.wrapper import on_cpu
 
     counters.clear()
     config = llama_config(scale)
@@ -424,7 +424,7 @@ def train_once(
     if liger:
         use_liger_kernels(model)
     if compiled:
-        layers.compile_layers(model, "eager" if device == "cpu" else "inductor")
+        preparation.compile_layers(model, "eager" if device == "cpu" else "inductor")
     given, turn = batches_of(scale, device), iter(range(10**9))
 
     def step() -> None:

@@ -7,7 +7,7 @@
 ``--help`` lists the usual options, ``--help all`` all of them.
 """
 
-from lightppo.cli.dpo import main
+from lightppo.cli.supervised import dpo
 
 if __name__ == "__main__":
-    main(prog="train_dpo.py")
+    dpo(prog="train_dpo.py")

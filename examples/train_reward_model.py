@@ -8,7 +8,7 @@
 Then: lightppo ppo --reward_pretrain ckpt/rm --normalize_reward ...
 """
 
-from lightppo.cli.rm import main
+from lightppo.cli.supervised import rm
 
 if __name__ == "__main__":
-    main(prog="train_reward_model.py")
+    rm(prog="train_reward_model.py")

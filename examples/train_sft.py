@@ -8,7 +8,7 @@
 ``--help`` lists all options.
 """
 
-from lightppo.cli.sft import main
+from lightppo.cli.supervised import sft
 
 if __name__ == "__main__":
-    main(prog="train_sft.py")
+    sft(prog="train_sft.py")

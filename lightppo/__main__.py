@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from lightppo import __version__
+from lightppo.config.option_errors import nearest
 from lightppo.plugin import COMMANDS
-from lightppo.suggestions import nearest
 
 
 def help_text() -> str:

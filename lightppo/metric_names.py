@@ -240,7 +240,29 @@ _EVAL = {
     "std@<n>": "mean over prompts of the standard deviation of their n scores",
     "maj@<n>": "share of prompts whose most frequent answer is correct; the source gives answers as `pred`",
     "<name>": "mean of an extra metric of the reward source; it cannot replace the names above",
+    "loss": "`lightppo sft`, `rm`, `dpo`: mean loss per labelled token, or per pair, on --eval_dataset",
+    "tokens": "labelled tokens in --eval_dataset",
     "<source>/<metric>": "any of the above for one data source, if the evaluation data has several",
+}
+
+_SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
+    "loss": "mean loss per labelled token, or per pair",
+    "tokens": "labelled tokens in the step",
+    "epoch": "passes over the data before this one",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "skipped": "1 if the step was skipped because a gradient or the loss was not finite",
+    "overflow": "1 if the step was skipped because the loss scale of --fp16 was too large",
+    "loss_scale": "loss scale of --fp16 after the step",
+}
+_PAIRS = {  # the same, of training on pairs
+    "pairs": "pairs in the step",
+    "accuracy": "share of pairs whose chosen answer has the higher reward",
+    "margin": "mean reward difference, chosen minus rejected; with `dpo` the reward is β·log(π / π_reference)",
+    "chosen_reward": "mean reward of chosen answers",
+    "rejected_reward": "mean reward of rejected answers",
+    "chosen_log_prob": "mean log prob of chosen answers; per token for `ipo`",
+    "rejected_log_prob": "mean log prob of rejected answers; per token for `ipo`",
 }
 
 METRICS = MetricTable()
@@ -252,6 +274,14 @@ METRICS.register(
 )
 METRICS.register("train", _TRAIN, about="means over the optimizer steps of this PPO step")
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
+METRICS.register(
+    "train",
+    {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in _SUPERVISED.items()},
+)
+METRICS.register(
+    "train",
+    {name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in _PAIRS.items()},
+)
 METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
 METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")
 METRICS.register(
@@ -259,3 +289,10 @@ METRICS.register(
     "lightppo.logging.alarms:meanings",
     about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
 )
+METRICS.register(
+    "episode",
+    "lightppo.episodes.episode_metrics:names",
+    about="the episodes of this step (`--env`, `--tools`), all that were played; "
+    "those of an evaluation are in `eval/episode/`",
+)
+METRICS.register("perf", "lightppo.episodes.episode_metrics:clocked_names")

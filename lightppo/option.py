@@ -21,7 +21,7 @@ from typing import (
 )
 
 from lightppo.errors import ConfigError
-from lightppo.suggestions import nearest, wrong_value
+from lightppo.suggestions import nearest
 
 _BOUNDS = ("ge", "gt", "le", "lt")
 
@@ -99,11 +99,17 @@ class Option:
         try:
             return self._conformed(value)
         except ValueError as error:
-            plain = str(error)
-            if not isinstance(error, ConfigError):  # pydantic's
-                shown = "" if self.secret else f" {value!r}"
-                plain = f"--{self.name}{shown}: {error.errors()[0]['msg']}"
-            raise ConfigError(wrong_value(self, value, error) or plain) from None
+            is_pydantics = not isinstance(error, ConfigError)
+            raise ConfigError(self._wrong_value(value) if is_pydantics else str(error)) from None
+
+    def _wrong_value(self, value: Any) -> str:
+        choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
+        wanted = " ".join(filter(None, (type_text(self), range_text(self))))
+        if self.may_be_object:
+            path = ": path.py:name" if self.names is None else ""
+            wanted += f"{path}, or in Python the function or object itself"
+        shown = f"{value!r}{nearest(str(value), choices, self.name)}"
+        return f"--{self.name} must be {wanted}, not {'another value' if self.secret else shown}"
 
     def _conformed(self, value: Any) -> Any:
         if self.may_be_object and is_object(value):
@@ -166,7 +172,8 @@ class Section(types.SimpleNamespace):
     no evaluation does; ``"weights"``: they make the weights of models.
 
     ``own=TABLE`` adds the own options of all entries of a table of algorithms, also of those that are added later;
-    ``resume_safe=True`` holds for all options of the section. A section that extends another one has its options, or
+    ``resume_safe=True`` holds for all options of the section. Its values are ``config.NAME``: ``name``, or the name of the
+    class without ``Config``. A section that extends another one has its options, or
     those that are ``declared``, before its own.
     """
 
@@ -182,11 +189,13 @@ class Section(types.SimpleNamespace):
         resume_safe: bool = False,
         declared: Mapping[str, Option] | None = None,
         adds_to: str = "",
+        name: str = "",
         of: Literal["trainer", "training", "weights"] | None = None,
     ) -> None:
         cls._declared = dict(cls.options() if declared is None else declared)
-        cls._is_open = not (cls._owner or adds_to)
-        cls._owner = cls._owner or adds_to or cls.__name__.removesuffix("Config").lower()
+        cls._is_open = not adds_to
+        by_class = cls.__name__.removesuffix("Config").lower()
+        cls._owner = cls._owner or adds_to or name or by_class
         cls._own, cls.of = own, of or cls.of
         for name, kind in get_type_hints(cls).items():
             one = cls.__dict__.get(name)
@@ -381,3 +390,62 @@ def _plain(kind: Any, value: Any) -> Any:
     if isinstance(value, bool) or value != value:
         raise ValueError("no number, name or text")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+# -- an option in words --------------------------------------------------------------------------------------------------
+
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_ONE_OF_TYPE = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "None",
+}
+_MANY_OF_TYPE = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def range_text(option: Option) -> str:
+    """Such as ``≥0 ≤1``."""
+    return " ".join(f"{_SIGNS[key]}{_shown_bound(bound)}" for key, bound in option.bounds.items())
+
+
+def _shown_bound(bound: float) -> str:
+    """A number, or the power of two that it is."""
+    power = bound.bit_length() - 1 if isinstance(bound, int) else 0
+    return f"2^{power}" if power > 20 and bound == 2**power else f"{bound:g}"
+
+
+def choices(option: Option) -> list[Any]:
+    """The values to choose from, or the names; none: any of its type."""
+    if option.names is None:
+        return [*get_args(option.kind)] if get_origin(option.kind) is Literal else []
+    is_another = isinstance(option.default, str) and option.default not in option.names
+    return [option.default, *option.names] if is_another else [*option.names]
+
+
+def type_text(option: Option) -> str:
+    """The type in words: ``a list of texts or None``."""
+    if option.names is None:
+        return _in_words(option.type)
+    names = choices(option) + ["path.py:name"] * option.names.takes_files
+    return f"one of {', '.join(names)}" + (" or None" if option.may_be_none else "")
+
+
+def _in_words(kind: Any) -> str:
+    if len(kinds := alternatives(kind)) > 1:
+        return " or ".join(map(_in_words, kinds))
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        many = _MANY_OF_TYPE[inner[0]]
+        return f"a list of {many}" if Ellipsis in inner else f"{len(inner)} {many}"
+    return _ONE_OF_TYPE[kind]
+
+
+def shown_default(value: Any) -> str:
+    """A default as ``--help`` and docs/flags.md write it."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) if value else "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -73,14 +73,6 @@ class TokenWeight(Entry):
 
 
 @dataclass(frozen=True)
-class LayoutEntry(Entry):
-    """A layout of batches, see :data:`LAYOUTS`."""
-
-    # The arguments of Actor, Critic and RewardModel that the function takes, too.
-    arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class RewardEntry(Entry):
     """A name in ``--reward_source``: its function makes a source of a :class:`lightppo.rewards.RewardRequest`."""
 
@@ -97,11 +89,67 @@ COMMANDS: Table[Command] = Table(
         "ppo": Command(
             "lightppo.cli.ppo:main",
             about="train a language model with PPO or a relative",
-            config="lightppo.config.rules:PPOConfig",
+            config="lightppo.config.options:PPOConfig",
+        ),
+        "eval": Command("lightppo.cli.ppo:evaluate", about="score its answers to held-out prompts"),
+        "serve-vllm": Command("lightppo.cli.serve_vllm:main", about="serve rollouts by vLLM"),
+        "serve-reward": Command("lightppo.cli.serve_reward:main", about="serve rewards over HTTP"),
+        "memory": Command(
+            "lightppo.cli.memory_command:main",
+            about="what a run needs of GPUs and hosts, before anything loads",
+        ),
+        "report": Command(
+            "lightppo.logging.report_page:main",
+            about="show what runs did: tables, and a page with curves and samples",
+        ),
+        "watch": Command(
+            "lightppo.cli.watch:main", about="look at a run in the terminal while it goes on"
+        ),
+        "replay": Command(
+            "lightppo.cli.replay:main", about="do a step of a run again, look at it, debug it"
+        ),
+        "diff": Command(
+            "lightppo.cli.diff:main", about="name the first number in which two runs differ"
+        ),
+        "sft": Command(
+            "lightppo.cli.supervised:sft",
+            about="train it on demonstrations",
+            config="lightppo.config.supervised_options:SFTConfig",
+        ),
+        "rm": Command(
+            "lightppo.cli.supervised:rm",
+            about="train a reward model on pairs of answers",
+            config="lightppo.config.supervised_options:RMConfig",
+        ),
+        "dpo": Command(
+            "lightppo.cli.supervised:dpo",
+            about="train it on pairs of answers, without a reward model",
+            config="lightppo.config.supervised_options:DPOConfig",
+        ),
+        "data": Command(
+            "lightppo.cli.data:main",
+            about="look at rows as a model will see them; convert data sets",
+        ),
+        "chat": Command(
+            "lightppo.cli.chat:main", about="talk to a model, in a terminal or through a pipe"
+        ),
+        "convert": Command(
+            "lightppo.cli.convert:convert",
+            about="write a training checkpoint as a Hugging Face folder",
+        ),
+        "merge": Command(
+            "lightppo.cli.convert:merge", about="write a LoRA adapter and its base as one model"
+        ),
+        "tiny-model": Command(
+            "lightppo.cli.tiny_model:main", about="make a small random model to try things with"
+        ),
+        "translate": Command(
+            "lightppo.cli.translate:main", about="write a command of another trainer as one of ours"
         ),
     },
     kind=Command,
 )
+"""Commands ``lightppo NAME``."""
 
 PUBLIC: dict[str, str] = {
     "PPOConfig": "lightppo.config",
@@ -142,69 +190,10 @@ ENGINES: Table = Table(
 """Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
 of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
 
-MICRO_BATCHES: Table = Table("size of micro batches")
-"""Sizes of the micro batches of single passes: an entry's function gets the config and the name of a pass, and returns a
-:class:`lightppo.config.rules.MicroBatchSpec`, or None where the options say nothing of it."""
-
-
-LOADING: Table = Table("option of loading a model")
-"""What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
-in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
-
-MODEL_CONFIGS: Table = Table("option that changes a model's config")
-"""What changes the config of a model before it is built: under the name of an option a function
-``(config, value, path, flag)`` that changes the config in place. Rates of dropout that it sets act in training."""
-
-ATTENTION: Table = Table(
-    "choice of attention", {"as_asked": Entry("lightppo.models.loading:attention_as_asked")}
-)
-"""Which attention a model gets: a function ``(name, dtype, model_class, config)`` of ``--attn_implementation`` and the
-model returns a name for transformers, or None: it chooses. The last entry counts."""
-
-VALUE_HEADS: Table = Table("value head of a checkpoint")
-"""What reads the head of a critic or a reward model where transformers does not: a function ``(path, prefix, kind, flag)``
-returns its weight (1, hidden), or None for a checkpoint without a head. The last entry counts."""
-
-LANGUAGE_MODELS: Table = Table("language model of a checkpoint with towers")
-"""What trains of a checkpoint that reads images or sound, too. An entry's function ``(auto_class, path, config, flag)``
-returns None for a text model, or an object with ``config`` and further ``options`` by which ``auto_class`` loads, and
-``belongs_to(model)``, called when that is done; ``untrainable`` is None or says, after ``flag`` and path, why the
-checkpoint cannot train."""
-
-UNTRAINABLE: Table = Table("model that cannot train")
-"""Why a model that was built is refused for training: functions ``(config, tensors, name)`` of its config and the names of
-its tensors return a message that begins with ``name``, or None."""
-
-MODEL_PATHS: Table = Table("look at a path of a model")
-"""What looks at a folder or a name before it is loaded, and where that fails: functions ``(path, flag, kind)``, of which
-kind is ``model`` or ``tokenizer``; ModelLoadError says what is wrong with it."""
-
 PREPARATIONS: Table = Table("preparation of a model")
 """What changes a loaded model, in place and in this order, before it goes to its engine: functions
 ``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
-:mod:`lightppo.models.wrapper`."""
-
-MODULES: Table = Table("change of a model's modules")
-"""What puts other code into modules, in place and in this order: functions of a Hugging Face model, called when
-:class:`lightppo.models.wrapper.PretrainedWrapper` gets it. Names and weights stay, and results but for rounding."""
-
-LAYOUTS: Table[LayoutEntry] = Table(
-    "layout of batches",
-    {"padded": LayoutEntry("lightppo.models.wrapper:PaddedLayout")},
-    kind=LayoutEntry,
-)
-"""How the sequences of a batch lie in a model's forward. An entry's function makes the
-:class:`lightppo.models.wrapper.PaddedLayout`, or one of a subclass, of a
-:class:`~lightppo.models.wrapper.PretrainedWrapper`. The last entry counts."""
-
-KERNELS: Table = Table("kernel", {"decoding": Entry("contextlib:nullcontext")})
-"""A context of a model that decodes; and with the plugin ``kernels``, how log probs multiply hidden states and head, as
-torch's functions do, and how many rows of the head. A plugin may put another entry in the place of each."""
-
-HEAD_SCORES: Table = Table("scoring without logits")
-"""How an actor's log probs are made without its logits. An entry's function ``(actor, batch, actions, *, entropy,
-entropy_grad, router_logits)`` makes one forward and returns :data:`lightppo.models.actor.Predicted`, or None where this
-model needs its logits; the arguments are those of ``Actor._predict``. The first one that can is taken."""
+:mod:`lightppo.models.wrapper`. They come after lightppo's own changes, which options ask for."""
 
 LOSS_TERMS: Table = Table("term of the actor's loss")
 """Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the
@@ -213,35 +202,6 @@ LOSS_TERMS: Table = Table("term of the actor's loss")
 
 TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
 """Factors of each token's policy loss that other packages add, beside the corrections and rejections that are shipped."""
-
-FOLLOWERS: Table = Table("model that follows the actor")
-"""Models in float32 that follow the actor, under the names of their parts in checkpoints: functions of the config that
-tell whether the run has one. It begins as the actor does; ``reference`` is the run's reference. Callbacks move it."""
-
-
-ARGUMENTS: Table = Table("look at arguments")
-"""What looks at the words of a command line before they are read: an entry's function gets them and returns those that
-are left. It must import nothing heavy."""
-
-HINTS: Table = Table("hint")
-"""What to say of a name that is no option, or of a value that an option does not take: functions of the name, the value
-(None for a name) and the flags of the command, that return the end of a message, or an empty text."""
-
-HELP: Table = Table("text of --help", {"plain": Entry("lightppo.config.cli:plain_help")})
-"""What ``--help`` prints, the last entry: a function ``(prog, everything, kind)``, which gets the class of a command's
-options, returns the text; ``everything``: of ``--help all``. It must import nothing heavy."""
-
-RULES: Table = Table("rule of options")
-"""What options cannot do together, beside what the core and sections say, and told before it: functions of the options
-of a run, as of :meth:`lightppo.option.Section.problems`, that yield a line for each problem."""
-
-NOTES: Table = Table("note on options")
-"""What to say of options that are right: functions of the config and of the names that are on the command line, that
-yield lines. They must import nothing heavy."""
-
-BEFORE_IMPORTS: Table = Table("look before the imports")
-"""What a command does with its config and its name in messages before it imports torch: an entry's function may end it
-by SystemExit. It must import nothing heavy."""
 
 CALLBACKS: Table[CallbackEntry] = Table("callback", kind=CallbackEntry)
 """Further callbacks of every run, after lightppo's own in ``lightppo/trainer/run_callbacks.py``: an entry's function
@@ -284,9 +244,6 @@ REWARD_STYLES: Table = Table(
 )
 """Conventions of reward functions: an entry names a :class:`lightppo.rewards.reward_styles.Style`."""
 
-REWARD_NAMES: Table = Table("names of rewards")
-"""Which sources score training where options name them: an entry's function gets the config and returns names in
-``REWARDS``, or None; the first one counts. Else the source is the one whose flag is set. It must import nothing heavy."""
 
 FILES: Table = Table("keeping of files", {"files": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;

@@ -122,7 +122,7 @@ def find_adapters(model: Any) -> Any | None:
 def find_whole(model: Any) -> Any | None:
     """Return the checkpoint with towers that the Hugging Face model inside is a part of, or None.
 
-    It is what an entry of ``lightppo.plugin.LANGUAGE_MODELS`` has returned.
+    It is a :class:`lightppo.models.multimodal.whole_checkpoint.Whole`.
     """
     models = list(_hf_models(unwrap_model(model)).values())
     return getattr(models[0], "whole", None) if len(models) == 1 else None

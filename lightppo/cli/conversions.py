@@ -1,4 +1,4 @@
-"""Their options and values → ours: by the tables of other_trainers.txt, and by a rule where several options say one thing."""
+"""Options and values of other trainers → ours: by other_trainers.txt, and by a rule where several options say one thing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightppo.cli.conversion_rules import (
     items_of,
     truth,
 )
-from lightppo.cli.other_trainers import meanings, parts_of
 from lightppo.cli.their_command import PROGRAMS, Program, Theirs
+from lightppo.config.other_trainers import meanings, parts_of
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.plugin import trained_by

@@ -134,7 +134,7 @@ class Base:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Options of :class:`lightppo.models.loading.LoadOptions`."""
+        """Options of :class:`lightppo.models.pretrained.LoadOptions`."""
         return {"trust_remote_code": self.trust_remote_code, "external_lib": self.external_lib}
 
 

@@ -1,11 +1,12 @@
-"""``lightppo ppo``: train with PPO."""
+"""``lightppo ppo``: train with PPO; ``lightppo eval``: score the answers of a model, as ``--val_only``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightppo.config import parse_args
-from lightppo.plugin import BEFORE_IMPORTS, public
+from lightppo.config import EvaluationConfig, parse_args
+from lightppo.config.help_page import section_help
+from lightppo.plugin import public
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
@@ -15,10 +16,22 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     from lightppo.trainer import run
 
     def train() -> None:
-        for look in BEFORE_IMPORTS.values():
-            look.fn(config, prog)
+        # After the options are checked: these imports take a second.
+        from lightppo.episodes import tape_checks
+        from lightppo.preflight import before_imports
+
+        tape_checks.look(config, prog)
+        before_imports.look(config, prog)
 
         # After options, files and folders are checked: this import takes seconds.
         public("PPOTrainer").from_config(config).fit()
 
     run(train, prog, debug=config.logging.debug)
+
+
+def evaluate(argv: Sequence[str], prog: str = "lightppo eval") -> None:
+    """Score a model's answers to ``--eval_data``, and train nothing."""
+    if "-h" in argv or ("--help" in argv and "all" not in argv):
+        usage = f"{prog} --pretrain MODEL --eval_data FILE --reward_fn FILE.py [flags]"
+        return print(section_help(usage, EvaluationConfig) + "--help all shows all options.")
+    return main([*argv, "--val_only"], prog)

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightppo.cli.conversions import Ours, convert, of_launcher
-from lightppo.cli.other_trainers import plain_text
 from lightppo.cli.their_command import PROGRAMS, REMARKS, Theirs, read
 from lightppo.config.arguments import CommandParser
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.option_needs import condition_text, facts_of, holds, source_facts
-from lightppo.config.option_text import shown_default
 from lightppo.config.options import OptionSet
+from lightppo.config.other_trainers import plain_text
 from lightppo.errors import ConfigError
-from lightppo.option import Option
+from lightppo.option import Option, shown_default
 from lightppo.plugin import trained_by
 from lightppo.redaction import plain, without_secrets
 

@@ -24,7 +24,7 @@ from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_whe
 from lightppo.compat.prompt_batches import PromptText
 from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text, facts_of
-from lightppo.config.options import Options, all_options
+from lightppo.config.options import all_options
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.distributed.rank_samples import RankSampler as DistributedSampler
@@ -35,7 +35,8 @@ from lightppo.experience.experience import Experience
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
-from lightppo.models.wrapper import Role, prepare_model
+from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import Role
 from lightppo.ranks import Ranks
 from lightppo.suggestions import nearest
 from lightppo.zero3 import is_engine
@@ -161,7 +162,7 @@ def config_from_options(
     return config.resolved()
 
 
-def idle_options(config: Options) -> dict[str, str]:
+def idle_options(config: PPOConfig) -> dict[str, str]:
     """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
     given, facts = config.flat(), facts_of(config)
     return {

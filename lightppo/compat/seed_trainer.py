@@ -48,13 +48,13 @@ from lightppo.compat.seed import (
     with_generation,
 )
 from lightppo.config import PPOConfig
-from lightppo.config.distillation_options import needs_teacher
 from lightppo.config.rules import (
     estimator_entry,
     micro_batch_spec,
     moves_reference,
     needs_critic,
     needs_reference,
+    needs_teacher,
     of_role,
     rollout_rows,
     scoring_calls,

@@ -11,9 +11,11 @@ from lightppo.config.options import (
     CheckpointConfig,
     DataConfig,
     EngineConfig,
+    EvaluationConfig,
     LoggingConfig,
     LossConfig,
     ModelConfig,
+    PPOConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -21,5 +23,4 @@ from lightppo.config.options import (
     TrainingConfig,
     VerifierConfig,
 )
-from lightppo.config.rules import PPOConfig
 from lightppo.errors import ConfigError

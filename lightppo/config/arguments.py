@@ -11,10 +11,10 @@ from typing import Any, NoReturn, TypeVar
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes, print_on_rank_0, read_flags, with_file
 from lightppo.config.help_page import section_help
-from lightppo.config.similar_names import answer_of, nearest
 from lightppo.errors import ConfigError
 from lightppo.option import Section
 from lightppo.plugin import trained_by
+from lightppo.suggestions import answer_of, nearest
 
 S = TypeVar("S", bound=Section)
 

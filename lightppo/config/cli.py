@@ -15,13 +15,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config.options import OptionSet
-from lightppo.config.rules import PPOConfig
+from lightppo.config import evaluation_options, option_needs
+from lightppo.config.help_page import help_text
+from lightppo.config.option_errors import conform, nearest
+from lightppo.config.options import OptionSet, PPOConfig
+from lightppo.config.wandb_key import take_wandb_key
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
-from lightppo.plugin import ARGUMENTS, HELP, NOTES
 from lightppo.redaction import plain, without_secrets
-from lightppo.suggestions import nearest
 
 C = TypeVar("C", bound=OptionSet)
 
@@ -40,14 +41,13 @@ def parse_args(
         prog: name of the program in messages.
         kind: the command's options.
         world_size: ranks to check for; ``None``: those of this run.
-        unfed: the run is only computed, see :func:`~lightppo.config.rules.contradictions`.
+        unfed: the run is only computed, see :func:`~lightppo.config.contradictions.contradictions`.
 
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & {*arguments}:
-        help_text = next(reversed(HELP.values())).fn
         print_on_rank_0(help_text(prog, "all" in arguments, kind))
         raise SystemExit(0)
     with exit_on_mistakes(prog):
@@ -61,7 +61,8 @@ def parse_args(
             raise ConfigError("\n".join(problems))
         computed = {"unfed": True} if unfed else {}
         config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")), **computed)
-        for line in (line for entry in NOTES.values() for line in entry.fn(config, flags)):
+        notes = (option_needs.notes(config, flags), evaluation_options.notes(config, flags))
+        for line in itertools.chain(*notes):
             print_on_rank_0(f"{prog}: note: {line}\n", sys.stderr)
     return config
 
@@ -94,8 +95,7 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
         re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text)
         for text in arguments
     ]
-    for look in ARGUMENTS.values():
-        spelled = look.fn(spelled)
+    spelled = take_wandb_key(spelled)
     parser = _parser(options)
     given, unknown = parser.parse_known_args(spelled)
     problems = parser.problems + _unknown_arguments(unknown, options, spelled)
@@ -108,7 +108,7 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
     for option in options:
         if option.name in given:
             try:
-                values[option.name] = option.conform(_typed(getattr(given, option.name), option))
+                values[option.name] = conform(option, _typed(getattr(given, option.name), option))
             except ValueError as error:
                 problems.append(str(error))
     if problems:
@@ -187,23 +187,16 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, value or str(flag == f"--{self.dest}"))
 
 
-def _parser(options: Iterable[Option], usage: str | None = None) -> _Parser:
-    parser = _Parser(usage=usage)
+def _parser(options: Iterable[Option]) -> _Parser:
+    parser = _Parser()
     for option in options:
-        more: dict[str, Any] = {"help": option.help.replace("%", "%%")}
         if option.kind is bool:
             flags = [f"--{option.name}", f"--no_{option.name}"]
-            parser.add_argument(*flags, action=_Switch, may_be_none=option.may_be_none, **more)
+            parser.add_argument(*flags, action=_Switch, may_be_none=option.may_be_none)
         else:
             nargs = "*" if get_origin(option.kind) is tuple else None
-            parser.add_argument(f"--{option.name}", nargs=nargs, **more)
+            parser.add_argument(f"--{option.name}", nargs=nargs)
     return parser
-
-
-def plain_help(prog: str, everything: bool, kind: type[OptionSet]) -> str:
-    """``--help`` as argparse writes it; the last entry of ``lightppo.plugin.HELP`` takes its place."""
-    usage = f"{prog} [--config FILE.yaml] [flags]"
-    return _parser(kind.all_options(), usage).format_help()
 
 
 def _typed(value: str | list[str], option: Option) -> Any:

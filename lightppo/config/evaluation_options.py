@@ -19,17 +19,7 @@ from lightppo.option import Section, option
 evaluated = partial(option, needs="eval_data")
 
 
-class HeldOutConfig(Section, adds_to="data", resume_safe=True):
-    """Held-out prompts."""
-
-    eval_data: str | None = option(None, "Held-out prompts. None: no evaluation.")
-    eval_split: str = option("test", "Split of --eval_data. Files without splits have only one.")
-    eval_max_samples: int = option(
-        1000000, "Maximum number of rows taken from --eval_data.", "prompts", ge=1
-    )
-
-
-class EvaluationConfig(Section, resume_safe=True):
+class EvaluationTimes(Section, name="evaluation", resume_safe=True):
     """Evaluation on --eval_data."""
 
     eval_steps: int = evaluated(
@@ -56,8 +46,8 @@ _OF_EVALUATION = {
 }
 
 
-class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
-    """How answers to held-out prompts are sampled and scored."""
+class EvaluationConfig(EvaluationTimes, resume_safe=True):
+    """Evaluation on --eval_data."""
 
     eval_n_samples: int = evaluated(
         1,
@@ -87,6 +77,11 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
         None, "Reward function for evaluation, path.py[:name].", takes_object=True
     )
     val_only: bool = option(False, "Evaluate and stop; needs no prompts, critic or reference.")
+    best_metric: str | None = option(
+        None,
+        "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy.",
+        needs="eval_data",
+    )
 
     @staticmethod
     def trains(config: Any) -> bool:
@@ -106,7 +101,7 @@ class AnswersConfig(Section, adds_to="evaluation", resume_safe=True):
             yield "--eval_data is required: the prompts whose answers an evaluation scores"
         yield from wrong_reward("eval_reward_fn", options.eval_reward_fn)
         try:
-            judges = set(AnswersConfig.sources(options.config))
+            judges = set(EvaluationConfig.sources(options.config))
         except ConfigError as error:
             yield str(error)
             return

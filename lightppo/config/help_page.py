@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
-from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text
-from lightppo.config.option_text import choices, range_text, shown_default
-from lightppo.config.options import OptionSet
-from lightppo.option import Option, Section
+from lightppo.config.options import OptionSet, PPOConfig
+from lightppo.option import Option, Section, choices, range_text, shown_default
 
 # What --help shows: the options that most people set, on one screen.
 _SCREEN = {

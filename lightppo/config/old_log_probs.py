@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.option_values import Rejection
-from lightppo.config.distillation_options import adds
-from lightppo.config.options import Options
 from lightppo.config.rules import (
+    adds_teacher,
     compute_dtype,
     estimator_entry,
     policy_loss_entry,
@@ -20,7 +19,7 @@ from lightppo.redaction import shown_value
 
 
 def old_log_probs_from(
-    config: Options, exact_rollout: bool
+    config: Any, exact_rollout: bool
 ) -> Literal["training", "rollout", "forward"]:
     """Return where a run takes its log probs before an update from.
 
@@ -40,12 +39,14 @@ def old_log_probs_from(
     if _takes_one_step(config) and not _needed_before(config):
         return "training"
     is_stale = any(part.is_stale(config) for part in config.parts())
-    needs_pass = is_stale or any(reasons_for_a_pass(SimpleNamespace(**config.flat())))
+    needs_pass = is_stale or any(
+        reasons_for_a_pass(SimpleNamespace(**config.flat() | {"config": config}))
+    )
     recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
     return "rollout" if recorded else "forward"
 
 
-def _weighs_tokens_before(config: Options) -> bool:
+def _weighs_tokens_before(config: Any) -> bool:
     """Whether factors of the policy loss are made before there is a training pass."""
     rejections = map(Rejection.parse, config.correction.rollout_rejection)
     return (
@@ -59,19 +60,19 @@ def _weighs_tokens_before(config: Options) -> bool:
     )
 
 
-def _takes_one_step(config: Options) -> bool:
+def _takes_one_step(config: Any) -> bool:
     """Whether each rollout is trained on in one optimizer step."""
     training, rollout = config.training, config.rollout
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     return training.max_epochs == 1 and training.train_batch_size == samples
 
 
-def _needed_before(config: Options) -> bool:
+def _needed_before(config: Any) -> bool:
     """Whether something asks for the log probs before there is a training pass."""
     algorithm = config.algorithm
     return (
         (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
-        or adds(config)
+        or adds_teacher(config)
         or policy_loss_entry(config).selection is not None
         or estimator_entry(config).needs_score_norms
         or algorithm.freezing_actor_steps > 0
@@ -79,8 +80,8 @@ def _needed_before(config: Options) -> bool:
 
 
 def reasons_for_a_pass(options: Any) -> Iterator[str]:
-    """Why recorded log probs would not do; ``options`` by name."""
-    for part in Options.parts():
+    """Why recorded log probs would not do; ``options`` as of :meth:`Section.problems`."""
+    for part in options.config.parts():
         yield from part.passes(options)
     if ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms:
         name = shown_value(options.advantage_estimator)

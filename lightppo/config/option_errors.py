@@ -4,59 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from lightppo import suggestions
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from lightppo.config import similar_names as meant_names
-from lightppo.config.option_text import range_text, type_text
+from lightppo.config import other_trainers
 from lightppo.errors import ConfigError
 from lightppo.option import Option
-from lightppo.plugin import HINTS, trained_by
+from lightppo.plugin import trained_by
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
-    """What an unknown name may have meant; see :func:`lightppo.suggestions.nearest`."""
+    """What an unknown name may have meant, as :func:`lightppo.suggestions.nearest`.
+
+    ``kind`` may also be ``"option"`` or ``"word"`` of a command line, or ``"key"`` of a file.
+    """
     known = list(known)
     if kind == "word":
         return _word(name, known)
     if kind in ("option", "key"):
-        return _option(name, known, of_commands=kind == "option") or meant_names.nearest(
+        return _option(name, known, of_commands=kind == "option") or suggestions.nearest(
             name, known
         )
-    if kind == "command" and (told := _algorithm(name, known)):
-        return told
-    return meant_names.nearest(name, known, kind)
+    if kind == "command" and (answer := _algorithm(name, known)):
+        return answer
+    return suggestions.nearest(name, known, kind)
 
 
-def wrong_value(one: Option, value: Any, error: ValueError) -> str:
-    """A message about a value that an option does not take; an empty text if there is nothing more to say."""
-    if told := _hint(one.name, value):
-        return f"--{one.name} {value}{told}"
-    is_known = one.names is None or meant_names.meant(str(value), one.names, one.name)
+def conform(one: Option, value: Any) -> Any:
+    """Return the value in the option's type, as :meth:`Option.conform`; ConfigError says where else a wrong one belongs."""
+    try:
+        return one.conform(value)
+    except ConfigError as error:
+        raise ConfigError(_value_of_another(one, value) or str(error)) from None
+
+
+def _value_of_another(one: Option, value: Any) -> str:
+    if hint := other_trainers.hint(one.name, value):
+        return f"--{one.name} {value}{hint}"
+    is_known = one.names is None or suggestions.meant(str(value), one.names, one.name)
     if not is_known and (other := _option_that_takes(value)):
         return f"--{one.name} {value}: it is a value of --{other}"
-    if isinstance(error, ConfigError):
-        return ""
-    choices = [choice for choice in get_args(one.kind) if isinstance(choice, str)]
-    wanted = " ".join(filter(None, (type_text(one), range_text(one))))
-    if one.may_be_object:
-        wanted += f"{': path.py:name' if one.names is None else ''}, or in Python the function or object itself"
-    got = f"{value!r}{nearest(str(value), choices, one.name)}"
-    return f"--{one.name} must be {wanted}, not {'another value' if one.secret else got}"
-
-
-def _hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
-    """What plugins say of a name that is no option of a command with these flags, or of a value that one does not take."""
-    texts = (entry.fn(name, value, flags) for entry in HINTS.values())
-    return next(filter(None, texts), "")
+    return ""
 
 
 def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
     """Other trainers' names, what people mean, and whose option it is; ``of_commands``: of a command that trains."""
     name = flag.removeprefix("--")
-    told = _hint(name, flags=flags) or meant_names.meant(flag, flags, "flag")
-    if told or not of_commands:
-        return told
+    answer = other_trainers.hint(name, flags=flags) or suggestions.meant(flag, flags, "flag")
+    if answer or not of_commands:
+        return answer
     for others in (_commands_with(flag), _commands_for(flag)):
         if others:
             first = next(iter(others.values()))
@@ -74,7 +71,7 @@ def _commands_with(flag: str) -> dict[str, str]:
 def _commands_for(flag: str) -> dict[str, str]:
     """The commands that have what people mean by this flag; each with the flag that it has."""
     answers = {
-        name: meant_names.answer_of(flag, _flags(kind), "flag")
+        name: suggestions.answer_of(flag, _flags(kind), "flag")
         for name, kind in trained_by().items()
     }
     first = next((answer for answer in answers.values() if answer), "")
@@ -93,7 +90,11 @@ def _word(word: str, flags: Collection[str]) -> str:
         return (
             f": write {flag}, with two dashes" if flag in flags else nearest(flag, flags, "option")
         )
-    return _hint(name, flags=flags) or ": write --NAME VALUE" * bool(equals) or _path(word, flags)
+    return (
+        other_trainers.hint(name, flags=flags)
+        or ": write --NAME VALUE" * bool(equals)
+        or _path(word, flags)
+    )
 
 
 def _path(word: str, flags: Collection[str]) -> str:

@@ -9,15 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
-from lightppo.config.options import Options, OptionSet
-from lightppo.config.rules import (
-    built_in,
-    estimator_entry,
-    further_sources,
-    policy_loss_entry,
-    reward_sources,
-)
+from lightppo.config.reward_plan import built_in, further_sources, reward_sources
+from lightppo.config.rules import estimator_entry, policy_loss_entry
 from lightppo.errors import ConfigError
+from lightppo.option import SECTIONS
 from lightppo.plugin import REWARDS
 
 # -- what an option may need beside other options ----------------------------------------------------------------------
@@ -29,7 +24,7 @@ def _with(trait: str) -> str:
 
 
 def conditions() -> dict[str, str]:
-    """What ``needs`` may name beside options, and what to set for it: facts, sources of rewards, those of sections."""
+    """What ``needs`` may name beside options, and what to set for it: facts, sources of rewards, those of plugins."""
     known = {
         "sampling": "a --temperature above 0 (and no --no_do_sample)",
         "critic": f"a critic ({_with('needs_critic')})",
@@ -42,14 +37,18 @@ def conditions() -> dict[str, str]:
     }
     known |= {name: f"--reward_source {name}" for name in built_in()}
     known["trained_scores"] = f"scores that are trained on (not {_with('ignores_scores')})"
-    for part in Options.parts():
-        known |= part.conditions
+    known["own_reference"] = (
+        "a reference model of its own (no --lora_rank, or another --ref_pretrain)"
+    )
+    known["one_source"] = "a single source of rewards"
+    for place in SECTIONS.values():
+        known |= place.kind.conditions
     return known
 
 
-def facts_of(config: OptionSet) -> dict[str, bool]:
+def facts_of(config: Any) -> dict[str, bool]:
     """Which of these conditions hold, but for those of reward sources; of a command without a policy none is known."""
-    if not isinstance(config, Options):
+    if config.command != "ppo":
         return {}
     estimator, whitens = estimator_entry(config), config.algorithm.adv_norm
     facts = {
@@ -66,9 +65,9 @@ def facts_of(config: OptionSet) -> dict[str, bool]:
     return facts
 
 
-def source_facts(config: OptionSet) -> dict[str, bool]:
+def source_facts(config: Any) -> dict[str, bool]:
     """Which conditions of reward sources hold, for all sources of the run; ConfigError as reward_sources."""
-    if not isinstance(config, Options):
+    if config.command != "ppo":
         return {}
     used = {*reward_sources(config), *further_sources(config)}
     return {name: name in used for name in REWARDS}
@@ -162,7 +161,7 @@ def of_critic(options: SimpleNamespace) -> Iterator[str]:
         yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 
-def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]:
+def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
     """Options that were ``given`` and change nothing, which no error says because they are off or the default.
 
     Returns:
@@ -181,7 +180,7 @@ def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]
     return found
 
 
-def notes(config: OptionSet, given: Container[str]) -> Iterator[str]:
+def notes(config: Any, given: Container[str]) -> Iterator[str]:
     """A line for options on the command line that change nothing."""
     for needed, names in idle_flags(config, given).items():
         change = "changes" if len(names) == 1 else "change"

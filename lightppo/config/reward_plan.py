@@ -8,19 +8,47 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.options import Options
-from lightppo.config.rules import built_in, further_sources, given_sources
 from lightppo.errors import ConfigError
 from lightppo.option import is_object
 from lightppo.plugin import REWARDS
 from lightppo.suggestions import nearest
 
 ANY_ROUTE = "*"  # of the samples without a route of their own
-
 Plan = dict[str, dict[str, float]]  # route → source → weight
 
 
-def reward_plan(config: Options) -> Plan | None:
+def built_in() -> list[str]:
+    """The sources that their names alone stand for."""
+    return [name for name, entry in REWARDS.items() if not entry.flag]
+
+
+def given_sources(config: Any) -> list[str]:
+    """The sources whose flags are set. The last one scores: beside models, ``--reward_fn`` combines their scores."""
+    flat = config.flat()
+    return [name for name, entry in REWARDS.items() if entry.flag and flat[entry.flag]]
+
+
+def reward_sources(config: Any) -> list[str]:
+    """Names in ``REWARDS`` of what scores training: those that options name, else the one that a flag gives.
+
+    Raises:
+        ConfigError: what options name is no source.
+    """
+    if (plan := reward_plan(config)) is not None:
+        return names_in(plan)
+    if is_file_alone(
+        config.reward.remote_rm_url
+    ):  # a file in place of servers has a reward function
+        return ["function"]
+    return given_sources(config)[-1:]
+
+
+def further_sources(config: Any) -> set[str]:
+    """Names of the sources that sections ask for, beside those that score training."""
+    return {name for part in config.parts() for name in part.sources(config)}
+
+
+def reward_plan(config: Any) -> Plan | None:
     """The sources of ``--reward_source`` or ``--reward_routes``; ``None`` where one of the other flags is the source.
 
     Raises:
@@ -37,13 +65,6 @@ def reward_plan(config: Options) -> Plan | None:
 def names_in(plan: Plan) -> list[str]:
     """All sources of a plan, in the order in which they are called."""
     return list(dict.fromkeys(name for weights in plan.values() for name in weights))
-
-
-def named_sources(config: Options) -> list[str] | None:
-    """For ``lightppo.plugin.REWARD_NAMES``. A file in place of servers has a reward function."""
-    if (plan := reward_plan(config)) is not None:
-        return names_in(plan)
-    return ["function"] if is_file_alone(config.reward.remote_rm_url) else None
 
 
 def is_file_alone(urls: Sequence[str]) -> bool:
@@ -113,7 +134,7 @@ def _weights(where: str, weights: Mapping[str, Any]) -> dict[str, float]:
 
 
 def source_problems(options: Any) -> Iterator[str]:
-    """What the sources of a run need, and which do not fit together; for ``lightppo.plugin.RULES``."""
+    """What the sources of a run need, and which do not fit together."""
     if options.by_hand:
         return
     yield from wrong_reward("reward_fn", options.reward_fn)

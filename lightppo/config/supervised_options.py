@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
-from lightppo.config import option_needs as needs
+from lightppo.config import option_needs
 from lightppo.config import options as ppo
-from lightppo.config.evaluation_options import EvaluationConfig
+from lightppo.config.contradictions import first_of_each, templates
+from lightppo.config.evaluation_options import EvaluationTimes
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import first_of_each, templates
 from lightppo.errors import ConfigError
 from lightppo.files import join
-from lightppo.option import SECTIONS, Option, Section, option
+from lightppo.option import Option, Section, option
 
 WORDS = {
     "critic_zero_stage!=0": "",
@@ -54,36 +54,7 @@ class Taken:
         declared = {name: reworded(options[name], words) for name in only.split() or options}
         declared |= {name: replace(declared[name], default=defaults[name]) for name in defaults}
         super().__init_subclass__(declared=declared)
-
-
-class PretrainingDataConfig(Section, adds_to="data"):
-    """Text for the PTX loss of PPO."""
-
-    pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
-    pretrain_data_probs: str | None = option(
-        None,
-        "Sampling probabilities of several --pretrain_data.",
-        needs="pretrain_data",
-        off=("1.0", "1"),
-    )
-    pretrain_split: str = option("train", "Split of --pretrain_data.", needs="pretrain_data")
-    output_key: str | None = option(
-        None,
-        "Column with the answer in --pretrain_data. None: --input_key holds the whole text.",
-        needs="pretrain_data",
-    )
-
-
-class PretrainingConfig(Section, adds_to="algorithm"):
-    """The PTX loss of PPO."""
-
-    ptx_coef: float = option(
-        0.05,
-        "Weight of the language-model loss on --pretrain_data.",
-        ge=0,
-        needs="pretrain_data",
-        off=(0,),
-    )
+        cls._is_open = False
 
 
 class SupervisedModelConfig(
@@ -103,7 +74,7 @@ class SupervisedModelConfig(
 
 class SupervisedAdapterConfig(
     Taken,
-    SECTIONS["adapter"].kind,
+    ppo.AdapterConfig,
     only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules",
     words=WORDS,
 ):
@@ -244,7 +215,7 @@ class RewardCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/rm"):
 
 class SupervisedEvaluationConfig(
     Taken,
-    EvaluationConfig,
+    EvaluationTimes,
     only="eval_steps eval_epochs eval_seconds val_before_train",
     words=WORDS,
 ):
@@ -306,7 +277,7 @@ class SupervisedConfig(OptionSet):
         """What cannot work, for so many ranks; a subclass may add to it."""
         options = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
-        yield from needs.problems(options)
+        yield from option_needs.problems(options)
         yield from templates(options)
         for part in self.parts():
             yield from part.problems(options)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from lightppo.config.similar_names import similar
 from lightppo.errors import DataError, ModelLoadError
+from lightppo.suggestions import similar
 
 SECONDS = 5.0  # that the hub has to answer
 

@@ -14,7 +14,7 @@ from lightppo.callbacks import Callback
 from lightppo.checkpoint.engine_state import read_client_state
 from lightppo.checkpoint.layout import list_tags, part_folder
 from lightppo.config.evaluation_options import evaluation_config
-from lightppo.config.rules import reward_sources
+from lightppo.config.reward_plan import reward_sources
 from lightppo.episodes.tape import KnownEnd, Tape, tape_of
 from lightppo.episodes.tape_files import Head
 from lightppo.errors import RewardError, RolloutError

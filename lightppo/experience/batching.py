@@ -16,7 +16,7 @@ import torch
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.experience import Experience
-from lightppo.models.wrapper import PADDED, PaddedLayout
+from lightppo.models.batches import PADDED, PaddedLayout
 from lightppo.ranks import Ranks, level
 
 

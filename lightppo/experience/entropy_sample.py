@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import LossNormalizer, token_mean
 from lightppo.experience.experience import Experience
-from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.models.batches import on_cpu, to_device
 
 # least number of tokens, over all ranks, of which the logged entropy of a step is the mean
 _ENTROPY_SAMPLE = 2048

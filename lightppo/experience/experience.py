@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightppo.data.records import Rollout
-from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.models.batches import on_cpu, to_device
 
 
 @dataclass
@@ -53,33 +53,33 @@ class Experience:
 
     @property
     def num_actions(self) -> int:
-        """A, the number of action positions."""
+        """Return A, the number of action positions."""
         return self.action_mask.size(1)
 
     @property
     def _prompt_columns(self) -> int:
-        """S - A, the columns before the action positions."""
+        """Return S - A, the columns before the action positions."""
         return self.sequences.size(1) - self.num_actions
 
     @property
     def response_lengths(self) -> Tensor:
-        """Tokens of each response, trained or not (B,)."""
+        """Count the tokens of each response, trained or not (B,)."""
         return self.attention_mask[:, -self.num_actions :].sum(-1)
 
     @property
     def total_lengths(self) -> Tensor:
-        """Real tokens of each row (B,)."""
+        """Count the real tokens of each row (B,)."""
         return self.attention_mask.sum(-1)
 
     def row_lengths(self) -> list[tuple[int, int]]:
-        """Prompt and response tokens of each row."""
+        """Count the prompt and response tokens of each row."""
         real = on_cpu(self.attention_mask)
         totals = real.sum(-1).tolist()
         responses = real[:, -self.num_actions :].sum(-1).tolist()
         return [(total - response, response) for total, response in zip(totals, responses)]
 
     def non_finite(self) -> dict[str, int]:
-        """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
+        """Count the rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
         rows = {}
         tensors = {name: getattr(self, name) for name in self._present()} | self.extra
         for name, tensor in tensors.items():
@@ -94,13 +94,13 @@ class Experience:
         return {name: count for name, count in zip(rows, counts) if count}
 
     def prompts(self) -> list[bytes]:
-        """The prompt of each row as bytes, equal for equal token ids."""
+        """Return the prompt of each row as bytes, equal for equal token ids."""
         ids = on_cpu(self.sequences)[:, : self._prompt_columns]
         real = on_cpu(self.attention_mask)[:, : self._prompt_columns].bool()
         return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
 
     def texts(self, decode: Callable[[Tensor], str]) -> list[tuple[str, str]]:
-        """Prompt and response of each row."""
+        """Return prompt and response of each row."""
         split = self._prompt_columns
         rows = zip(on_cpu(self.sequences), on_cpu(self.attention_mask).bool())
         return [
@@ -110,7 +110,7 @@ class Experience:
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
-        """Token ids and masks of scored rollouts; ``info`` holds lengths and truncation."""
+        """Make token ids and masks of scored rollouts; ``info`` holds lengths and truncation."""
         if not rollouts:
             raise ValueError("no rollouts: an Experience needs at least one row")
         for rollout in rollouts:
@@ -138,24 +138,24 @@ class Experience:
 
     @classmethod
     def placeholder(cls, device: torch.device | str = "cpu") -> Self:
-        """One row of two tokens with nothing to train, for a rank that runs out of micro batches before others."""
+        """Make one row of two tokens with nothing to train, for a rank that runs out of micro batches before others."""
         mask = torch.zeros(1, 1, dtype=torch.bool, device=device)
         sequences = torch.zeros(1, 2, dtype=torch.long, device=device)
         tensors = {name: mask.float() for name in ACTION_TENSORS} | {"selected": mask}
         return cls(sequences, torch.ones_like(sequences), mask, **tensors)
 
     def select(self, rows: Sequence[int]) -> Self:
-        """These rows, without the padding on both sides that they no longer need."""
+        """Return these rows, without the padding on both sides that they no longer need."""
         lengths = self.row_lengths()
         return self._cut([(i, *lengths[i]) for i in rows])
 
     def split(self, size: int = 1) -> list[Self]:
-        """Consecutive parts of at most ``size`` rows, without the padding that they no longer need."""
+        """Return consecutive parts of at most ``size`` rows, without the padding that they no longer need."""
         rows = [(i, *lengths) for i, lengths in enumerate(self.row_lengths())]
         return [self._cut(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _cut(self, rows: Sequence[tuple[int, int, int]]) -> Self:
-        """Rows by number, length of the prompt, and length of the response."""
+        """Cut out rows by number, length of the prompt, and length of the response."""
         numbers, prompts, responses = zip(*rows)
         start, end = self._prompt_columns - max(prompts), self._prompt_columns + max(responses)
         columns, actions = slice(start, end), slice(0, max(responses))
@@ -170,12 +170,12 @@ class Experience:
         )
 
     def without_rows(self) -> Self:
-        """The same tensors without rows, for a rank without samples in computations over all ranks."""
+        """Return the same tensors without rows, for a rank without samples in computations over all ranks."""
         return dataclasses.replace(self)._map(lambda tensor: tensor[:0])
 
     @classmethod
     def collate(cls, parts: Sequence[Experience]) -> Self:
-        """Joins parts into one batch, padded to the longest prompt and the longest response."""
+        """Join parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
         names, extra, info = parts[0]._present(), parts[0].extra.keys(), parts[0].info.keys()
@@ -189,7 +189,7 @@ class Experience:
             )
 
         def sequence_shaped(name: str) -> Tensor:
-            """(ΣB, S): prompts are padded on the left, responses on the right."""
+            """Join (ΣB, S): prompts are padded on the left, responses on the right."""
             prompts, responses = [], []
             for part in parts:
                 prompts += getattr(part, name)[:, : part._prompt_columns]
@@ -197,7 +197,7 @@ class Experience:
             return torch.cat([_pad(prompts, left=True), _pad(responses)], 1)
 
         def action_shaped(name: str) -> Tensor:
-            """(ΣB, A)."""
+            """Join (ΣB, A)."""
             return _pad([row for part in parts for row in getattr(part, name)])
 
         return cls(
@@ -222,14 +222,14 @@ class Experience:
         return self
 
     def to_device(self, device: torch.device | str) -> Self:
-        """Moves every tensor in place; returns itself."""
+        """Move every tensor in place; return itself."""
         if torch.device(device).type == "cpu":
             # to_device returns before the numbers have arrived here, and nothing would wait for them
             return self._map(Tensor.cpu)
         return self._map(partial(to_device, device=device))
 
     def pin_memory(self) -> Self:
-        """Pins every tensor on the CPU in place for fast copies to a GPU; returns itself."""
+        """Pin every tensor on the CPU in place for fast copies to a GPU; return itself."""
         return self._map(
             lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor
         )
@@ -255,7 +255,7 @@ def _check_tokens(rollout: Rollout) -> None:
 
 
 def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
-    """``rank 1: values in 2 rows``, of what :meth:`Experience.non_finite` says on each rank; "" without any."""
+    """Write ``rank 1: values in 2 rows``, from :meth:`Experience.non_finite` of each rank; "" without any."""
     shown = (
         "; ".join(f"{name} in {rows} row{'s' * (rows > 1)}" for name, rows in of_rank.items())
         for of_rank in found
@@ -270,7 +270,7 @@ ACTION_TENSORS = [
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
-    """Stacks 1-d tensors, padded with zeros to the longest (B, longest)."""
+    """Stack 1-d tensors, padded with zeros to the longest (B, longest)."""
     return torch.nn.utils.rnn.pad_sequence(
         rows, batch_first=True, padding_side="left" if left else "right"
     )

@@ -45,7 +45,7 @@ from lightppo.experience.token_weights import (
     first_needing_entropy,
     token_weights,
 )
-from lightppo.models.wrapper import layout_of_all, on_cpu, to_device
+from lightppo.models.batches import layout_of_all, on_cpu, to_device
 from lightppo.option import shown_object
 from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.table import load

@@ -16,14 +16,14 @@ from lightppo.algorithms.correction import (
 from lightppo.algorithms.masking import AllReduceSum
 from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.selection import top_share
-from lightppo.config.options import Options
+from lightppo.config import PPOConfig
 from lightppo.experience.experience import Experience
 from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
 
 Weigh = Callable[..., Tensor]
 
 
-def token_weights(config: Options, in_training: bool) -> list[Weigh]:
+def token_weights(config: PPOConfig, in_training: bool) -> list[Weigh]:
     """Return the factors that this run needs, those of other packages last: of each micro batch in training, or before."""
     shipped = (
         (rejection_in_training(config),)
@@ -36,7 +36,7 @@ def token_weights(config: Options, in_training: bool) -> list[Weigh]:
     return [*(weigh for weigh in shipped if weigh is not None), *further]
 
 
-def first_needing_entropy(config: Options) -> str | None:
+def first_needing_entropy(config: PPOConfig) -> str | None:
     """Return the name of the first factor that needs the entropy before training; ``None``: none does."""
     if config.loss.high_entropy_token_ratio is not None:
         return "high_entropy"
@@ -45,7 +45,7 @@ def first_needing_entropy(config: Options) -> str | None:
     return next(readers, None)
 
 
-def first_needing_engine_log_probs(config: Options) -> str | None:
+def first_needing_engine_log_probs(config: PPOConfig) -> str | None:
     """Return the option, or the factor, that needs the log probs of the rollout engine; ``None``: none does."""
     options = config.correction
     if options.rollout_correction != "none":
@@ -60,13 +60,13 @@ def first_needing_engine_log_probs(config: Options) -> str | None:
     return None
 
 
-def _of_packages(config: Options) -> Iterator[tuple[str, TokenWeight, Weigh]]:
+def _of_packages(config: PPOConfig) -> Iterator[tuple[str, TokenWeight, Weigh]]:
     for name, entry in TOKEN_WEIGHTS.items():
         if (weigh := entry.fn(config)) is not None:
             yield name, entry, weigh
 
 
-def correction(config: Options) -> Weigh | None:
+def correction(config: PPOConfig) -> Weigh | None:
     """Return the function that weighs off-policy tokens (``--rollout_correction``)."""
     options = config.correction
     if options.rollout_correction == "none":
@@ -94,7 +94,7 @@ def correction(config: Options) -> Weigh | None:
     return weigh
 
 
-def rejection(config: Options) -> Weigh | None:
+def rejection(config: PPOConfig) -> Weigh | None:
     """Return the function that leaves tokens out before the update (``--rollout_rejection``)."""
     rejections = rejections_of(config, in_training=False)
     if not rejections:
@@ -114,7 +114,7 @@ def rejection(config: Options) -> Weigh | None:
     return weigh
 
 
-def rejection_in_training(config: Options) -> Weigh | None:
+def rejection_in_training(config: PPOConfig) -> Weigh | None:
     """Return the function that leaves tokens out by the policy in training (``--rollout_rejection``)."""
     rejections = rejections_of(config, in_training=True)
     if not rejections:
@@ -138,7 +138,7 @@ def rejection_in_training(config: Options) -> Weigh | None:
     return weigh
 
 
-def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
+def rejections_of(config: PPOConfig, in_training: bool) -> list[Rejection]:
     """Return those of ``--rollout_rejection`` that are judged in training, or before it.
 
     With ``--old_log_probs rollout`` the policy before it is the one that sampled, so all are judged in training.
@@ -148,7 +148,7 @@ def rejections_of(config: Options, in_training: bool) -> list[Rejection]:
     return [one for one in rejections if (bypass or one.entry.in_training) == in_training]
 
 
-def high_entropy(config: Options) -> Weigh | None:
+def high_entropy(config: PPOConfig) -> Weigh | None:
     """Return the function that keeps the tokens of the highest entropy alone (``--high_entropy_token_ratio``)."""
     ratio = config.loss.high_entropy_token_ratio
     if ratio is None:

@@ -23,7 +23,7 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.scores import overlong_penalty
 from lightppo.files import explained, local_folder, write_text
 from lightppo.logging.run_paths import SAMPLES
-from lightppo.models.wrapper import on_cpu
+from lightppo.models.batches import on_cpu
 from lightppo.ranks import Ranks
 from lightppo.redaction import plain
 from lightppo.user_code import finite

@@ -19,7 +19,7 @@ from lightppo.errors import TrainingError
 from lightppo.experience.batching import Minibatch, StepPart
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.files import files_in_use, local_folder
-from lightppo.models.wrapper import on_cpu
+from lightppo.models.batches import on_cpu
 
 
 class SkippedInARow(Callback):

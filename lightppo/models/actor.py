@@ -12,16 +12,11 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
+from lightppo.models.batches import Batch, check_num_actions, on_cpu, real_actions
+from lightppo.models.inspection import takes
+from lightppo.models.kernels.scoring_head import scores_by_head
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.wrapper import (
-    Batch,
-    PretrainedWrapper,
-    check_num_actions,
-    on_cpu,
-    real_actions,
-    takes,
-)
-from lightppo.plugin import HEAD_SCORES
+from lightppo.models.wrapper import PretrainedWrapper
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
 Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]
@@ -43,15 +38,15 @@ class ActionScores:
 class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
 
-    Log probs come from logits, or without them by one of ``lightppo.plugin.HEAD_SCORES``.
+    Log probs come from logits, or without them from the head, see :mod:`.kernels.scoring_head`.
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
         temperature: log probs come from softmax(logits / temperature), as in sampling.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
         valid_vocab_size: number of ids, from 0, that log probs cover and the engine samples; None: all embedding rows.
-        options: ``flag``, the fields of :class:`lightppo.models.loading.LoadOptions`, and ``arguments`` of the last of
-            ``lightppo.plugin.LAYOUTS``: with ``packing_samples``, forwards with num_actions drop the padding.
+        options: ``flag``, the fields of :class:`lightppo.models.pretrained.LoadOptions`; with ``packing_samples``,
+            forwards with num_actions drop the padding.
     """
 
     # strategy.prepare puts the engine under this attribute and returns the Actor itself
@@ -197,10 +192,17 @@ class Actor(PretrainedWrapper):
         entropy_grad: bool = False,
         router_logits: bool = False,
     ) -> Predicted:
-        """One forward: by ``HEAD_SCORES`` if log probs are enough, else through logits."""
-        asked = {"entropy": entropy, "entropy_grad": entropy_grad, "router_logits": router_logits}
-        for entry in () if logits else HEAD_SCORES.values():
-            if (predicted := entry.fn(self, batch, actions, **asked)) is not None:
+        """Make one forward: without logits if log probs are enough and this model's come from its head alone."""
+        if not logits:
+            predicted = scores_by_head(
+                self,
+                batch,
+                actions,
+                entropy=entropy,
+                entropy_grad=entropy_grad,
+                router_logits=router_logits,
+            )
+            if predicted is not None:
                 return predicted
         output = self._run(batch, batch.places, router_logits)
         over = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)

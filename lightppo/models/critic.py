@@ -13,8 +13,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.loading import load_sequence_classifier, value_head
-from lightppo.models.wrapper import Batch, PretrainedWrapper, check_num_actions, on_cpu
+from lightppo.models.batches import Batch, check_num_actions, on_cpu
+from lightppo.models.heads import value_head
+from lightppo.models.loading import load_sequence_classifier
+from lightppo.models.wrapper import PretrainedWrapper
 
 ROWS_ENTRY = "reward_rows"  # of a model's config, and of the state in a checkpoint
 

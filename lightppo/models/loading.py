@@ -5,24 +5,16 @@ A weight missing from a checkpoint is an error: only a critic's value head may b
 
 from __future__ import annotations
 
-import importlib
 import logging
-import math
-import pickle
 import re
-import textwrap
-from collections.abc import Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -32,60 +24,26 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
-from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as hf_logging
 
-from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
-from lightppo.plugin import (
-    ATTENTION,
-    LANGUAGE_MODELS,
-    LOADING,
-    MODEL_CONFIGS,
-    MODEL_PATHS,
-    UNTRAINABLE,
-    VALUE_HEADS,
+from lightppo.models.adapters.quantised import quantise
+from lightppo.models.attention.attention_choice import resolve_attn_implementation
+from lightppo.models.heads import head_from_checkpoint, head_names, set_value_head
+from lightppo.models.multimodal.detection import language_model_or_reason, why_untrainable
+from lightppo.models.pretrained import (
+    LoadOptions,
+    disable_dropout,
+    dropout_rates,
+    errors_name,
+    model_path,
+    own_dropout,
+    read_config,
 )
-from lightppo.user_code import error_text, is_users_fault
 
 logger = logging.getLogger(__name__)
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a model is loaded."""
-
-    attn_implementation: str = "auto"  # or a name of transformers': eager, sdpa, flash_attention_2
-    # The type of the weights; auto: as in the checkpoint.
-    dtype: torch.dtype | Literal["auto"] = torch.float32
-    # DeepSpeed's; ZeRO stage 3 shards the weights while they load
-    ds_config: dict[str, Any] | None = None
-    trust_remote_code: bool = False  # run the model code that comes with the checkpoint
-    # random weights from the config alone (the folder needs only config.json)
-    init_from_scratch: bool = False
-    # The values of the options in lightppo.plugin.MODEL_CONFIGS.
-    config_changes: Mapping[str, Any] = field(default_factory=dict)
-    # comma-separated modules to import first (they may register model classes)
-    external_lib: str | None = None
-    seed: int = 42  # of random weights
-    # The names in lightppo.plugin.LOADING that change the model, for which every rank loads all of it.
-    changed_by: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> LoadOptions:
-        """The fields by name, and options of the tables LOADING and MODEL_CONFIGS of :mod:`lightppo.plugin`."""
-        changes = {name: options[name] for name in MODEL_CONFIGS if options.get(name)}
-        changed_by = tuple(name for name in LOADING if options.get(name))
-        own = {name: options[name] for name in options.keys() - {*LOADING, *MODEL_CONFIGS}}
-        return cls(**own, changed_by=changed_by, config_changes=changes)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO stage 3 shards the weights while they load."""
-        stage = (self.ds_config or {}).get("zero_optimization", {}).get("stage")
-        return stage == 3 and not self.changed_by
 
 
 def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
@@ -93,7 +51,7 @@ def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> Pr
 
     A checkpoint's dropout is set to 0; what an option sets instead acts in train mode.
     """
-    how = LoadOptions.of(options)
+    how = LoadOptions(**options)
     path, config = read_config(path, flag, how)
     model, _ = _load(AutoModelForCausalLM, path, config, flag, how)
     return model
@@ -114,15 +72,15 @@ def load_sequence_classifier(
     1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
     ``score``.
     """
-    how = LoadOptions.of(options)
+    how = LoadOptions(**options)
     flag = flag or f"--{kind}_pretrain"
     path, config = read_config(path, flag, how)
     config.num_labels = 1
     weight = None
     draws_head = how.init_from_scratch or bool(init_value_head)
-    for entry in () if draws_head else VALUE_HEADS.values():
+    if not draws_head:
         with errors_name(path, flag):
-            weight = entry.fn(path, value_head_prefix, kind, flag)
+            weight = head_from_checkpoint(path, value_head_prefix, kind, flag)
     auto_class = AutoModelForSequenceClassification
     model, has_head = _load(auto_class, path, config, flag, how, any_head=bool(init_value_head))
     if weight is None and not draws_head:
@@ -131,7 +89,7 @@ def load_sequence_classifier(
         if kind == "reward" or init_value_head is False:
             reason = " and init_value_head is False" if init_value_head is False else ""
             raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight{reason}")
-    _set_value_head(model, weight, seed=how.seed)
+    set_value_head(model, weight, seed=how.seed)
     return model
 
 
@@ -144,14 +102,16 @@ def _load(
     any_head: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
     """The model, and whether the checkpoint has its head; ``any_head``: that one may be of another shape."""
-    part = None if how.init_from_scratch else LANGUAGE_MODELS.first(auto_class, path, config, flag)
-    config, reason = (config, None) if part is None else (part.config, part.untrainable)
+    part = reason = None
+    if not how.init_from_scratch:
+        part, reason = language_model_or_reason(auto_class, path, config, flag)
+    config = config if part is None else part.config
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None and not hasattr(config, "auto_map"):
         raise ModelLoadError(reason or _no_class(auto_class, config, flag, path))
     if auto_class is AutoModelForCausalLM:
         check_language_model(config, flag, path, is_new=how.init_from_scratch)
-    attention = ATTENTION.last(how.attn_implementation, how.dtype, model_class, config)
+    attention = resolve_attn_implementation(how.attn_implementation, how.dtype, model_class, config)
     kwargs: dict[str, Any] = {
         "attn_implementation": attention,
         "dtype": how.dtype,
@@ -177,10 +137,10 @@ def _load(
     if part is not None:
         with errors_name(path, flag):
             part.belongs_to(model)
-    disable_dropout(model, kept=_rates(config) if how.config_changes else ())
-    model.own_dropout = _own_dropout(path, how)
-    for name in how.changed_by:
-        LOADING[name].fn(model)
+    disable_dropout(model, kept=dropout_rates(config) if how.override_config else ())
+    model.own_dropout = own_dropout(path, how)
+    if how.load_in_4bit:
+        quantise(model, head_names(model))
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
     model.untrainable = untrainable(model, f"{flag} {path}") if how.init_from_scratch else reason
     return model.eval(), has_head
@@ -195,15 +155,10 @@ def _random_model(
         return auto_class.from_config(config, **kwargs)
 
 
-def attention_as_asked(name: str, *_: Any) -> str | None:
-    """For transformers, which chooses where this is None."""
-    return None if name == "auto" else name
-
-
 def untrainable(model: PreTrainedModel, name: str) -> str | None:
-    """Why a model that was built is refused for training; ``name`` stands in front."""
+    """Return why a model that was built is refused for training, or None; ``name`` stands in front."""
     tensors = [tensor for tensor, _ in model.named_parameters()]
-    return UNTRAINABLE.first(model.config, tensors, name)
+    return why_untrainable(model.config, tensors, name)
 
 
 def _no_class(auto_class: Any, config: PretrainedConfig, flag: str, path: str) -> str:
@@ -260,129 +215,12 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_h
 
 def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
     """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
-    how = LoadOptions.of(options)
+    how = LoadOptions(**options)
     path, config = read_config(path, flag, how)
     if how.init_from_scratch:
         return config
-    part = LANGUAGE_MODELS.first(AutoModelForCausalLM, path, config, flag)
+    part, _ = language_model_or_reason(AutoModelForCausalLM, path, config, flag)
     return config if part is None else part.config
-
-
-def read_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
-    """The path as transformers takes it, and the config with its changes, and no dropout but theirs."""
-    path = _model_path(path, flag)
-    if options.external_lib:
-        _import_modules(options.external_lib)
-    with errors_name(path, flag):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    # transformers would add it to the weights, in which it may be already
-    if not options.init_from_scratch and find_adapter_config_file(path) is not None:
-        _look_at(path, flag)
-        raise ModelLoadError(f"{flag} {path} has an adapter beside its weights")
-    for part in (config, config.get_text_config()):
-        _zero_dropout(part)
-    for name, value in options.config_changes.items():
-        MODEL_CONFIGS[name].fn(config, value, path, flag)
-    return path, config
-
-
-def _import_modules(names: str) -> None:
-    for name in filter(None, (part.strip() for part in names.split(","))):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise ModelLoadError(
-                f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
-            ) from error
-        except BaseException as error:
-            if not is_users_fault(error):
-                raise
-            raise ModelLoadError(f"--external_lib {name}: {error_text(error)}") from error
-
-
-def _model_path(path: str, flag: str, kind: str = "model") -> str:
-    """``~`` expanded. An error: what ``MODEL_PATHS`` refuses, and a URL, which must be copied before."""
-    folder = Path(path).expanduser()
-    if path and folder.is_dir():
-        return str(folder)
-    if "://" in path:
-        raise ModelLoadError(
-            f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id"
-        )
-    _look_at(path, flag, kind)
-    return path
-
-
-def _look_at(path: str, flag: str, kind: str = "model") -> None:
-    """ModelLoadError where a plugin sees what is wrong."""
-    for entry in MODEL_PATHS.values():
-        entry.fn(path, flag, kind)
-
-
-@contextmanager
-def errors_name(path: str, flag: str, kind: str = "model") -> Iterator[None]:
-    """Put the flag and the path in front of transformers' error messages, if ``MODEL_PATHS`` has no better one."""
-    try:
-        yield
-    except ModelLoadError:
-        raise
-    except pickle.UnpicklingError as error:  # transformers, too, reads with weights_only
-        raise ModelLoadError(f"{flag} {tensor_file.explained(path, error)}") from error
-    except (OSError, ValueError, RuntimeError, LookupError, EOFError, SafetensorError) as error:
-        if kind == "tokenizer" or Path(path, "config.json").is_file():
-            _look_at(path, flag, kind)
-        # One line: transformers may list pages of class names.
-        reason = textwrap.shorten(str(error), 1000, placeholder=" …")
-        raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
-
-
-def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
-    """Set every dropout (and router jitter) of a built model to 0, so that train and eval mode agree.
-
-    Rates in ``kept`` stay: the config that the model was built from has no others that are not a class's own.
-    """
-    for module in model.modules():
-        _zero_dropout(module, kept)
-
-
-def _rates(config: PretrainedConfig) -> list[float]:
-    """Rates of dropout (and router jitter) that an option has set: those of the checkpoint are 0."""
-    parts = (vars(config), vars(config.get_text_config()))
-    return [
-        value
-        for part in parts
-        for name, value in part.items()
-        if is_dropout(name) and isinstance(value, float)
-    ]
-
-
-def _own_dropout(path: str, how: LoadOptions) -> list[dict[str, float]]:
-    """The rates in the checkpoint's config, and in that of its text model: an export has them again."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=how.trust_remote_code)
-    return [
-        {
-            name: value
-            for name, value in vars(part).items()
-            if is_dropout(name) and isinstance(value, float)
-        }
-        for part in (config, config.get_text_config())
-    ]
-
-
-def is_dropout(name: str) -> bool:
-    """Whether an entry of a config is a rate of dropout, or of a router's jitter."""
-    return "drop" in name or "jitter" in name
-
-
-def _zero_dropout(owner: PretrainedConfig | nn.Module, kept: Container[float] = ()) -> None:
-    # PhiMoE's choice of experts depends on this number, which is no noise there; elsewhere only configs have it
-    is_threshold = isinstance(owner, nn.Module) or owner.model_type == "phimoe"
-    for key, value in list(vars(owner).items()):
-        if key == "router_jitter_noise" and is_threshold:
-            continue
-        is_rate = is_dropout(key) or (key == "p" and isinstance(owner, nn.Dropout))
-        if is_rate and isinstance(value, float) and value not in kept:
-            setattr(owner, key, 0.0)
 
 
 class _Zero3LoadConfig(SimpleNamespace):
@@ -440,54 +278,6 @@ def _quiet() -> Iterator[None]:
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
-    """Name and module of the linear layer that makes the score."""
-    children = model.named_children()
-    heads = [
-        (name, module)
-        for name, module in children
-        if name != model.base_model_prefix and isinstance(module, nn.Linear)
-    ]
-    if len(heads) != 1:
-        raise ModelLoadError(
-            f"{type(model).__name__} has {len(heads)} linear layers beside its base model; 1 is needed"
-        )
-    return heads[0]
-
-
-def head_names(model: PreTrainedModel) -> set[str]:
-    """Names of a causal LM's output head, or of the value head."""
-    if not model.can_generate():
-        return {value_head(model)[0]}
-    head = model.get_output_embeddings()
-    return {name for name, module in model.named_modules() if module is head}
-
-
-@torch.no_grad()
-def _set_value_head(
-    model: PreTrainedModel,
-    weight: Tensor | None,
-    *,
-    seed: int,
-) -> None:
-    """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) for None; a bias becomes 0."""
-    _, head = value_head(model)
-    if weight is None:
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, head.in_features, generator=generator) / math.sqrt(
-            head.in_features + 1
-        )
-    whole: AbstractContextManager = nullcontext()
-    if hasattr(head.weight, "ds_id"):  # a ZeRO-3 shard
-        import deepspeed
-
-        whole = deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0)
-    with whole:
-        head.weight.copy_(weight)
-        if head.bias is not None:
-            head.bias.zero_()
-
-
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
 
@@ -504,7 +294,7 @@ def get_tokenizer(
     A missing pad token becomes EOS (masks come from lengths, never from the pad id). A model may have more embedding
     rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
     """
-    path = _model_path(path, flag, "tokenizer")
+    path = model_path(path, flag, "tokenizer")
     with errors_name(path, flag, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             path, use_fast=use_fast, trust_remote_code=trust_remote_code

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightppo.config import PPOConfig
-from lightppo.config.distillation_options import FrozenModel, frozen_models
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
+    FrozenModel,
     followers,
+    frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
@@ -24,8 +25,9 @@ from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.wrapper import Role, prepare_model
-from lightppo.plugin import LOADING, MODEL_CONFIGS
+from lightppo.models.preparation import prepare_model
+from lightppo.models.pretrained import loading_options
+from lightppo.models.wrapper import Role
 
 if TYPE_CHECKING:
     from lightppo.trainer.building import Building
@@ -44,21 +46,6 @@ class Models:
     frozen: dict[str, Actor] = field(default_factory=dict)  # further models by name
     # Models that score or train, by the flag that names each.
     by_flag: dict[str, Any] = field(default_factory=dict)
-
-
-def loading_options(config: OptionSet) -> dict[str, Any]:
-    """Return how all models but reward models are loaded."""
-    asked = config.model
-    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-    of_tables = {*LOADING, *MODEL_CONFIGS}
-    changes = {name: value for name, value in config.flat().items() if name in of_tables}
-    return changes | {
-        "attn_implementation": asked.attn_implementation,
-        "trust_remote_code": asked.trust_remote_code,
-        "external_lib": asked.external_lib,
-        "seed": config.strategy.seed,
-        "init_from_scratch": asked.init_from_scratch,
-    }
 
 
 def build_models(

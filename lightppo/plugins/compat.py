@@ -1,12 +1,10 @@
 """The constructor, arguments and call forms of the seed."""
 
-from lightppo.option import register_section
 from lightppo.plugin import PUBLIC
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
-    register_section("buffer", "lightppo.config.compat_options:BufferConfig", adds_to="training")
     PUBLIC.update(
         {
             "PPOTrainer": "lightppo.compat.seed_trainer",

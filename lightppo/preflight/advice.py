@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightppo.config import PPOConfig
-from lightppo.config.options import Options
 from lightppo.config.rules import needs_critic
 from lightppo.config.run_length import optimizer_steps, steps_per_episode
 
@@ -40,7 +39,7 @@ def tell_frozen(building: Any) -> Iterator[str]:
         yield f"note: --freezing_actor_steps {frozen}: all steps of this run train the critic alone, the actor stays"
 
 
-def second_masters(config: Options) -> str:
+def second_masters(config: PPOConfig) -> str:
     """Return the note, up to how much it is."""
     return (
         f"--zero_stage {config.strategy.zero_stage} with one rank in float32 shards nothing, and keeps the weights that "
@@ -48,7 +47,7 @@ def second_masters(config: Options) -> str:
     )
 
 
-def with_second_masters(config: Options, ranks: int) -> list[str]:
+def with_second_masters(config: PPOConfig, ranks: int) -> list[str]:
     """Return the models that train with weights in float32, which DeepSpeed's ZeRO 1 and 2 copy, on one rank."""
     given = config.flat()
     if ranks > 1 or given["bf16"] or given["fp16"] or given["overlap_comm"]:
@@ -63,7 +62,7 @@ def with_second_masters(config: Options, ranks: int) -> list[str]:
     return [role for role, stage in stages.items() if stage in (1, 2) and not offloads[role]]
 
 
-def advice(config: Options) -> list[str]:
+def advice(config: PPOConfig) -> list[str]:
     """Return what works but is seldom meant; of a resolved config."""
     algorithm, found = config.algorithm, []
     if not config.evaluation.val_only and not (

@@ -16,12 +16,12 @@ from typing import Any
 from lightppo.checkpoint import layout
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
-from lightppo.config.distillation_options import frozen_models
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
 from lightppo.config.reward_plan import ANY_ROUTE, reward_plan
 from lightppo.config.rules import (
     estimator_entry,
+    frozen_models,
     generation_batch,
     needs_critic,
     needs_reference,

@@ -24,22 +24,22 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
-from lightppo.config.distillation_options import frozen_models
 from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.option_needs import facts_of
+from lightppo.config.rules import frozen_models
 from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
 from lightppo.errors import ConfigError, UserError
 from lightppo.files import stage_to_local
-from lightppo.models import loading
+from lightppo.models import heads, loading
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.adapters.quantised import fitting_layers
 from lightppo.models.attention.attention_choice import caps_scores
 from lightppo.models.critic import Critic
+from lightppo.models.inspection import cache_argument, takes
 from lightppo.models.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
 from lightppo.models.packing.last_layer import only_at, position_wise
 from lightppo.models.packing.packed_layout import READ_SHARE
-from lightppo.models.wrapper import cache_argument, takes
 from lightppo.rollout.vllm.weights import BUCKET_BYTES
 
 LOADING, ROLLOUT, SCORING, SYNC, SAVE = (
@@ -282,8 +282,7 @@ def sizes(shape: Shape) -> Sizes:
     if shape.in_4bit:
         bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
         small = sum(
-            named[f"{name}.weight"].numel()
-            for name in fitting_layers(bare, loading.head_names(bare))
+            named[f"{name}.weight"].numel() for name in fitting_layers(bare, heads.head_names(bare))
         )
     of_weights = int((total - small) * width + small * NF4_BYTES)
     in_small = sum(
@@ -359,7 +358,7 @@ def _scores(
         inputs["attention_mask"] = mask
     if shape.scores:
         hidden = model.base_model(**inputs).last_hidden_state
-        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), (0, 0)
+        return heads.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), (0, 0)
     if in_model := takes(model, "logits_to_keep"):
         inputs["logits_to_keep"] = places
     if kind == "cache":

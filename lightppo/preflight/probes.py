@@ -18,8 +18,9 @@ from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
 from lightppo.experience.rollout_check import ROUNDING
 from lightppo.models.attention.attention_choice import caps_scores
+from lightppo.models.batches import Batch
 from lightppo.models.packing.trials import alike, is_models_own, one_line
-from lightppo.models.wrapper import Batch, PretrainedWrapper
+from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine

@@ -8,7 +8,7 @@ from typing import Any
 from lightppo.checkpoint.run_checkpointer import Resumed
 from lightppo.config import PPOConfig
 from lightppo.config.option_needs import idle_flags
-from lightppo.config.options import OptionSet, sections
+from lightppo.config.options import OptionSet
 from lightppo.errors import ConfigError
 from lightppo.redaction import shown_value
 
@@ -61,7 +61,7 @@ def unsafe_changes(
         (refused, safe): for each option that changed, (old, new).
     """
     refused, safe = {}, {}
-    read_by = {name: section.of for name, section in sections().items()}
+    read_by = {name: section.of for name, section in PPOConfig.sections().items()}
     for one in kind.all_options():
         unread = not trains and (
             read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)

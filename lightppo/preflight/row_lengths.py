@@ -44,7 +44,7 @@ def positions_of(config: Any) -> int | None:
 
 def _config_of_pretrain(config: Any) -> PretrainedConfig:
     from lightppo.models.loading import load_config
-    from lightppo.models.run_models import loading_options
+    from lightppo.models.pretrained import loading_options
 
     return load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 

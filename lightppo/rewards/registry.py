@@ -9,8 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightppo.config.reward_plan import ANY_ROUTE, is_file_alone, names_in, reward_plan
-from lightppo.config.rules import given_sources
+from lightppo.config.reward_plan import (
+    ANY_ROUTE,
+    given_sources,
+    is_file_alone,
+    names_in,
+    reward_plan,
+)
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
 from lightppo.plugin import REWARDS

@@ -22,7 +22,7 @@ from lightppo.data.records import Rollout
 from lightppo.data.rows import template_options
 from lightppo.errors import BadRowError, ConfigError, DataError, RewardError
 from lightppo.files import files_in_use
-from lightppo.models.wrapper import micro_batches, to_device
+from lightppo.models.batches import micro_batches, to_device
 from lightppo.ranks import Alone, Ranks, heartbeat, level
 from lightppo.rewards.function import COMBINE_NAME
 from lightppo.rewards.reward_source import (

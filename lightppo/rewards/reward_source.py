@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from lightppo.config import PPOConfig
-from lightppo.config.rules import reward_sources
+from lightppo.config.reward_plan import reward_sources
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Alone, Ranks

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lightppo.errors import ConfigError
+from lightppo.models.attention.slot_layers import attention_to_slots
 from lightppo.rollout.decoding import Decoder
-from lightppo.rollout.slots import PromptQueue, SlotDecoder, attention_to_slots
+from lightppo.rollout.slots import PromptQueue, SlotDecoder
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from lightppo.models.wrapper import cache_argument
+from lightppo.models.inspection import cache_argument
 from lightppo.ranks import heartbeat
 from lightppo.rollout.sampling import NO_TOKEN, TokenSampler
 from lightppo.rollout.stop_criteria import StopCriteria

@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.kernels.invariant import InvariantSteps
-from lightppo.plugin import KERNELS
+from lightppo.models.kernels.matmul import packed_weights
 from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import (
     BatchDecoder,
@@ -29,6 +28,7 @@ from lightppo.rollout.decoding import (
     DecodingRunner,
 )
 from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.invariant_decoding import InvariantSteps
 from lightppo.rollout.penalties import penalties_of
 from lightppo.rollout.sampling import TokenSampler, in_any_order, token_seeds
 from lightppo.rollout.slots import SlotDecoder, can_use_slots
@@ -60,7 +60,7 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            KERNELS["decoding"].fn(model),
+            packed_weights(model),
         ):
             yield
     finally:

@@ -7,21 +7,27 @@ once, and a waiting request takes its slot.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig, cache_utils
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.models.attention.row_attention import PACKED_SDPA
-from lightppo.plugins.decoding import SLOT_LAYERS
+from lightppo.models.attention.recurrent import RECURRENT_LAYERS, recurrent_slots
+from lightppo.models.attention.segments import cheapest_parts
+from lightppo.models.attention.slot_layers import (
+    EMPTY_LAYER,
+    SLOT_SDPA,
+    NoSlots,
+    SlotLayer,
+    Span,
+    attention_to_slots,
+    can_attend_to_slots,
+)
 from lightppo.ranks import heartbeat
 from lightppo.rollout.decoding import (
     CachedForward,
@@ -45,212 +51,7 @@ REFILL_SHARE = 1 / 8
 Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
 
 
-# -- attention of one new token ---------------------------------------------------------------------------------------
-
-SLOT_SDPA = "slot_sdpa"
-
-
-def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
-    """Whether :func:`slot_attention` can replace the model's attention: scaled dot products and nothing else."""
-    return (
-        config._attn_implementation in ("sdpa", PACKED_SDPA)
-        and getattr(model, "_supports_attention_backend", False)
-        and not getattr(config, "alibi", False)
-    )
-
-
-@contextmanager
-def attention_to_slots(config: PretrainedConfig, name: str = SLOT_SDPA) -> Iterator[None]:
-    """Inside, the model attends by :func:`slot_attention`, or what has the name; ``config`` is of its text layers."""
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def slot_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
-
-    ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
-    """
-    # Doge's mask has a row for each head
-    added = (
-        attention_mask is not None
-        and attention_mask.is_floating_point()
-        and attention_mask.shape[1] == 1
-    )
-    if (
-        query.shape[2] != 1
-        or not added
-        or options.get("dropout")
-        or options.get("position_bias") is not None
-    ):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    rows, heads, _, width = query.shape
-    scaling = options.get("scaling")
-    scaling = width**-0.5 if scaling is None else scaling
-    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
-    if query.is_cpu and query.dtype == torch.float32:
-        # Faster than the CPU's flash kernel for a single query, by 2 over contiguous keys and values.
-        # (B, H_kv, H/H_kv, S)
-        scores = torch.matmul(grouped * scaling, key.transpose(2, 3)).add_(attention_mask)
-        output = torch.matmul(scores.softmax(-1), value)
-    else:
-        output = scaled_dot_product_attention(
-            grouped, key, value, attn_mask=attention_mask, scale=scaling
-        )
-    return output.reshape(rows, 1, heads, value.shape[3]), None
-
-
-AttentionInterface.register(SLOT_SDPA, slot_attention)
-AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
-
-
 # -- the cache --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Span:
-    """The part of the buffers in use: rows ``0 … rows-1``, columns ``first … end-1``."""
-
-    rows: int
-    first: int
-    end: int
-    # Whether attention gets the full width of the buffers, with unused columns masked, or only the used columns.
-    whole: bool = False
-    # (1,) end, where steps read their numbers on the device, and attention gets ``width``
-    column: Tensor | None = None
-    width: int = 0
-    captured: bool = False  # numbers here stay as they were when a step was captured
-
-
-class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, (slots, heads, columns, head width); all layers share one span.
-
-    Unused columns of used rows must be finite: a masked column has weight 0, and 0 times NaN is NaN.
-    """
-
-    is_croppable = False
-    keeps_tokens = True  # what it has of a row's first tokens does not depend on later ones
-
-    def __init__(self, span: Span, sliding_window: int | None = None) -> None:
-        super().__init__()
-        self.span = span
-        self.is_sliding = sliding_window is not None
-        self.sliding_window = sliding_window
-        self.buffers: list[Tensor] = []  # keys, values
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor]:
-        """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
-        span = self.span
-        rows = key_states.shape[0]
-        if span.column is None:
-            looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
-        else:  # what a step is captured with must not say how far it is
-            looked_at = slice(span.width)
-        for buffer, states in zip(self.buffers, (key_states, value_states)):
-            if span.column is None:
-                buffer[:rows, :, span.end : span.end + 1] = states
-            else:
-                buffer[:rows].index_copy_(2, span.column, states)
-        self.keys, self.values = (buffer[:rows, :, looked_at] for buffer in self.buffers)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Columns in use."""
-        if self.span.captured:
-            raise RuntimeError("the model's code asks for the length of its cache")
-        return self.span.end - self.span.first
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width of the result of :meth:`update` if not ``whole``, and its distance from the first column in use."""
-        end = self.span.end + query_length
-        return end - self.first(end), self.first(end) - self.span.first
-
-    def first(self, end: int) -> int:
-        """The first column that column ``end - 1`` looks at."""
-        return (
-            self.span.first
-            if self.sliding_window is None
-            else max(self.span.first, end - self.sliding_window)
-        )
-
-    def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
-        """See :meth:`SlotCache.append`; ``source`` is the same layer of the prompts' cache."""
-        states = source.keys, source.values
-        if not self.buffers:
-            self.buffers = [x.new_empty(slots, x.shape[1], columns, x.shape[3]) for x in states]
-            self.dtype = source.keys.dtype
-            self.device = source.keys.device
-            self.is_initialized = True
-        end = self.span.end
-        kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
-        index = torch.tensor(rows, device=self.device)
-        for buffer, x in zip(self.buffers, states):
-            target = buffer[self.span.rows : self.span.rows + len(rows)].zero_()
-            target[:, :, end - kept : end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
-
-    def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copies some rows over others; rows in both lists as they were before."""
-        index = torch.tensor([sources, targets], device=self.device)
-        columns = slice(self.first(self.span.end), self.span.end)
-        for buffer in self.buffers:
-            part = buffer[:, :, columns]
-            if buffer.is_cpu:  # by index it takes several times as long there
-                moved = [
-                    # A row that is overwritten before it is read is copied.
-                    part[row].clone() if row in targets[:number] else part[row]
-                    for number, row in enumerate(sources)
-                ]
-                for row, states in zip(targets, moved):
-                    part[row] = states
-            else:
-                part[index[1]] = part[index[0]]
-
-    def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
-        """New buffers of this size, in which the columns in use are ``first … end-1``; or the old ones."""
-        span = self.span
-        for i, old in enumerate(self.buffers):
-            new = old.new_empty(slots, old.shape[1], columns, old.shape[3])
-            new[: span.rows, :, :first] = 0
-            new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
-            new[: span.rows, :, end:] = 0
-            self.buffers[i] = old.copy_(new) if in_place else new
-
-    def see_rows(self) -> None:
-        """Called when the number of rows has changed, or the buffers."""
-
-
-class NoSlots(getattr(cache_utils, "DummyLayer", object)):
-    """In place of a layer of transformers' cache that is empty: of experts, or of attention to another layer's keys."""
-
-    is_sliding = False
-    sliding_window = None
-    keeps_tokens = True
-
-    def __init__(self, layer: Any, span: Span) -> None:
-        super().__init__()
-        self.buffers: list[Tensor] = []
-
-    def append(self, *_: Any) -> None:
-        """There is nothing."""
-
-    move_rows = make_room = see_rows = append
 
 
 class SlotCache(DynamicCache):
@@ -345,15 +146,16 @@ class SlotCache(DynamicCache):
 
 def slot_layer(layer: Any, span: Span) -> SlotLayer:
     """In place of a layer of transformers' cache."""
-    kind = type(layer).__name__
-    if kind in SLOT_LAYERS:
-        return SLOT_LAYERS[kind].fn(layer, span)
+    if type(layer).__name__ == EMPTY_LAYER:
+        return NoSlots()
+    if type(layer) in RECURRENT_LAYERS:
+        return recurrent_slots(layer, span)
     return SlotLayer(span, getattr(layer, "sliding_window", None))
 
 
 def can_use_slots(config) -> bool:
-    """Whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, or are in
-    ``SLOT_LAYERS``."""
+    """Whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
+    recurrent, or keep nothing."""
     text_config = config.get_text_config(decoder=True)
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
     chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
@@ -363,8 +165,8 @@ def can_use_slots(config) -> bool:
         not chunked
         and attends
         and all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-            or type(layer).__name__ in SLOT_LAYERS
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, *RECURRENT_LAYERS)
+            or type(layer).__name__ == EMPTY_LAYER
             for layer in layers
         )
     )
@@ -486,25 +288,6 @@ class PromptQueue(RequestQueue):
             (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
         )
         return Prefilled([ids for ids, _ in groups], cache, logits, waiting)
-
-
-def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
-    """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
-    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
-    for end in range(1, len(lengths) + 1):
-        best = (float("inf"), 0)
-        longest = 0
-        for first in range(end - 1, -1, -1):
-            longest = max(longest, lengths[first])
-            best = min(best, (least[first] + call_cost + longest * (end - first), first))
-        least.append(best[0])
-        cut.append(best[1])
-    parts = []
-    end = len(lengths)
-    while end:
-        parts.append((cut[end], end))
-        end = cut[end]
-    return parts[::-1]
 
 
 class Rows:

@@ -18,10 +18,10 @@ from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
+from lightppo.models.batches import on_cpu, to_device
 from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
-from lightppo.models.loading import value_head
-from lightppo.models.run_models import loading_options
-from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.models.heads import value_head
+from lightppo.models.pretrained import loading_options
 from lightppo.ranks import heartbeat, level
 from lightppo.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.zero3 import find_hf_model

@@ -1,4 +1,4 @@
-"""From a config to a finished :class:`Run`: strategy, models, data, optimizers, rewards, engine, in this order."""
+"""From a config to a finished trainer: strategy, data, models, optimizers, rewards, engine, in this order."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class PPOParts(PPOInputs):
 
 
 def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = ()) -> T:
-    """A finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
+    """Return a finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     building = begin(config)
@@ -170,7 +170,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
 
 
 def begin(config: PPOConfig) -> Building:
-    """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
+    """Let the ranks meet, check options and tokenizer, and take the run's folders. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
     resolved = config.resolved()
@@ -183,7 +183,7 @@ def begin(config: PPOConfig) -> Building:
 
 
 def read_data(building: Building) -> None:
-    """All rows are read, and what scores them, if it is no model. Collective."""
+    """Read all rows, and make what scores them, if it is no model. Collective."""
     config, strategy = building.config, building.strategy
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
@@ -202,7 +202,7 @@ def read_data(building: Building) -> None:
 
 
 def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
-    """All models, in their engines, and (optimizer, scheduler) of each role that trains. Collective."""
+    """Load all models into their engines; return (optimizer, scheduler) of each role that trains, too. Collective."""
     config, strategy = building.config, building.strategy
     per_episode = steps_per_episode(config, building.prompts_dataloader)
     rates = {
@@ -235,7 +235,7 @@ def assemble(
     maker_kind: type[ExperienceMaker] = ExperienceMaker,
     own_training_step: bool = False,
 ) -> PPOParts:
-    """Everything between prompts and weights, around the models, the engine and the rewards of a run.
+    """Make everything between prompts and weights, around the models, the engine and the rewards of a run.
 
     Args:
         kind, maker_kind: the classes of the update and of the maker of experience.
@@ -287,7 +287,7 @@ def build_maker(
     kind: type[ExperienceMaker],
     own_training_step: bool,
 ) -> ExperienceMaker:
-    """What makes experience of rollouts; ``kind`` and ``own_training_step`` as of :func:`assemble`."""
+    """Make what makes experience of rollouts; ``kind`` and ``own_training_step`` as of :func:`assemble`."""
     config, strategy = inputs.config, inputs.strategy
     old_log_probs = old_log_probs_from(
         config, capabilities_of(inputs.rollout_engine).exact_log_probs
@@ -316,7 +316,7 @@ def build_maker(
 
 
 def build_strategy(config: OptionSet) -> DeepspeedStrategy:
-    """The strategy of a config; no process group yet. Raises ConfigError for ZeRO options that exclude each other."""
+    """Make the strategy, no process group yet; ConfigError for ZeRO options that exclude each other."""
     flat = config.resolved().flat()
     same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
     with as_config_error():
@@ -326,7 +326,7 @@ def build_strategy(config: OptionSet) -> DeepspeedStrategy:
 def saved_parts(
     config: PPOConfig, actor: Any, critic: Any, followers: Mapping[str, Any], reference: Any
 ) -> dict[str, Any]:
-    """The models that a checkpoint of this run holds, by the name of their part."""
+    """Return the models that a checkpoint of this run holds, by the name of their part."""
     parts = {
         "actor": actor,
         "critic": critic,
@@ -347,7 +347,7 @@ def build_prompts(
     split: str | None = None,
     limit: int | None = None,
 ) -> PromptDataset:
-    """Prompts of an option, checked and tokenised; ``split`` and ``limit`` are those of ``--prompt_data`` by default."""
+    """Read the prompts of an option, checked and tokenised; ``split`` and ``limit``: by default of ``--prompt_data``."""
     data = config.data
     rows = read_rows(config, name, split or data.prompt_split, strategy)
     dataset = PromptDataset(
@@ -382,7 +382,7 @@ def build_held_out(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
 def prompts_dataloader(
     config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy
 ) -> DataLoader:
-    """This rank's share of every generation batch."""
+    """Make the loader of this rank's share of every generation batch."""
     ranks = {"rank": strategy.get_rank(), "world_size": strategy.world_size}
     order = {"shuffle": config.data.data_shuffle, "seed": config.strategy.seed}
     sampler = RolloutBatchSampler(len(prompts), generation_batch(config), **ranks, **order)
@@ -481,7 +481,7 @@ def build_reward(
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
-    """How training rollouts are sampled."""
+    """Say how training rollouts are sampled."""
     rollout, sampling = config.rollout, config.sampling
     same_name = {
         f.name: getattr(rollout, f.name) for f in fields(SamplingParams) if hasattr(rollout, f.name)

@@ -33,7 +33,7 @@ class Building:
     # Data sets, by the option that names their files.
     rows: dict[str, Any] = field(default_factory=dict)
     prompts_dataloader: DataLoader | None = None  # None: the run does not train
-    held_out: Any = None  # data to evaluate on, for plugins
+    held_out: Any = None  # data to evaluate on
     loss_terms: dict[str, LossTerm] = field(default_factory=dict)
     reward_source: RewardSource | None = None
     judge: RewardSource | None = None  # scores answers to them

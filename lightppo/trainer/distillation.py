@@ -24,7 +24,7 @@ from lightppo.algorithms.masking import (
 )
 from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
 from lightppo.config import PPOConfig
-from lightppo.config.distillation_options import adds, needs_teacher
+from lightppo.config.rules import adds_teacher, needs_teacher
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
@@ -59,7 +59,7 @@ def check_teacher(building: Any) -> None:
 def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | None:
     """Return the teacher's pass over the rollout; ``None``: it makes a pass in training, or there is no teacher."""
     k = config.distill.distill_topk
-    if TEACHER not in models or not (adds(config) or k is not None):
+    if TEACHER not in models or not (adds_teacher(config) or k is not None):
         return None
     teacher = models[TEACHER]
     on_servers = isinstance(teacher, TeacherServers)
@@ -108,7 +108,7 @@ def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tenso
 
 def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
     """Return the teacher's term of the advantages; ``None`` without ``--distill_by advantage``."""
-    if not adds(config):
+    if not adds_teacher(config):
         return None
     coef, discount = config.distill.distill_coef, config.distill.distill_discount
 

@@ -27,7 +27,7 @@ class Exports(Callback):
         run.register_state("best", self)
 
     def on_start(self, run: Any) -> None:
-        """Clocks begin when the run does."""
+        """Start the clocks, and make what an interrupted run lacks."""
         checkpoint, metric, step = run.config.checkpoint, _metric(run), run.state.global_step
         agree = run.strategy.broadcast_object
         self.cadence = Cadence(
@@ -47,7 +47,7 @@ class Exports(Callback):
             catch_up(run.checkpointer, run.ckpt_path, step, due and checkpoint.resume == "auto")
 
     def _look_at_kept(self, run: Any, step: int, metric: str) -> None:
-        """After a resume. Collective."""
+        """Say what stands in ``best_hf`` after a resume. Collective."""
         folder = best_folder(run.ckpt_path)
         note = best_note(run.checkpointer, folder)
         if note is None or note.get("run", run.checkpointer.run) != run.checkpointer.run:

@@ -28,7 +28,7 @@ class Followers(Callback):
 
 
 def followers(run: Any) -> Followers | None:
-    """The callback of a PPO run."""
+    """Make the callback of a PPO run."""
     if not hasattr(run, "followers"):
         return None
     run.moving_average = Followers(run)
@@ -36,7 +36,7 @@ def followers(run: Any) -> Followers | None:
 
 
 def move_reference(run: Any, step: int) -> None:
-    """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
+    """Let the reference follow the actor (``--ref_ema_eta``), or become a copy of it (``--ref_reset_steps``)."""
     algorithm = run.config.algorithm
     if algorithm.ref_ema_eta is not None:
         run.strategy.moving_average(run.actor, run.initial_model, 1 - algorithm.ref_ema_eta)

@@ -25,7 +25,7 @@ class PPOTrainer(TrainingLoop):
 
     Args:
         parts: all that it works with, finished.
-        callbacks: of yours, beside those of the plugins.
+        callbacks: of yours, beside those of every run.
     """
 
     samples_tokens = True

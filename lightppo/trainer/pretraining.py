@@ -17,7 +17,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.models.wrapper import on_cpu, to_device
+from lightppo.models.batches import on_cpu, to_device
 from lightppo.trainer.training_losses import LossTerm, OwnLoss
 
 

@@ -13,7 +13,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RequestError, RolloutError
 from lightppo.http_client import HTTPClient, read_token
 from lightppo.models.actor import ActionScores
-from lightppo.models.wrapper import real_actions
+from lightppo.models.batches import real_actions
 from lightppo.ranks import Ranks
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from lightppo.logging.step_metrics import (
     optimizer_status,
 )
 from lightppo.models.actor import ActionScores
-from lightppo.models.wrapper import layout_of_all
+from lightppo.models.batches import layout_of_all
 from lightppo.trainer.distillation import score_term
 from lightppo.trainer.early_stop import early_stop
 from lightppo.trainer.loop import SkippedSteps, TrainerState

@@ -23,8 +23,8 @@ from lightppo.experience.batching import ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import Actor
+from lightppo.models.batches import layout_of_all
 from lightppo.models.critic import Critic
-from lightppo.models.wrapper import layout_of_all
 
 
 def rollouts_of(workload: Any, workloads: ModuleType) -> list[Rollout]:

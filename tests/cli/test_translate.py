@@ -11,10 +11,10 @@ import pytest
 from lightppo.__main__ import main
 from lightppo.cli.conversion_rules import RULES
 from lightppo.cli.conversions import convert
-from lightppo.cli.other_trainers import meanings, tables
 from lightppo.cli.their_command import PROGRAMS, Theirs
 from lightppo.cli.translate import defaults, translated
 from lightppo.config import parse_args
+from lightppo.config.other_trainers import meanings, tables
 from lightppo.plugin import trained_by
 
 

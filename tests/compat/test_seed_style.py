@@ -23,7 +23,7 @@ from lightppo.compat.seed import PromptText, seed_means
 from lightppo.distributed import signals
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
-from lightppo.models.wrapper import recomputes
+from lightppo.models.inspection import recomputes
 
 pytestmark = pytest.mark.usefixtures("world")
 

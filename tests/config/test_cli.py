@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.config import parse_args
-from lightppo.config.rules import PPOConfig
-from lightppo.plugin import HELP
+from lightppo.config import PPOConfig, parse_args
 
 ROOT = Path(__file__).parents[2]
 REQUIRED_FLAGS = ("pretrain", "prompt_data")
@@ -308,16 +306,6 @@ def test_config_files_that_cannot_be_read(refusal, tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00\x80")
     assert "is not YAML" in refusal(["--config", str(tmp_path / "weights.bin")])
     assert "--config" in refusal("--config")
-
-
-def test_help_of_the_core_alone_is_argparses(monkeypatch, parse, capsys):
-    monkeypatch.setattr("lightppo.config.cli.HELP", {"plain": HELP["plain"]})
-    with pytest.raises(SystemExit) as stopped:
-        parse("--help")
-    assert stopped.value.code == 0
-    told = capsys.readouterr().out
-    assert told.startswith("usage: train_ppo.py [--config FILE.yaml] [flags]")
-    assert all(f"--{one}" in told for one in PPOConfig().flat())
 
 
 def test_mistakes_are_told_before_anything_heavy_is_loaded():

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text
-from lightppo.config.option_text import range_text
 from lightppo.config.options import all_options
-from lightppo.config.rules import PPOConfig
+from lightppo.option import range_text
 
 REQUIRED_FLAGS = ("pretrain", "prompt_data")
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.config.micro_batch_specs import calls, parse_specs
+from lightppo.config.rules import calls, parse_specs
 from lightppo.errors import ConfigError
 
 PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}

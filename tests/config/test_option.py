@@ -9,8 +9,7 @@ from typing import Literal
 import pytest
 
 from lightppo.algorithms.entries import KL_ESTIMATORS, KLEntry, Table
-from lightppo.config.option_text import range_text, type_text
-from lightppo.option import Option, Section, option
+from lightppo.option import Option, Section, option, range_text, type_text
 
 Stage = Literal[0, 3]
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from support.options import other_value
 
-from lightppo.config import AlgorithmConfig, PPOConfig, parse_args, rules
+from lightppo.config import AlgorithmConfig, PPOConfig, options, parse_args
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
 
@@ -39,7 +39,7 @@ TRICKY = [
 def back(tmp_path, monkeypatch):
     """``back(config)``: the options that --config reads from the run_config.yaml of this config."""
     # Combinations of arbitrary values contradict each other; how they are written does not depend on that.
-    monkeypatch.setattr(rules, "contradictions", lambda config, world_size, by_hand, unfed: [])
+    monkeypatch.setattr(options, "contradictions", lambda config, world_size, by_hand, unfed: [])
     from lightppo.logging.run_folder import write_run_config
 
     def run(config: PPOConfig) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import pytest
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
 from lightppo.config import PPOConfig
-from lightppo.config.adapters_options import reference_is_actor
+from lightppo.config.contradictions import contradictions
 from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.rules import (
     MicroBatchSpec,
-    contradictions,
     micro_batch_spec,
+    reference_is_actor,
 )
 from lightppo.errors import ConfigError
 from lightppo.experience.token_weights import rejections_of

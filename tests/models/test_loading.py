@@ -12,7 +12,6 @@ import pytest
 import torch
 from families.zoo import random_model
 from safetensors.torch import load_file, save_file
-from support.entries import left_out
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -29,7 +28,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.kernels.layers import compile_layers
+from lightppo.models.inspection import decoder_layers
 from lightppo.models.kernels.liger import use_liger_kernels
 from lightppo.models.kernels.offload import offloading
 from lightppo.models.loading import (
@@ -38,9 +37,7 @@ from lightppo.models.loading import (
     load_sequence_classifier,
     valid_vocab_size,
 )
-from lightppo.models.packing.last_layer import decoder_layers
-from lightppo.models.wrapper import prepare_model
-from lightppo.plugin import MODULES
+from lightppo.models.preparation import compile_layers, prepare_model
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -390,7 +387,8 @@ def test_loading_under_zero3(
     assert float(scratch.std()) > 0.1  # initializer_range 0.2
 
     # The packed forward of the sharded engines, with checkpointing, against one padded process of plain torch.
-    with left_out(MODULES, "fused"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightppo.models.wrapper.fuse", lambda model: None)
         actor, critic = Actor(str(tmp_path / "llama")), Critic(str(tmp_path / "llama"), seed=7)
     for wrapper in (actor, critic):
         name = type(wrapper).__name__

@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
-from lightppo.models.wrapper import (
+from lightppo.models.batches import (
     PaddedLayout,
     check_num_actions,
     layout_of_all,
@@ -21,7 +20,6 @@ from lightppo.models.wrapper import (
     position_ids_from_mask,
     real_actions,
 )
-from lightppo.plugin import LAYOUTS, LayoutEntry
 from lightppo.ranks import Alone
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -95,22 +93,6 @@ def test_micro_batches_have_the_layout_that_all_models_run() -> None:
     assert all_of("shared", "packed") is layouts["packed"]
     assert all_of("shared", "shared") is layouts["shared"]
     assert not all_of().packs
-
-
-def test_the_last_layout_that_is_registered_counts(causal_lm: MakeModel, monkeypatch) -> None:
-    """It gets the model, and the arguments that it names."""
-    made = []
-    entry = LayoutEntry(lambda *args, **named: made.append((*args, named)), arguments=("stacks",))
-    monkeypatch.setitem(LAYOUTS, "stacked", entry)
-    actor = Actor(causal_lm(), stacks=3)
-    assert made == [(actor, {"stacks": 3})]
-
-
-def test_a_row_of_the_callers_needs_a_layout_that_packs(causal_lm: MakeModel, monkeypatch) -> None:
-    for name in [name for name in LAYOUTS if name != "padded"]:
-        monkeypatch.delitem(LAYOUTS, name)
-    with pytest.raises(PackingNotSupportedError, match="packed_seq_lens"):
-        Actor(causal_lm())(torch.tensor([[5, 6, 7, 8]]), [1, 1], packed_seq_lens=[2, 2])
 
 
 def test_no_model_attends_by_cudnn(causal_lm: MakeModel) -> None:

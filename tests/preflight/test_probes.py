@@ -18,7 +18,7 @@ from lightppo.config.cli import parse_args
 from lightppo.config.supervised_options import SFTConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
-from lightppo.models.wrapper import PaddedLayout
+from lightppo.models.batches import PaddedLayout
 from lightppo.preflight import probes
 from lightppo.ranks import Alone
 from lightppo.rollout.hf import HFRolloutEngine

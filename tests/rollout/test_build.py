@@ -6,9 +6,9 @@ import pytest
 from support.fakes import FakeStrategy
 
 from lightppo.config import PPOConfig
-from lightppo.config.option_text import type_text
 from lightppo.config.options import EngineConfig
 from lightppo.errors import ConfigError
+from lightppo.option import type_text
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.build import build_rollout_engine
 

@@ -22,7 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lightppo.models.wrapper import cache_argument
+from lightppo.models.inspection import cache_argument
 from lightppo.rollout.cuda_graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine

@@ -19,21 +19,18 @@ from transformers import (
 )
 
 from lightppo.data.records import Prompt
-from lightppo.models.wrapper import cache_argument
+from lightppo.models.attention.segments import cheapest_parts
+from lightppo.models.attention.slot_layers import (
+    attention_to_slots,
+    can_attend_to_slots,
+    slot_attention,
+)
+from lightppo.models.inspection import cache_argument
 from lightppo.rollout import hf
 from lightppo.rollout import slots as cache_module
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.slots import (
-    CPU_COLUMNS,
-    OTHER_COLUMNS,
-    SlotCache,
-    attention_to_slots,
-    can_attend_to_slots,
-    can_use_slots,
-    cheapest_parts,
-    slot_attention,
-)
+from lightppo.rollout.slots import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots
 
 HEADS, WIDTH = 2, 3
 
@@ -160,7 +157,7 @@ def test_room_before_the_rows_for_a_longer_prompt():
 
 
 def test_which_models_can(monkeypatch):
-    monkeypatch.delitem(cache_module.SLOT_LAYERS, "LinearAttentionLayer")
+    monkeypatch.setattr(cache_module, "RECURRENT_LAYERS", ())
     assert can_use_slots(LlamaConfig())
     assert can_use_slots(Qwen2Config())
     assert can_use_slots(config(sliding_window=4))

@@ -260,7 +260,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
     script = tmp_path / "stopped.py"
     script.write_text("""
 import os, signal, sys
-from lightppo.cli.sft import main
+from lightppo.cli.supervised import sft
 from lightppo.supervised.trainer import SupervisedTrainer
 
 def training_step(self, micro_batches, own=SupervisedTrainer.training_step):
@@ -269,7 +269,7 @@ def training_step(self, micro_batches, own=SupervisedTrainer.training_step):
     return own(self, micro_batches)
 
 SupervisedTrainer.training_step = training_step
-main(sys.argv[1:], "train_sft.py")
+sft(sys.argv[1:], "train_sft.py")
 """)
     more = ("--lora_rank=4", "--lora_dropout=0.1", "--zero_stage=2")
     straight, stopped = (

@@ -39,10 +39,10 @@ from lightppo.distributed.deepspeed import StepOutcome
 from lightppo.experience import entropy_sample
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
-from lightppo.models import wrapper as wrappers
+from lightppo.models import batches
 from lightppo.models.actor import Actor
+from lightppo.models.batches import to_device
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
-from lightppo.models.wrapper import to_device
 from lightppo.rewards.reward_model import RewardModelSource
 from lightppo.supervised import objectives
 
@@ -181,7 +181,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     trainer: Callable, name: str, monkeypatch: Any
 ) -> None:
     run = trainer(**STEPS[name])
-    monkeypatch.setattr(wrappers, "_KEPT_ASIDE", 0)  # as if its tensors were large
+    monkeypatch.setattr(batches, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
         monkeypatch.setattr(entropy_sample, "_ENTROPY_SAMPLE", 2)

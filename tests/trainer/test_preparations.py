@@ -1,11 +1,11 @@
-"""What a user's own functions change about models: before the engine, and while the weights load."""
+"""What a user's own functions change about models before the engine."""
 
 import pytest
 import torch
 from support.runs import fitted
 
 from lightppo.models.loading import load_causal_lm
-from lightppo.plugin import LOADING, PREPARATIONS
+from lightppo.plugin import PREPARATIONS
 from lightppo.table import Entry
 
 
@@ -38,20 +38,3 @@ def test_a_preparation_changes_what_trains(world, make_config, tiny_model, froze
         for i in range(2)
     ]
     assert unchanged == [True, False]
-
-
-def test_an_option_of_loading_changes_the_weights(tiny_model):
-    def without_first_layer(model):
-        for weight in model.model.layers[0].parameters():
-            weight.data.zero_()
-
-    LOADING.register("without_first_layer", Entry(without_first_layer))
-    try:
-        changed = load_causal_lm(tiny_model, without_first_layer=True)
-        as_it_is = load_causal_lm(tiny_model, without_first_layer=False)
-    finally:
-        del LOADING["without_first_layer"]
-    assert not any(weight.any() for weight in changed.model.layers[0].parameters())
-    assert all(weight.any() for weight in as_it_is.model.layers[0].parameters())
-    with pytest.raises(TypeError, match="without_first_layer"):
-        load_causal_lm(tiny_model, without_first_layer=True)

@@ -35,17 +35,12 @@ from lightppo.models.adapters.frozen_weights import (
     saved_alone,
 )
 from lightppo.models.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
-from lightppo.models.adapters.targets import goes_to_experts, replaceable_layers
-from lightppo.models.checkpoint_tensors import open_tensors
-from lightppo.models.loading import (
-    head_names,
-    load_causal_lm,
-    load_config,
-    load_sequence_classifier,
-    value_head,
-)
+from lightppo.models.heads import head_names, value_head
+from lightppo.models.inspection import replaceable_layers
+from lightppo.models.loading import load_causal_lm, load_config, load_sequence_classifier
 from lightppo.models.multimodal.parts import is_of_tower
-from lightppo.models.wrapper import PretrainedWrapper, Role
+from lightppo.models.pretrained import open_tensors
+from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.zero3 import find_whole
 
 logger = logging.getLogger(__name__)
@@ -67,6 +62,13 @@ class LoraOptions:
     # The ends of the names of linear layers; empty or all-linear: all of them but the head.
     target_modules: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, options: Any) -> LoraOptions:
+        """Return those of the section ``adapter`` of a config."""
+        return cls(
+            options.lora_rank, options.lora_alpha, options.lora_dropout, options.target_modules
+        )
+
 
 def check_peft() -> None:
     """ModelLoadError if peft is not installed; imports nothing."""
@@ -74,21 +76,6 @@ def check_peft() -> None:
         raise ModelLoadError(
             "--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft"
         )
-
-
-def prepare(
-    model: PretrainedWrapper,
-    role: Role,
-    config: Any,
-    device: torch.device,
-) -> None:
-    """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
-    asked = config.adapter
-    if asked.lora_rank > 0 and role in ("actor", "critic"):
-        options = LoraOptions(
-            asked.lora_rank, asked.lora_alpha, asked.lora_dropout, asked.target_modules
-        )
-        add_adapters(model, options, config.strategy.seed)
 
 
 def add_adapters(
@@ -187,6 +174,26 @@ def chosen_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> set[s
     return chosen
 
 
+def goes_to_experts(model: PreTrainedModel, name: str) -> bool:
+    """Whether peft would put the adapter of a layer of this name on experts that are held together instead.
+
+    It does so since transformers 5 in families like DeepSeek-V3, so that shared experts and dense layers would have
+    none, and the experts one that no merge here knows.
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # of a peft that does not
+        return False
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # it asks for the other parts of the experts
+        return True
+    return name not in config.target_modules
+
+
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
     """:func:`chosen_layers` for peft: ends of their names if these fit no other module, else whole names."""
     chosen = chosen_layers(model, wanted)
@@ -272,7 +279,7 @@ def load_merged(
     """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
 
     ``base`` None: what the adapter's config names. Any adapter that peft can merge. ``loading``: how the base is
-    loaded, fields of :class:`lightppo.models.loading.LoadOptions`.
+    loaded, fields of :class:`lightppo.models.pretrained.LoadOptions`.
     """
     check_peft()
     from peft import PeftConfig, PeftModel

@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.adapters.targets import replaceable_layers
-from lightppo.models.loading import head_names
-from lightppo.models.wrapper import is_plain_linear
+from lightppo.models.inspection import is_plain_linear, replaceable_layers
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -31,11 +29,6 @@ def check_bitsandbytes() -> None:
         raise ModelLoadError(
             "--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone"
         )
-
-
-def quantise_body(model: PreTrainedModel) -> None:
-    """:func:`quantise` all but the head."""
-    quantise(model, head_names(model))
 
 
 def quantise(model: PreTrainedModel, heads: set[str]) -> None:

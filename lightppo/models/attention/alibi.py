@@ -19,10 +19,9 @@ from torch.nn.functional import dropout
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lightppo.models.attention.segments import CALL_COST, chosen
+from lightppo.models.attention.segments import CALL_COST, cheapest_parts, chosen
+from lightppo.models.batches import to_device
 from lightppo.models.packing.packed_rows import RowPlan, plan_of
-from lightppo.models.wrapper import to_device
-from lightppo.rollout.slots import cheapest_parts
 
 PACKED_ALIBI = "packed_alibi"  # in the model's config, where its layers know packed rows
 
@@ -182,11 +181,9 @@ def attends_with_alibi(model: PreTrainedModel) -> bool:
     return bool(kinds) and model.config._attn_implementation == FAMILIES[kinds[0]].own
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why a row's positions do not reach a model that takes no position ids; None: alibi makes them."""
-    if any(isinstance(module, _ByAlibi) for module in model.modules()):
-        return None
-    return "nothing else makes its positions"
+def makes_positions(model: PreTrainedModel) -> bool:
+    """Return whether alibi makes the positions of a model that takes no position ids."""
+    return any(isinstance(module, _ByAlibi) for module in model.modules())
 
 
 class _ByAlibi(nn.Module):

@@ -11,8 +11,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.attention.row_attention import packed_attention
+from lightppo.models.batches import to_device
 from lightppo.models.packing.packed_rows import RowPlan, plan_of, segments_as_mask
-from lightppo.models.wrapper import to_device
 
 PACKED_CHUNKS = "packed_chunks"  # the name of attention_in_chunks in transformers
 
@@ -23,7 +23,7 @@ def attends_in_chunks(model: PreTrainedModel) -> bool:
     return model.config._attn_implementation == "sdpa" and "chunked_attention" in kinds
 
 
-def why_not(model: PreTrainedModel) -> str | None:
+def why_no_chunks(model: PreTrainedModel) -> str | None:
     """Why chunks cannot be packed; None: they can."""
     if model.config._attn_implementation in ("sdpa", PACKED_CHUNKS):
         return None

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.attention.attention_choice import VARLEN_TAKES
 from lightppo.models.packing.packed_rows import RowPlan, continued, plan_of
-from lightppo.plugins.packing import PACKED_ATTENTION
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -23,26 +22,6 @@ except ImportError:  # an older torch
     varlen_attn = None
 
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
-
-
-def takes_segments(model: PreTrainedModel) -> bool:
-    """Whether :func:`segments_as_mask` may replace the mask of a packed row."""
-    return model.config._attn_implementation in (PACKED_SDPA, *PACKED_ATTENTION)
-
-
-def attention_for_rows(model: PreTrainedModel) -> str | None:
-    """The attention that does the same as the model's, and takes :func:`segments_as_mask`; None: there is none."""
-    usual = PACKED_SDPA if model.config._attn_implementation == "sdpa" else None
-    return next((name for name, entry in PACKED_ATTENTION.items() if entry.fn(model)), usual)
-
-
-def attend_by(model: PreTrainedModel, name: str) -> None:
-    """Set a model's attention, also where its modules are not transformers' and a plugin runs them in rows."""
-    ours = name in PACKED_ATTENTION or takes_segments(model)
-    if ours and not model._can_set_attn_implementation():
-        model.config._attn_implementation = name
-    else:
-        model.set_attn_implementation(name)
 
 
 def packed_attention(

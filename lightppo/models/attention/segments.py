@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from lightppo.models.batches import to_device
 from lightppo.models.packing.packed_rows import RowPlan
-from lightppo.models.wrapper import to_device
-from lightppo.rollout.slots import cheapest_parts
 
 CALL_COST = {"cpu": 128, "other": 4096}  # fixed cost of a call, in positions
 
@@ -164,3 +163,22 @@ def contexts_of(plan: RowPlan, width: int, device: torch.device) -> Contexts:
 def with_contexts(plan: RowPlan, row: Tensor, width: int) -> Tensor:
     """(T, C) -> (T', C), by :func:`contexts_of`."""
     return chosen(_with_padding(row, 0.0), contexts_of(plan, width, row.device).places)
+
+
+def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
+    """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
+    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
+    for end in range(1, len(lengths) + 1):
+        best = (float("inf"), 0)
+        longest = 0
+        for first in range(end - 1, -1, -1):
+            longest = max(longest, lengths[first])
+            best = min(best, (least[first] + call_cost + longest * (end - first), first))
+        least.append(best[0])
+        cut.append(best[1])
+    parts = []
+    end = len(lengths)
+    while end:
+        parts.append((cut[end], end))
+        end = cut[end]
+    return parts[::-1]

@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.kernels.fused import ROTARY, own_code, rotating_by
-from lightppo.models.kernels.layers import POLICIES_AND_CRITIC
 from lightppo.models.packing.trials import is_models_own, one_line
-from lightppo.models.wrapper import PretrainedWrapper, Role
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +41,14 @@ _OF_HEADS = {
 }
 
 
-def prepare_liger(
-    model: PretrainedWrapper,
-    role: Role,
-    config: Any,
-    device: torch.device,
-) -> None:
-    """``--use_liger_kernel``; None: on a GPU, where they are installed, exact, and no compiler makes its own."""
-    asked = config.model.use_liger_kernel
-    if role not in POLICIES_AND_CRITIC or asked is False:
+def use_liger_kernels_if_exact(model: PreTrainedModel, device: torch.device) -> None:
+    """Use them on a GPU, where they are installed and exact."""
+    if not runs_on(device) or not is_installed():
         return
-    if asked:
-        return use_liger_kernels(model.hf_model, device)
-    if not runs_on(device) or not is_installed() or config.model.torch_compile:
-        return
-    reason = why_not(model.hf_model, device)
+    reason = why_not(model, device)
     if reason is None:
-        put_kernels_in(model.hf_model)
-        _say(f"Liger's kernels run norms, rotary embeddings and MLPs of {_family(model.hf_model)}")
+        put_kernels_in(model)
+        _say(f"Liger's kernels run norms, rotary embeddings and MLPs of {_family(model)}")
     else:
         _say(f"Liger's kernels are not used: {reason}")
 

@@ -21,7 +21,8 @@ from lightppo.algorithms.logprobs import (
     rows_per_chunk,
 )
 from lightppo.algorithms.masking import at_least_float32
-from lightppo.plugin import KERNELS
+from lightppo.models.kernels import matmul
+from lightppo.models.kernels.invariant import is_invariant
 
 
 def linear_log_probs(
@@ -56,7 +57,7 @@ def linear_log_probs(
     """
     check_labels(hidden, labels)
     valid = min(valid_vocab_size or len(weight), len(weight))
-    columns = KERNELS["head_rows"].fn(valid, len(weight))
+    columns = head_rows(valid, len(weight))
     chunk_size = rows_per_chunk(columns, chunk_size, temperature)
     if entropy_grad and isinstance(entropy, TokenPlaces):
         raise ValueError("entropy_grad needs the entropy of all tokens")
@@ -68,9 +69,12 @@ def linear_log_probs(
     return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
 
 
-def even_head_rows(valid: int, rows: int) -> int:
-    """How many of a head's ``rows`` are multiplied for ``valid`` ids: ``EVEN`` wide, as far as there are rows."""
-    return min(-(-valid // EVEN) * EVEN, rows)
+def head_rows(valid: int, rows: int) -> int:
+    """Return how many of a head's ``rows`` are multiplied for ``valid`` ids: ``EVEN`` wide, as far as there are rows.
+
+    With ``--batch_invariant`` all, as in decoding.
+    """
+    return rows if is_invariant() else min(-(-valid // EVEN) * EVEN, rows)
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,9 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, plan: _Plan
 ) -> Tensor:
     """(T, block), divided by the temperature, -inf beyond the valid ids, in a buffer that may be overwritten."""
-    linear = KERNELS["linear"].fn
-    logits = at_least_float32(linear(hidden, weight[block], None if bias is None else bias[block]))
+    logits = at_least_float32(
+        matmul.linear(hidden, weight[block], None if bias is None else bias[block])
+    )
     logits[:, max(0, plan.valid - block.start) :] = -torch.inf
     return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
 
@@ -192,7 +197,6 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, log_sum, log_softmax = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        product = KERNELS["product"].fn
         wide = torch.promote_types(hidden.dtype, torch.float32)
         to_hidden, to_weight, to_bias = (
             x.new_zeros(x.shape, dtype=dtype) if needed else None
@@ -227,9 +231,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 to_bias[block] = grad.sum(0).to(bias.dtype)
             grad = grad.to(weight.dtype)
             if to_weight is not None:
-                to_weight[block] = product(grad.t(), hidden)
+                to_weight[block] = matmul.product(grad.t(), hidden)
             if to_hidden is not None:
-                to_hidden += product(grad, weight[block])
+                to_hidden += matmul.product(grad, weight[block])
         return (
             None if to_hidden is None else to_hidden.to(hidden.dtype),
             to_weight,

@@ -6,14 +6,18 @@ MKL leaves AVX-512 unused on AMD processors; oneDNN is 2.3 times as fast on a Ze
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from lightppo.models.inspection import is_plain_linear
 
 # oneDNN compiles a kernel of about 1 MB for every shape, and torch would keep 1024 of them twice: nearly every micro
 # batch has another shape. These numbers are enough for one pass through a model.
@@ -117,3 +121,44 @@ class _Linear(torch.autograd.Function):
             else None
         )
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+# -- in a model -------------------------------------------------------------------------------------------------------
+
+PACKED_BYTES = 1 << 30
+"""Larger models are not copied for decoding."""
+
+
+class CPULinear(nn.Linear):
+    """``nn.Linear``, by :func:`lightppo.models.kernels.matmul.linear`."""
+
+    is_plain_linear = True
+    packed_weight: Tensor | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.packed_weight is not None and by_onednn(input, self.weight):
+            return linear_packed(input, self.packed_weight, self.bias)
+        return linear(input, self.weight, self.bias)
+
+
+def accelerate_on_cpu(model: nn.Module) -> None:
+    """Plain linear layers become :class:`CPULinear` in place, if that is faster; weights and names stay."""
+    if onednn_is_faster():
+        for module in filter(is_plain_linear, model.modules()):
+            module.__class__ = CPULinear
+
+
+@contextmanager
+def packed_weights(model: nn.Module) -> Iterator[None]:
+    """Gives :class:`CPULinear` layers packed copies of their weights, for many small forwards without gradients."""
+    layers = [module for module in model.modules() if type(module) is CPULinear]
+    fitting = [layer for layer in layers if by_onednn(layer.weight, layer.weight)]
+    if sum(layer.weight.nbytes for layer in fitting) > PACKED_BYTES or torch.is_grad_enabled():
+        fitting = []
+    for layer in fitting:
+        layer.packed_weight = packed(layer.weight)
+    try:
+        yield
+    finally:
+        for layer in fitting:
+            del layer.packed_weight

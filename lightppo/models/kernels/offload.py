@@ -33,10 +33,8 @@ SLAB = 1 << 28  # bytes of CPU memory that are taken at once
 ALIGNED = 256  # places in a slab are multiples of this
 
 
-def prepare_offload(model: Any, role: str, config: Any, device: torch.device) -> None:
-    """For ``lightppo.plugin.PREPARATIONS``: ``--activation_offload``, of a model that trains."""
-    if role not in ("actor", "critic") or not config.model.activation_offload:
-        return
+def offload_activations(model: Any, device: torch.device) -> None:
+    """Have passes with gradients of a :class:`~lightppo.models.wrapper.PretrainedWrapper` keep activations on the CPU."""
     if device.type == "cpu":
         raise ModelLoadError(
             "--activation_offload moves activations off a GPU, and there is no GPU: leave it out"

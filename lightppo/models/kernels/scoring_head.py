@@ -14,21 +14,24 @@ from typing import Any
 from torch import Tensor, nn, stack
 from transformers import PreTrainedModel
 
-from lightppo.models.actor import Actor, Predicted
+from lightppo.models.batches import Batch, on_cpu, to_device
+from lightppo.models.inspection import is_plain_linear, takes
 from lightppo.models.kernels.linear_log_probs import TokenPlaces, linear_log_probs
-from lightppo.models.wrapper import Batch, is_plain_linear, on_cpu, takes, to_device
 
 
 def scores_by_head(
-    actor: Actor,
+    actor: Any,
     batch: Batch,
     actions: Tensor,
     *,
     entropy: bool | Tensor,
     entropy_grad: bool,
     router_logits: bool,
-) -> Predicted | None:
-    """None if this model's log probs do not come from its head alone. All ranks agree on it."""
+) -> tuple[Any, Tensor, Tensor | None, None] | None:
+    """Make one forward of an :class:`~lightppo.models.actor.Actor`, as its ``_predict`` does, without logits.
+
+    None if this model's log probs do not come from its head alone. All ranks agree on it.
+    """
     # False once the model was seen to change what its head returns
     head = scoring_head(actor.hf_model) if getattr(actor, "head_is_last", True) else None
     if head is None:

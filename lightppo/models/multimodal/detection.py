@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
+from lightppo.config import PPOConfig
+from lightppo.config.rules import needs_critic
 from lightppo.errors import ModelLoadError
-from lightppo.models.checkpoint_tensors import checkpoint_files
-from lightppo.models.loading import LoadOptions, errors_name, read_config
+from lightppo.files import stage_to_local
 from lightppo.models.multimodal.parts import is_of_tower
 from lightppo.models.multimodal.whole_checkpoint import Whole
+from lightppo.models.pretrained import (
+    LoadOptions,
+    checkpoint_files,
+    errors_name,
+    loading_options,
+    read_config,
+)
 
 _PART = re.compile(r"vision|visual|image|audio|speech|video|vq")  # in the name of a config's part
 
@@ -26,7 +33,7 @@ _PART = re.compile(r"vision|visual|image|audio|speech|video|vq")  # in the name 
 _MAPPINGS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
 
-def untrainable(
+def why_untrainable(
     config: PretrainedConfig,
     tensors: Iterable[str],
     name: str,
@@ -63,7 +70,7 @@ def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> b
     Raises:
         ModelLoadError: an image or audio tower cannot be told from what would train.
     """
-    how = LoadOptions.of(options)
+    how = LoadOptions(**options)
     path, config = read_config(path, flag, how)
     if how.init_from_scratch:
         return False
@@ -79,27 +86,29 @@ def language_model(auto_class: Any, path: str, config: PretrainedConfig, flag: s
     if not reads_more_than_text(config):
         return None
     with errors_name(path, flag):
-        reason = untrainable(config, checkpoint_files(path), f"{flag} {path}")
+        reason = why_untrainable(config, checkpoint_files(path), f"{flag} {path}")
     return None if reason is None else Whole(auto_class, path, config, f"{flag} {path}")
 
 
-@dataclass
-class Untrainable:
-    """A checkpoint with towers that loads as transformers loads it, and cannot train."""
-
-    config: PretrainedConfig
-    untrainable: str  # why
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def belongs_to(self, model: Any) -> None:
-        """Nothing is kept of it."""
-
-
-def read_part(
+def language_model_or_reason(
     auto_class: Any, path: str, config: PretrainedConfig, flag: str
-) -> Whole | Untrainable | None:
-    """For ``lightppo.plugin.LANGUAGE_MODELS``: :func:`language_model`, or why there is none."""
+) -> tuple[Whole | None, str | None]:
+    """Return :func:`language_model`; where it raises, None and why what transformers loads cannot train."""
     try:
-        return language_model(auto_class, path, config, flag)
+        return language_model(auto_class, path, config, flag), None
     except ModelLoadError as error:
-        return Untrainable(config, str(error))
+        return None, str(error)
+
+
+def check_trained_models(building: Any) -> None:
+    """Refuse a run where what trains cannot be told from image or audio towers; of a PPO run the critic's too."""
+    config = building.config
+    if config.flat().get("val_only"):
+        return
+    options, pretrain = loading_options(config), config.model.pretrain
+    check_trainable(stage_to_local(pretrain), **options)
+    if isinstance(config, PPOConfig) and needs_critic(config):
+        critic = config.model.critic_pretrain
+        if critic != pretrain:
+            options["init_from_scratch"] = False
+            check_trainable(stage_to_local(critic), flag="--critic_pretrain", **options)

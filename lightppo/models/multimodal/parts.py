@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.value_heads import is_value_head
+from lightppo.models.heads import is_value_head
 
 # the name that a language model's input embedding ends with
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")

@@ -27,10 +27,10 @@ from transformers.utils import cached_file
 
 from lightppo.errors import ModelLoadError
 from lightppo.files import MANIFEST
-from lightppo.models.checkpoint_tensors import checkpoint_files, open_tensors
-from lightppo.models.loading import head_names, is_dropout
+from lightppo.models.heads import head_names
 from lightppo.models.multimodal import causal
 from lightppo.models.multimodal.parts import listed, parts_of
+from lightppo.models.pretrained import checkpoint_files, is_dropout, open_tensors
 from lightppo.zero3 import is_sharded
 
 # a language model in transformers' models with towers, and in those of transformers 4
@@ -56,7 +56,6 @@ class Whole:
     # For adapters: patterns of names in the whole model → names in the language model alone.
     adapter_names: dict[str, str]
     digest: str  # of all that stays as it came; checkpoints hold no towers, only this to compare them by
-    untrainable: str | None = None
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
         text = copy.deepcopy(config.get_text_config())

@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from lightppo.models.inspection import decoder_layers
+
 # model families' names in an attention
 _QUERY_AND_OUTPUT = {"q_proj", "o_proj", "out_proj", "dense", "c_proj"}
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, by transformers' names for them; empty if it names none."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def position_wise(model: PreTrainedModel) -> list[nn.Module]:

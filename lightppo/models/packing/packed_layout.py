@@ -1,8 +1,7 @@
-"""The layout of packed rows, in place of the core's padded batches; whether a model runs them exactly is tried out."""
+"""The layout of a model's batches, packed rows or padded ones; whether a model runs them exactly is tried out."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +15,17 @@ from transformers import PreTrainedModel
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
-from lightppo.models.attention.row_attention import attend_by, attention_for_rows, takes_segments
+from lightppo.models.batches import Batch, PaddedLayout, to_device
+from lightppo.models.inspection import recomputes, takes
 from lightppo.models.packing.last_layer import only_at, position_wise
+from lightppo.models.packing.packable import (
+    attend_by,
+    attention_for_rows,
+    check_packing_layers,
+    packing_error,
+    takes_segments,
+    why_neighbours_are_seen,
+)
 from lightppo.models.packing.packed_rows import (
     action_predictors,
     distinct_places,
@@ -30,21 +38,9 @@ from lightppo.models.packing.packed_rows import (
 )
 from lightppo.models.packing.token_budgets import packed_micro_batches
 from lightppo.models.packing.trials import alike, is_models_own, one_line
-from lightppo.models.wrapper import (
-    Batch,
-    PaddedLayout,
-    PretrainedWrapper,
-    recomputes,
-    takes,
-    to_device,
-)
-from lightppo.plugins.packing import NO_POSITIONS, PACKED_LAYERS
 from lightppo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-# Layers that attend inside the packed row by position ids; PACKED_LAYERS has others.
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 # where more of a packed row is read, its last layer runs whole: gathering rows costs time too
 READ_SHARE = 0.9
@@ -104,11 +100,11 @@ class PackedLayout(PaddedLayout):
 
     def __init__(
         self,
-        model: PretrainedWrapper,
+        model: Any,
         packing_samples: bool | None = False,
         share_prompts: bool = True,
     ) -> None:
-        super().__init__(model)
+        self.model = model  # the :class:`~lightppo.models.wrapper.PretrainedWrapper`
         self.share_prompts = share_prompts
         self.own_attention = "sdpa"  # in place of which another one attends in packed rows
         # What runs at the read positions only. None until the first packed forward has looked.
@@ -289,37 +285,3 @@ def warn_that_nothing_is_shared(attention: str) -> None:
 
 
 # -- what cannot be packed ----------------------------------------------------------------------------------------------
-
-
-def check_packing_layers(model: nn.Module) -> None:
-    """Refuse families that cannot be packed, judging by the model's class and config alone."""
-    base = model.base_model
-    no_positions = PACKED_LAYERS.get(NO_POSITIONS)
-    if "position_ids" not in inspect.signature(base.forward).parameters and (
-        no_positions is None or no_positions.fn(model)
-    ):
-        raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
-    # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    for kind in sorted(kinds - _PACKABLE_LAYERS):
-        reason = PACKED_LAYERS[kind].fn(model) if kind in PACKED_LAYERS else "it is not known"
-        if reason:
-            raise packing_error(model, f"it has layers of type {kind}: {reason}")
-
-
-def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:
-    kind = model.config.get_text_config().model_type
-    return PackingNotSupportedError(
-        f"--packing_samples does not work with model type {kind!r}: {reason}. Leave it out."
-    )
-
-
-def why_neighbours_are_seen(model: PreTrainedModel) -> str:
-    """Of a model whose packed sequences are not as alone."""
-    attention = model.config._attn_implementation
-    reason = f"with {attention} attention a packed sequence sees its neighbour"
-    if attention != "eager":
-        return reason
-    if model._supports_sdpa:
-        return f"{reason} (--attn_implementation sdpa may pack)"
-    return f"{reason}, and {type(model).__name__} has no sdpa, which keeps sequences apart"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from lightppo.models.wrapper import on_cpu, position_ids_from_mask, to_device
+from lightppo.models.batches import on_cpu, position_ids_from_mask, to_device
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import PackingNotSupportedError
-from lightppo.models.packing.packed_layout import PackedLayout
 
 
 def settle_models(run: Any) -> None:
@@ -36,8 +35,7 @@ def settle_packing(
         return
     # A critic has its engine around it.
     wrappers = [getattr(model, "module", model) for model in models if model is not None]
-    # The layout of another package stays as it is.
-    layouts = [one.layout for one in wrappers if isinstance(one.layout, PackedLayout)]
+    layouts = [one.layout for one in wrappers]
     for layout in layouts:
         layout.share_prompts = share_prompts
     obstacles = [

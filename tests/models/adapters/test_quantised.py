@@ -20,8 +20,9 @@ from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import AdaptersOff, LoraOptions, add_adapters, merge
 from lightppo.models.adapters.quantised import BLOCK, dense_weight, quantise, quantised_layers
 from lightppo.models.critic import Critic
-from lightppo.models.kernels.layers import compile_layers
-from lightppo.models.loading import head_names, load_causal_lm
+from lightppo.models.heads import head_names
+from lightppo.models.loading import load_causal_lm
+from lightppo.models.preparation import compile_layers
 from lightppo.rollout.vllm.weights import full_weights
 from lightppo.zero3 import parameter_count
 
@@ -421,7 +422,7 @@ import sys
 from transformers import LlamaConfig, LlamaForCausalLM
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
-from lightppo.models.loading import head_names
+from lightppo.models.heads import head_names
 from lightppo.models.adapters.quantised import quantise
 
 def use(first):

@@ -1,4 +1,4 @@
-"""Ranks of test_mixers.py: one step of SGD per family under ZeRO-3; the change of the weights is the gradient.
+"""Ranks of test_recurrent.py: one step of SGD per family under ZeRO-3; the change of the weights is the gradient.
 
 Usage: sharded_mixers_worker.py FOLDER; the launcher may put --local_rank first.
 """

@@ -10,7 +10,7 @@ from support.fixtures.character_models import EOS_ID
 from support.hybrids import HYBRIDS, hybrid
 from transformers import PreTrainedModel
 
-from lightppo.plugins.decoding import SLOT_LAYERS
+from lightppo.rollout import slots as slots_module
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.slots import can_use_slots
@@ -61,8 +61,7 @@ def test_samples_are_those_of_whole_batches(
     new = sum(len(r.response_ids) - 1 for r in rollouts)
     real = sum(len(p.token_ids) for p in prompts) + new
     assert stats["decode_positions"] <= 1.2 * real
-    for kind in list(SLOT_LAYERS):
-        monkeypatch.delitem(SLOT_LAYERS, kind)
+    monkeypatch.setattr(slots_module, "RECURRENT_LAYERS", ())
     assert not can_use_slots(model.config)
     expected, _ = generate(model, prompts, 18, **sampling)
     assert by_key(rollouts) == by_key(expected)

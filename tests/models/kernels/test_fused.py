@@ -14,11 +14,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.utils.deprecation import deprecate_kwarg
 
+from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.kernels.fused import fuse, own_code, rms_norm, rotary, same_code
-from lightppo.models.kernels.layers import compile_layers
-from lightppo.plugin import MODULES
-from lightppo.table import Entry
+from lightppo.models.preparation import compile_layers
 
 Call = Callable[..., tuple[Tensor, ...]]
 EPS = 1e-5
@@ -132,7 +131,7 @@ def test_the_same_model(
     sequences, mask, actions = ragged
     results = []
     for apply in (fuse, lambda model: None):
-        monkeypatch.setitem(MODULES, "fused", Entry(apply))
+        monkeypatch.setattr(wrapper, "fuse", apply)
         plain = causal_lm(family)
         names, kinds = (
             list(plain.state_dict()),

@@ -7,16 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
 from lightppo.models.kernels import invariant
-from lightppo.models.kernels.invariant import BatchInvariant, InvariantSteps, make_invariant
+from lightppo.models.kernels.invariant import BatchInvariant, make_invariant
+from lightppo.models.kernels.linear_log_probs import head_rows
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.invariant_decoding import InvariantSteps
 
 CPU = torch.device("cpu")
 VALID = 41  # of 48 ids, so that the head has rows that stand for no token
@@ -199,13 +201,7 @@ def test_a_gpu_is_refused(causal_lm: Callable[..., PreTrainedModel]):
         make_invariant(causal_lm("llama"), torch.device("cuda"))
 
 
-def test_the_head_has_all_its_rows_in_both_passes(causal_lm, monkeypatch):
-    seen: list[Tensor] = []
-    monkeypatch.setattr(
-        invariant, "even_head_rows", lambda valid, rows: seen.append(rows) or rows - 1
-    )
-    assert invariant.head_rows(41, 48) == 47
-    with monkeypatch.context() as within:
-        within.setattr(invariant, "_entered", [object()])
-        assert invariant.head_rows(41, 48) == 48
-    assert seen == [48]
+def test_the_head_has_all_its_rows_in_both_passes(monkeypatch):
+    assert head_rows(41, 300) == 128
+    monkeypatch.setattr(invariant, "_entered", [object()])
+    assert head_rows(41, 300) == 300

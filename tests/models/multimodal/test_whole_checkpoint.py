@@ -15,12 +15,12 @@ from transformers import DynamicCache
 
 from lightppo.checkpoint.export import save_model
 from lightppo.errors import ModelLoadError
+from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
+from lightppo.models.inspection import cache_argument
 from lightppo.models.loading import load_causal_lm, load_config
 from lightppo.models.multimodal.detection import check_trainable
-from lightppo.models.wrapper import cache_argument
-from lightppo.plugin import LANGUAGE_MODELS
 from lightppo.ranks import Alone
 from lightppo.rollout.decoding import CachedForward
 
@@ -273,7 +273,7 @@ def test_decoding_with_a_cache_is_decoding_without(whole):
 
 
 def test_a_model_that_was_built_with_its_towers_is_refused(gemma, monkeypatch):
-    monkeypatch.delitem(LANGUAGE_MODELS, "towers")
+    monkeypatch.setattr(loading, "language_model_or_reason", lambda *_: (None, None))
     built = load_causal_lm(gemma)
     del built.untrainable
     assert "training would drop or change" in Actor(built).untrainable

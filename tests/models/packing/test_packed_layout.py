@@ -38,10 +38,10 @@ from transformers import (
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention import row_attention
-from lightppo.models.attention.row_attention import PACKED_SDPA, packed_attention, takes_segments
+from lightppo.models.attention.row_attention import PACKED_SDPA, packed_attention
 from lightppo.models.critic import Critic
-from lightppo.models.kernels.layers import compile_layers
-from lightppo.models.packing import packed_rows
+from lightppo.models.packing import packable, packed_rows
+from lightppo.models.packing.packable import takes_segments
 from lightppo.models.packing.packed_layout import warn_that_nothing_is_shared
 from lightppo.models.packing.packed_rows import (
     RowPlan,
@@ -53,7 +53,7 @@ from lightppo.models.packing.packed_rows import (
     read,
     segments_as_mask,
 )
-from lightppo.plugins.packing import PACKED_LAYERS
+from lightppo.models.preparation import compile_layers
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
 
@@ -983,7 +983,7 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.delitem(PACKED_LAYERS, "conv")
+    monkeypatch.setattr(packable, "why_not_by_segment", lambda model: "their code is not known")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)

@@ -21,7 +21,7 @@ from lightppo.errors import RolloutError
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.adapters.quantised import quantise
-from lightppo.models.loading import head_names
+from lightppo.models.heads import head_names
 from lightppo.rollout.vllm import weights
 from lightppo.rollout.vllm.weights import (
     Broadcasts,

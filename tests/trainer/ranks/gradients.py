@@ -22,8 +22,8 @@ from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.logging import step_metrics as m
 from lightppo.models.actor import Actor
+from lightppo.models.batches import PaddedLayout
 from lightppo.models.critic import Critic
-from lightppo.models.wrapper import PaddedLayout
 from lightppo.zero3 import get_engine
 
 # lengths that differ a lot

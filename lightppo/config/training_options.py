@@ -1,0 +1,111 @@
+"""Options of training: batches, epochs, optimizers."""
+
+from functools import partial
+from typing import Literal
+
+from lightppo.option import Section, option
+
+safe = partial(option, resume_safe=True)
+critic = partial(option, needs="critic")
+per_role = partial(option, per_role=True)  # the critic may have another value
+
+
+class TrainingConfig(Section, of="training"):
+    """Training: batches, epochs, optimizers."""
+
+    num_episodes: int = safe(1, "Passes over the prompts.", "episodes", ge=1)
+    total_training_steps: int | None = safe(
+        None,
+        "Stop after this many PPO steps and fit the schedules to it. None: all episodes.",
+        ge=1,
+    )
+    dry_run: bool = safe(
+        False,
+        "Check everything and run one step on a few short samples with the real models; nothing is kept.",
+    )
+    callback: tuple[str, ...] = safe(
+        (),
+        "Callbacks of your own, path.py:NAME: what happens beside training; docs/extending.md has examples.",
+    )
+    benchmark_steps: int | None = safe(
+        None, "Stop after this many PPO steps without changing the schedules.", ge=1
+    )
+    train_batch_size: int | None = option(
+        None,
+        "Samples per optimizer step. None: 128, or set by --ppo_n_minibatches.",
+        "samples over all ranks",
+        ge=1,
+    )
+    ppo_n_minibatches: int | None = option(
+        None, "Optimizer steps per epoch; sets --train_batch_size.", ge=1
+    )
+    micro_train_batch_size: int = safe(
+        4, "Samples per forward and backward pass.", "samples per rank", ge=1
+    )
+    max_tokens_per_micro_batch: int | None = safe(
+        None,
+        "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts.",
+        "tokens per rank",
+        ge=1,
+    )
+    max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
+    shuffle: Literal["samples", "groups"] = option(
+        "samples",
+        "What the steps of an epoch draw: samples, or all samples of a prompt.",
+        needs="n_samples_per_prompt>1",
+    )
+    buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
+    actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
+    critic_learning_rate: float = critic(9e-06, "Peak learning rate of the critic.", ge=0)
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = per_role(
+        "cosine_with_min_lr", "Learning rate schedule over all optimizer steps, after the warm-up."
+    )
+    lr_warmup_ratio: float = per_role(
+        0.03,
+        "Share of the optimizer steps used for warm-up, rounded up. Step k of W has k/(W+1) of the peak.",
+        ge=0,
+        le=1,
+    )
+    lr_warmup_steps: int | None = per_role(
+        None, "Optimizer steps used for warm-up. None: by --lr_warmup_ratio.", ge=0
+    )
+    min_lr_ratio: float = per_role(
+        0.1, "Final learning rate of cosine_with_min_lr, as a share of the peak.", ge=0, le=1
+    )
+    l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
+    adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
+    max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
+    packing_samples: bool | None = safe(
+        None,
+        "Put several sequences in one row, without padding. None: with sdpa or flash_attention_2, if all models "
+        "keep the sequences apart exactly; the log says if not.",
+    )
+    share_prompts: bool = safe(
+        True,
+        "With sdpa: compute a prompt once for all its samples.",
+        needs="packing_samples!=False",
+    )
+    balance_ranks: bool = option(
+        True,
+        "Swap groups of samples between ranks so that all train on about as many tokens.",
+        resume_safe=True,
+    )
+    micro_batch_specs: tuple[str, ...] = safe(
+        (),
+        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
+        "actor, reference, critic, reward (scoring), actor_train, critic_train.",
+    )
+    max_skipped_steps: int = safe(
+        3,
+        "End the run and keep the batch after N steps in a row without a finite gradient; 0: never.",
+        "PPO steps",
+        ge=0,
+    )
+    buffer_limit: int = safe(
+        0,
+        "Maximum samples in the buffer, oldest removed first; 0: no limit.",
+        "samples per rank",
+        ge=0,
+    )
+
+    exclusive = (("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),)

@@ -1,0 +1,374 @@
+"""Recurrent layers of transformers: in a packed row, and in decoding slots.
+
+In a packed row their functions along the sequence run segment by segment.
+A mixer's projections run once over the whole row. Its convolution, and the scan that carries its state, are functions
+that its forward finds by name in its module; in a packed row it finds these. A prompt's last state is what each of its
+responses begins with, and gradients flow back through it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from lightppo.models.attention.segments import by_segment, chosen, contexts_of, with_contexts
+from lightppo.models.attention.slot_layers import SlotLayer, Span
+from lightppo.models.batches import on_cpu, to_device
+from lightppo.models.packing.packed_rows import RowPlan, plan_of, segments_as_mask
+
+NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
+
+
+def is_kernel(function: Callable) -> bool:
+    """Whether transformers found causal-conv1d, flash-linear-attention or mamba-ssm for this one of its functions."""
+    if not isinstance(function, FunctionType):
+        return False
+    return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
+
+
+def takes_borders(plan: RowPlan, function: Callable) -> bool:
+    """Whether a kernel runs the row as it is; one that is to begin with a parent's state gets batches."""
+    return is_kernel(function) and max(plan.parents) < 0
+
+
+def numbers_of(plan: RowPlan, device: torch.device) -> Tensor:
+    """(1, T) int32: the number of the segment of each place, ``seq_idx`` of kernels."""
+    if "numbers" not in plan.kept:
+        lengths = torch.tensor(plan.lengths)
+        numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
+        plan.kept["numbers"] = to_device(numbers[None], device)
+    return plan.kept["numbers"]
+
+
+# -- the functions: the plan of the row, what the module has under that name, and the arguments that it is called with -
+
+
+def convolution(
+    plan: RowPlan, function: Callable, states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Depthwise and causal, (1, C, T) -> (1, C, T); ``weight`` is (C, K)."""
+    if takes_borders(plan, function):
+        kwargs["seq_idx"] = numbers_of(plan, states.device)
+        return function(states, weight, *args, **kwargs)
+    width = weight.shape[-1] - 1
+    row = with_contexts(plan, states[0].T, width)  # (T', C)
+    output = function(row.T[None], weight, *args, **kwargs)[0].T
+    return chosen(output, contexts_of(plan, width, states.device).kept).T[None]
+
+
+def delta_rule(
+    plan: RowPlan,
+    function: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Gated delta rule (arXiv:2412.06464): (1, T, H, D) three times, (1, T, H) twice -> (1, T, H, D)."""
+    options.pop("cu_seqlens", None)
+    if takes_borders(plan, function):
+        return function(query, key, value, g=g, beta=beta, cu_seqlens=plan.borders[0], **options)
+
+    def step(inputs: list[Tensor], initial: Tensor | None, keeps: bool) -> tuple[Tensor, Any]:
+        q, k, v, decay, rate = inputs
+        return function(
+            q, k, v, g=decay, beta=rate, initial_state=initial, output_final_state=keeps, **options
+        )
+
+    # What fills a row up: a decay of exp(0) = 1 is none, and a rate of 0 writes nothing.
+    return by_segment(plan, step, (query, key, value, g, beta), (0.0,) * 5), None
+
+
+def chunk_scan(
+    plan: RowPlan,
+    function: Callable,
+    hidden: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    initial_states: None = None,
+    return_final_states: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Mamba 2 (arXiv:2405.21060): hidden (1, T, H, P), dt (1, T, H), B and C (1, T, G, N) -> (1, T, H, P)."""
+    if takes_borders(plan, function):
+        options["seq_idx"] = numbers_of(plan, hidden.device)
+        return function(hidden, dt, A, B, C, **options)
+
+    def step(inputs: list[Tensor], initial: Tensor | None, keeps: bool) -> tuple[Tensor, Any]:
+        x, time, b, c = inputs
+        result = function(
+            x, time, A, b, c, initial_states=initial, return_final_states=keeps, **options
+        )
+        return result if keeps else (result, None)
+
+    shortest, _ = options.get("dt_limit") or (0.0, None)
+    return by_segment(
+        plan,
+        step,
+        (hidden, dt, B, C),
+        (0.0, NO_STEP, 0.0, 0.0),
+        # Where a step must take some time, a filled place, too, would let the state decay.
+        equal_lengths=shortest > 0,
+    )
+
+
+def selective_scan(
+    plan: RowPlan,
+    function: Callable,
+    hidden: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Mamba (arXiv:2312.00752): hidden and dt (1, D, T), A (D, N), B and C (1, N, T) -> (1, D, T).
+
+    The functions begin with a state of 0. Outputs are linear in the state, so what a parent's state h adds is added:
+    C_t · exp(A · (dt_1 + … + dt_t)) · h.
+    """
+
+    def step(inputs: list[Tensor], initial: Tensor | None, keeps: bool) -> tuple[Tensor, Any]:
+        x, time, b, c = (tensor.transpose(1, 2) for tensor in inputs)  # (n, ·, L)
+        result = function(
+            x,
+            time,
+            A,
+            b,
+            c,
+            D=D,
+            delta_bias=delta_bias,
+            return_last_state=keeps,
+            **options,
+        )
+        output, last = result if keeps else (result, None)
+        if initial is not None:
+            bias = 0 if delta_bias is None else delta_bias.float()[:, None]
+            passed = softplus(time.float() + bias).cumsum(-1)  # (n, D, L)
+            left = torch.exp(A[:, None] * passed[..., None]) * initial[:, :, None].float()
+            output = output + torch.einsum("bdln,bnl->bdl", left, c.float()).to(output.dtype)
+        return output.transpose(1, 2), last
+
+    if not options.get("delta_softplus"):
+        raise NotImplementedError("--packing_samples: a selective scan without softplus")
+    inputs = tuple(tensor.transpose(1, 2) for tensor in (hidden, dt, B, C))
+    output = by_segment(plan, step, inputs, (0.0, NO_STEP, 0.0, 0.0)).transpose(1, 2)
+    return output if z is None else output * silu(z)
+
+
+def fused_pass(
+    plan: RowPlan, function: Callable, projected: Tensor, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """All of Mamba 2 in one kernel; None: transformers runs the parts one by one."""
+    if not takes_borders(plan, function):
+        return None
+    kwargs["seq_idx"] = numbers_of(plan, projected.device)
+    return function(projected, *args, **kwargs)
+
+
+FUNCTIONS: dict[str, Callable] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": chunk_scan,
+    "mamba_selective_scan": selective_scan,
+    "mamba2_split_conv1d_scan_combined": fused_pass,
+}
+"""What stands under these names in transformers' modules, in a packed row."""
+
+# -- in a model -------------------------------------------------------------------------------------------------------
+
+
+def run_by_segment(model: PreTrainedModel) -> None:
+    """Recurrent layers learn packed rows, in place; elsewhere their code is transformers'."""
+    mixers = [module for module in model.modules() if is_mixer(module)]
+    for mixer in mixers:
+        mixer.__class__ = _packed(type(mixer))
+    if mixers:
+        model.base_model.register_forward_pre_hook(_tell_segments, with_kwargs=True)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether its forward has a causal convolution, as transformers' recurrent layers have."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return (
+        code is not None
+        and "causal_conv1d_fn" in code.co_names
+        and "forward" not in vars(module)
+        and not forward.__closure__
+    )
+
+
+def why_not_by_segment(model: PreTrainedModel) -> str | None:
+    """Why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
+    if any(isinstance(module, _BySegment) for module in model.modules()):
+        return None
+    return "their code is not known"
+
+
+class _BySegment(nn.Module):
+    """Mixed into a recurrent layer's class."""
+
+
+@cache
+def _packed(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with the name of ``kind``, by which transformers and DeepSpeed know it."""
+    plain = inspect.unwrap(kind.forward)
+    names = {name: plain.__globals__[name] for name in FUNCTIONS if name in plain.__code__.co_names}
+
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        *args: Any,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if attention_mask is None or attention_mask.dim() != 4:
+            return kind.forward(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
+        return in_row(self, attention_mask, hidden_states, *args, **kwargs)
+
+    # Compiled graphs end here, because segments differ from row to row.
+    @torch.compiler.disable
+    def in_row(
+        self: nn.Module, segments: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        plan = plan_of(segments, hidden_states.device)
+        if len(plan.lengths) == 1:
+            return kind.forward(self, hidden_states, *args, attention_mask=None, **kwargs)
+        ours = {name: partial(FUNCTIONS[name], plan, theirs) for name, theirs in names.items()}
+        packed = FunctionType(
+            plain.__code__, {**plain.__globals__, **ours}, plain.__name__, plain.__defaults__
+        )
+        packed.__kwdefaults__ = plain.__kwdefaults__
+        return packed(self, hidden_states, *args, attention_mask=None, **kwargs)
+
+    # transformers looks at the parameters of a layer's forward.
+    forward.__signature__ = inspect.signature(kind.forward)
+    return type(
+        kind.__name__, (_BySegment, kind), {"__module__": kind.__module__, "forward": forward}
+    )
+
+
+def _tell_segments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Gives recurrent layers a packed row's segments, which transformers keeps from them.
+
+    Attention layers get the segments, too, or with flash-attn its borders of sequences.
+    """
+    mask = kwargs.get("attention_mask")
+    borders = kwargs.get("cu_seq_lens_q")
+    if mask is None and borders is not None:
+        segments = segments_as_mask(on_cpu(borders).diff().tolist(), None, borders.device)
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.int64:
+        segments = mask
+    else:
+        return None
+    masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
+    kinds = {"linear_attention", *(model.config.layer_types or ())} - masks.keys()
+    return args, kwargs | {"attention_mask": masks | dict.fromkeys(kinds, segments)}
+
+
+# -- in decoding slots ------------------------------------------------------------------------------------------------
+
+KINDS = ("conv_states", "recurrent_states")
+RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)  # of its cache
+
+
+class RecurrentSlots(LinearAttentionLayer):
+    """States of one layer, (slots, …); transformers' code writes the next ones into those of the rows in use."""
+
+    is_croppable = False
+    is_sliding = False
+    keeps_tokens = False
+
+    def __init__(self, span: Span, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self.span = span
+        self.buffers: list[Tensor] = []  # no keys and values
+        self._pools: dict[tuple[str, int], Tensor] = {}
+
+    def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
+        """Adds the states of some prompts, as ``SlotCache.append``."""
+        new = slice(self.span.rows, self.span.rows + len(rows))
+        for kind in KINDS:
+            for i, states in getattr(source, kind).items():
+                if states is None:  # short convolutions have no other state, experts have none
+                    continue
+                if (kind, i) not in self._pools:
+                    self._pools[kind, i] = states.new_zeros(slots, *states.shape[1:])
+                    getattr(self, f"is_{kind}_initialized")[i] = True
+                index = torch.tensor(rows, device=states.device)
+                self._pools[kind, i][new] = states.index_select(0, index)
+        self.has_previous_state |= source.has_previous_state
+        self.conv_kernel_size |= source.conv_kernel_size
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Copies some rows over others."""
+        for pool in self._pools.values():
+            index = torch.tensor([sources, targets], device=pool.device)
+            pool[index[1]] = pool[index[0]]
+
+    def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
+        """The same states in ``slots`` rows."""
+        for key, old in self._pools.items():
+            if slots != len(old):
+                self._pools[key] = old.new_zeros(slots, *old.shape[1:])
+                self._pools[key][: self.span.rows] = old[: self.span.rows]
+
+    def see_rows(self) -> None:
+        """What transformers' code sees are the rows in use."""
+        for (kind, i), pool in self._pools.items():
+            getattr(self, kind)[i] = pool[: self.span.rows]
+
+
+class AttendingRecurrentSlots(RecurrentSlots, SlotLayer):
+    """Of a layer that also attends: keys and values, too."""
+
+    def __init__(self, span: Span, number_of_states: int = 1) -> None:
+        SlotLayer.__init__(self, span)
+        RecurrentSlots.__init__(self, span, number_of_states)
+
+    def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
+        """Both."""
+        SlotLayer.append(self, source, rows, width, slots, columns)
+        RecurrentSlots.append(self, source, rows, width, slots, columns)
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Both."""
+        SlotLayer.move_rows(self, sources, targets)
+        RecurrentSlots.move_rows(self, sources, targets)
+
+    def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
+        """Both."""
+        SlotLayer.make_room(self, slots, columns, first, end, in_place)
+        RecurrentSlots.make_room(self, slots, columns, first, end, in_place)
+
+
+def recurrent_slots(layer: LinearAttentionLayer, span: Span) -> RecurrentSlots:
+    """Return what stands in place of a recurrent layer of transformers' cache."""
+    attends = isinstance(layer, LinearAttentionAndFullAttentionLayer)
+    return (AttendingRecurrentSlots if attends else RecurrentSlots)(span, layer.number_of_states)

@@ -1,0 +1,69 @@
+"""Changes of a loaded model before it goes to its engine, as options ask."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from lightppo.config.options import OptionSet
+from lightppo.config.rules import of_role
+from lightppo.errors import ModelLoadError
+from lightppo.models.adapters.lora import LoraOptions, add_adapters
+from lightppo.models.inspection import decoder_layers
+from lightppo.models.kernels.invariant import make_invariant
+from lightppo.models.kernels.liger import use_liger_kernels, use_liger_kernels_if_exact
+from lightppo.models.kernels.offload import offload_activations
+from lightppo.models.wrapper import PretrainedWrapper, Role
+from lightppo.plugin import PREPARATIONS
+
+
+def prepare_model(
+    model: PretrainedWrapper,
+    role: Role,
+    config: OptionSet,
+    device: torch.device,
+) -> None:
+    """Change a loaded model in place: what options ask for, then :data:`lightppo.plugin.PREPARATIONS`."""
+    asked = config.model
+    if role in ("actor", "critic"):
+        keep_fewer_activations(model, role, config)
+        if config.adapter.lora_rank > 0:
+            add_adapters(model, LoraOptions.of(config.adapter), config.strategy.seed)
+        if asked.activation_offload:
+            offload_activations(model, device)
+    # A reward model stays as it is.
+    trains_or_is_compared = role in ("actor", "critic", "reference", "teacher")
+    if trains_or_is_compared and asked.use_liger_kernel:
+        use_liger_kernels(model.hf_model, device)
+    elif trains_or_is_compared and asked.use_liger_kernel is None and not asked.torch_compile:
+        use_liger_kernels_if_exact(model.hf_model, device)
+    engine = getattr(config, "engine", None)
+    if engine and engine.batch_invariant and role in ("actor", "reference"):
+        make_invariant(model.hf_model, device)
+    if trains_or_is_compared and asked.torch_compile:
+        compile_layers(model.hf_model)
+    for preparation in PREPARATIONS.values():
+        preparation.fn(model, role, config, device)
+
+
+def keep_fewer_activations(
+    model: PretrainedWrapper, role: Literal["actor", "critic"], config: OptionSet
+) -> None:
+    """Recompute activations in the backward pass of a model that trains, with ``--gradient_checkpointing``."""
+    if of_role(config, role).gradient_checkpointing:
+        use_reentrant = config.model.gradient_checkpointing_use_reentrant
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
+    """torch.compile for each layer, in place, for rows of any length; names and weights stay."""
+    layers = decoder_layers(model)
+    if not layers:
+        raise ModelLoadError(
+            f"--torch_compile: {type(model).__name__} does not say which of its modules are layers"
+        )
+    # One by one: that compiles a single block, and leaves out the head, which makes log probs by chunks.
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
