@@ -404,9 +404,9 @@ def train_once(
     from transformers import AutoModelForCausalLM
 
     from lightppo.experience.entropy_sample import systematic_sample
+    from lightppo.models import preparation
     from lightppo.models.actor import Actor
     from lightppo.models.batches import on_cpu
-    from lightppo.models import preparation
     from lightppo.models.kernels.liger import use_liger_kernels
     from lightppo.models.kernels.offload import offloading
 

@@ -170,7 +170,7 @@ class HTTPClient:
         """Return status and answer, within the time for the whole exchange."""
         import requests
 
-        from lightppo.rewards.deadline import deadline
+        from lightppo.http_deadline import deadline
 
         with (
             deadline(timeout),
@@ -198,7 +198,7 @@ class HTTPClient:
     def _session(self, connections: int = 1) -> requests.Session:
         import requests
 
-        from lightppo.rewards.deadline import DeadlineAdapter
+        from lightppo.http_deadline import DeadlineAdapter
 
         session = requests.Session()
         adapter = DeadlineAdapter(pool_connections=1, pool_maxsize=connections)

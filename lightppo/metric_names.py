@@ -245,7 +245,7 @@ _EVAL = {
     "<source>/<metric>": "any of the above for one data source, if the evaluation data has several",
 }
 
-_SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
+SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
     "loss": "mean loss per labelled token, or per pair",
     "tokens": "labelled tokens in the step",
     "epoch": "passes over the data before this one",
@@ -255,7 +255,7 @@ _SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
     "overflow": "1 if the step was skipped because the loss scale of --fp16 was too large",
     "loss_scale": "loss scale of --fp16 after the step",
 }
-_PAIRS = {  # the same, of training on pairs
+PAIRS = {  # the same, of training on pairs
     "pairs": "pairs in the step",
     "accuracy": "share of pairs whose chosen answer has the higher reward",
     "margin": "mean reward difference, chosen minus rejected; with `dpo` the reward is β·log(π / π_reference)",
@@ -276,11 +276,11 @@ METRICS.register("train", _TRAIN, about="means over the optimizer steps of this 
 METRICS.register("train", "lightppo.algorithms.entries:metric_names")
 METRICS.register(
     "train",
-    {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in _SUPERVISED.items()},
+    {name: f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
 )
 METRICS.register(
     "train",
-    {name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in _PAIRS.items()},
+    {name: f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in PAIRS.items()},
 )
 METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks based on them")
 METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")

@@ -1,8 +1,7 @@
-"""The doors of the core: the tables that plugins add to, and how plugins are found. docs/extending.md has examples.
+"""The tables that packages of others add to, and how these are found. docs/extending.md has examples.
 
-A plugin is a package with a function ``register()`` that adds entries to these tables. An entry names its object as
-``"module:name"``: registering imports nothing of what it adds. Plugins of other distributions are entry points of the
-group ``lightppo.plugins``; they come after those in ``lightppo/plugins``, without which the core trains, too.
+A plugin is a package with a function ``register()`` that adds entries to these tables; it is an entry point of the
+group ``lightppo.plugins``. An entry names its object as ``"module:name"``: registering imports nothing of what it adds.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 from lightppo.errors import UserError
@@ -191,8 +189,13 @@ PUBLIC: dict[str, str] = {
     "SFTDataset": "lightppo.data.examples",
     "RewardDataset": "lightppo.supervised.pairs",
     "blending_datasets": "lightppo.data.blends",
+    "EnvFailure": "lightppo.episodes.env_failures",
+    "Reply": "lightppo.episodes.env_failures",
+    "Step": "lightppo.episodes.env_failures",
+    "ToolError": "lightppo.episodes.env_failures",
+    "run_program": "lightppo.episodes.agents",
 }
-"""What ``from lightppo import NAME`` imports, by name: the module. A plugin may add names."""
+"""What ``from lightppo import NAME`` imports, by name: the module. A package may add names."""
 
 ENGINES: Table = Table(
     "--rollout_engine",
@@ -227,34 +230,39 @@ REWARDS: Table[RewardEntry] = Table(
     "--reward_source",
     {
         "function": RewardEntry(
-            "lightppo.rewards.registry:function_reward", flag="reward_fn", outside="perhaps"
+            "lightppo.rewards.function:function_reward", flag="reward_fn", outside="perhaps"
         ),
-        "model": RewardEntry("lightppo.rewards.registry:model_reward", flag="reward_pretrain"),
+        "model": RewardEntry("lightppo.rewards.reward_model:model_reward", flag="reward_pretrain"),
+        "math": RewardEntry(
+            "lightppo.verifiers.math:math_reward",
+            check_prompt="lightppo.verifiers.math:check_prompt",
+        ),
+        "format": RewardEntry("lightppo.verifiers.formats:format_reward"),
+        "code": RewardEntry(
+            "lightppo.verifiers.programs:code_reward",
+            check_prompt="lightppo.verifiers.code:find_tests",
+        ),
+        "server": RewardEntry(
+            "lightppo.rewards.remote:server_reward", flag="remote_rm_url", outside="yes"
+        ),
+        "environment": RewardEntry("lightppo.episodes.rewards:environment_reward"),
     },
     kind=RewardEntry,
 )
 """Sources of rewards, by the names that ``--reward_source``, ``--reward_routes`` and ``--eval_reward_source`` take."""
 
-REWARD_WRAPPERS: Table = Table("what is around a run's rewards")
-"""An entry's function gets the source of a run and its :class:`lightppo.rewards.RewardRequest`, and returns the source
-itself, or another one around it. They are called in the order of the table."""
+REWARD_STYLES: Table = Table(
+    "--reward_fn_style",
+    {
+        "queries": Entry("lightppo.rewards.reward_styles:QUERIES"),
+        "verl": Entry("lightppo.rewards.reward_styles:VERL"),
+        "verl_batch": Entry("lightppo.rewards.reward_styles:VERL_BATCH"),
+        "trl": Entry("lightppo.rewards.reward_styles:TRL"),
+        "areal": Entry("lightppo.rewards.reward_styles:AREAL"),
+    },
+)
+"""Conventions of reward functions: an entry names a :class:`lightppo.rewards.reward_styles.Style`."""
 
-OUTSIDE: Table = Table("what is around rewards from outside")
-"""What is around each source of rewards that may be outside the run (``RewardEntry.outside``), before wrappers and sums:
-an entry's function ``(make, name, is_certain, request)`` returns the source ``make()``, another one around it, or one in
-its place, which is then never made. ``is_certain``: it is outside for certain."""
-
-REWARD_SUMS: Table = Table("sum of rewards")
-"""What makes one source of those that options name: an entry's function gets the :class:`lightppo.rewards.RewardRequest`
-of a run and returns the source, or None; the first one counts. :func:`lightppo.rewards.registry.source_named` makes each."""
-
-SCORERS: Table = Table("scorer")
-"""What scores samples while others are generated: an entry's function gets the config, the engine and the source, and
-returns a :class:`lightppo.rewards.reward_source.Scorer`, or None; the first one scores."""
-
-SCORED: Table = Table("look at scored rollouts")
-"""What looks at each scored batch of training before samples are selected: an entry's function gets the config, the
-strategy and the source, and returns a function of this rank's rollouts, called on all ranks together, or None."""
 
 FILES: Table = Table("keeping of files", {"files": Entry("lightppo.files:Files")})
 """How files of a run are read, written, sealed and published. An entry's function makes :class:`lightppo.files.Files`;
@@ -280,14 +288,12 @@ class PluginError(UserError):
 
 
 def load_plugins() -> None:
-    """Register every plugin that is installed: those beside the core first, then other distributions' by their names.
+    """Register the plugins of other distributions that are installed, by their names.
 
     Raises:
         PluginError: another distribution's plugin fails; it names the distribution. Where nobody catches it, as in every
             command, this line is all that is shown.
     """
-    if Path(__file__).with_name("plugins").is_dir():
-        importlib.import_module(GROUP).register()
     for entry_point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         try:
             entry_point.load()()

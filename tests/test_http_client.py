@@ -331,7 +331,7 @@ def test_a_server_that_does_not_read_is_slow():
 
 def test_a_kept_connection_has_a_new_deadline_for_each_request(server, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("lightppo.rewards.deadline.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lightppo.http_deadline.time.monotonic", lambda: clock[0])
     asked = client(server, timeout=5.0, keep_alive=True)
     for i in range(3):
         assert asked.post("", {"x": i}) == {}

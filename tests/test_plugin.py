@@ -77,3 +77,11 @@ def test_an_entry_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, code, wh
     assert str(caught.value).startswith(
         f"entry_of_a_plugin:f, of a plugin, cannot be loaded: {why}"
     )
+
+
+def test_a_documented_name_works_at_its_old_place_with_a_warning():
+    from lightppo.files import Files
+
+    with pytest.warns(FutureWarning, match=r"import it from there"):
+        from lightppo.plugins.ops.kept import KeptFiles
+    assert KeptFiles is Files

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "lightppo"
 # Between processes of one user, over pipes and torch's collectives: what comes was made by this program.
 OWN_PROCESSES = {
     "episodes/workers.py",  # a worker, what the trainer sends; its answers are JSON
-    "verifiers/processes.py",
+    "processes/killable_pool.py",
     "distributed/distributed.py",
 }
 

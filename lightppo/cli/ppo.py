@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
 
     def train() -> None:
         # After the options are checked: these imports take a second.
-        from lightppo.episodes import tape_checks
+        from lightppo.episodes import tape_files
         from lightppo.preflight import before_imports
 
-        tape_checks.look(config, prog)
+        tape_files.look(config, prog)
         before_imports.look(config, prog)
 
         # After options, files and folders are checked: this import takes seconds.

@@ -97,7 +97,7 @@ def reward_model(args: argparse.Namespace) -> Any:
     from lightppo.models.critic import RewardModel
     from lightppo.models.loading import get_tokenizer
     from lightppo.rewards import RewardModelSource
-    from lightppo.rewards.reward_inputs import PlainText, Retemplated
+    from lightppo.rewards.reward_model import PlainText, Retemplated
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = RewardModel(

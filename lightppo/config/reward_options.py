@@ -9,7 +9,7 @@ from lightppo.config.rules import NORM_WORDS, estimator_entry, norm_problem
 from lightppo.errors import ConfigError
 from lightppo.http_client import check_url
 from lightppo.option import Section, option
-from lightppo.plugins.reward_sources import REWARD_MANAGERS, REWARD_STYLES
+from lightppo.plugin import REWARD_STYLES
 from lightppo.redaction import shown_value
 
 safe = partial(option, resume_safe=True)
@@ -193,12 +193,11 @@ class VerifierConfig(Section):
         needs="function",
         names=REWARD_STYLES,
     )
-    reward_manager: str = safe(
+    reward_manager: Literal["auto", "naive", "batch", "dapo", "prime"] = safe(
         "auto",
         "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
         "--reward_timeout; auto: by signature; dapo: auto, and a bare score is its acc, too.",
         needs="function",
-        names=REWARD_MANAGERS,
     )
     reward_retries: int = safe(0, "Retries of a failed call.", ge=0, needs="function or math")
     on_reward_failure: Literal["error", "unscored"] | None = safe(

@@ -41,7 +41,7 @@ _GAME_PROMPT = re.compile(r"\n>[^\n]*\Z")  # where the game waits for a command,
 
 
 def adapted(prefix: str, rest: str) -> Adapted:
-    """What ``--env PREFIX:REST`` makes, its class and its name."""
+    """Return what ``--env PREFIX:REST`` makes, its class and its name."""
     makers = {
         "gym": _gym,
         "reasoning_gym": _reasoning_gym,
@@ -76,7 +76,7 @@ def adapter_of(found: Any) -> Adapted | None:
 
 
 def _installed(name: str, option: str) -> Any:
-    """A package; ConfigError says how to install it."""
+    """Return a package; ConfigError says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -85,7 +85,7 @@ def _installed(name: str, option: str) -> Any:
 
 
 def _numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
-    """Of what an environment tells beside the observation, the numbers."""
+    """Return the numbers of what an environment tells beside the observation."""
     return {
         str(key): float(value)
         for key, value in info.items()
@@ -111,11 +111,11 @@ class GymEnvironment:
             )
 
     def reset(self, seed: int, **row: Any) -> str:
-        """The first observation."""
+        """Return the first observation."""
         return self._text(self._env.reset(seed=seed % _MOST_SEED)[0])
 
     def step(self, text: str) -> Step:
-        """One action."""
+        """Return one action."""
         space, action = self._env.action_space, text.strip()
         if type(space).__name__ == "Discrete":
             numbers = re.findall(r"-?\d+", text)
@@ -172,7 +172,7 @@ class ReasoningGymEnvironment:
         self._name = name
 
     def reset(self, seed: int, **row: Any) -> str:
-        """A question; a column ``config`` has options of the data set."""
+        """Return a question; a column ``config`` has options of the data set."""
         options = dict(row.get("config") or {})
         if self._name == "composite":
             options["datasets"] = self._parts(options.get("datasets"))
@@ -183,7 +183,7 @@ class ReasoningGymEnvironment:
         return f"{self._entry['question']}\n\nGive the final answer as <answer>…</answer>."
 
     def step(self, text: str) -> Step:
-        """The answer: what stands in the last tag, else the whole text."""
+        """Return the answer: what stands in the last tag, else the whole text."""
         answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         answer = (answers[-1] if answers else text).strip()
         score = self._score(answer)
@@ -199,7 +199,7 @@ class ReasoningGymEnvironment:
             return None
 
     def _parts(self, datasets: Any) -> list[Any]:
-        """The data sets of ``composite``: names, or objects with ``name``, ``weight`` and ``config``."""
+        """Return the data sets of ``composite``: names, or objects with ``name``, ``weight`` and ``config``."""
         if not isinstance(datasets, (list, tuple)) or not datasets:
             raise ValueError(
                 'composite needs a column config such as {"datasets": [{"name": "chain_sum", "weight": 2}, "gcd"]}'
@@ -250,7 +250,7 @@ class SkyRLEnvironment:
         return opened[shared:] or None
 
     def step(self, text: str) -> Step:
-        """One turn."""
+        """Return one turn."""
         output = self._env.step(text)
         if output.get("postprocessed_action") not in (None, text):
             raise ValueError(
@@ -303,7 +303,7 @@ class TextWorldEnvironment:
         self._env: Any = None
 
     def reset(self, seed: int, game: str = "", config: Any = None, **row: Any) -> str:
-        """The first observation."""
+        """Return the first observation."""
         self._shows = bool((config or {}).get("commands"))
         names = ("won", "lost", "score", "max_score", "objective")
         asked = dict.fromkeys([*names, *["admissible_commands"] * self._shows], True)
@@ -318,7 +318,7 @@ class TextWorldEnvironment:
         return self._told(state, state.feedback[self._begin(state) :], self._shows)
 
     def step(self, text: str) -> Step:
-        """One command."""
+        """Return one command."""
         lines = text.strip().splitlines() or [""]
         with self._one_at_a_time:
             state, score, done = self._env.step(lines[-1].removeprefix(">").strip())
@@ -336,7 +336,7 @@ class TextWorldEnvironment:
 
     @staticmethod
     def _begin(state: Any) -> int:
-        """Where the text begins that says what to do: a picture of letters stands before it."""
+        """Return where the text begins that says what to do: a picture of letters stands before it."""
         return max(state.feedback.find(state.objective), 0) if state.objective else 0
 
     @staticmethod
@@ -394,7 +394,7 @@ class OpenRLHFAgent:
         return _without_markup(new) or None
 
     async def step(self, text: str) -> Step:
-        """One turn."""
+        """Return one turn."""
         states = {
             "observation_text": self._text,
             "action_text": text,
@@ -440,7 +440,7 @@ def _is_agent(found: Any) -> bool:
 
 @contextlib.contextmanager
 def _stand_in() -> Iterator[None]:
-    """What a file of an agent imports, where OpenRLHF is not installed."""
+    """Return what a file of an agent imports, where OpenRLHF is not installed."""
     if importlib.util.find_spec("openrlhf") is not None:
         yield
         return
@@ -464,7 +464,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Of a tensor with one number, the number."""
+    """Return the number of a tensor with one number."""
     return value.item() if hasattr(value, "item") else value
 
 

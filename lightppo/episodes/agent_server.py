@@ -49,7 +49,7 @@ class Door:
         from openenv.core.harness.capture.sessions import Upstream, extract_api_key
         from openenv.core.harness.capture.upstream import UpstreamHTTPError
 
-        from lightppo.rewards.gate import Connections, Gate, GatedConnection
+        from lightppo.rewards.reward_server import Connections, Gate, GatedConnection
 
         engines: dict[str, Engine] = {}
 
@@ -96,7 +96,7 @@ class Door:
         self._thread.start()
 
     def open(self, conversation: Conversation) -> tuple[str, str]:
-        """The address for one episode, and the key that says which one."""
+        """Return the address for one episode, and the key that says which one."""
         name = f"episode:{secrets.token_urlsafe()}"
         self._engines[name] = Engine(conversation, self._error)
         upstream = self._upstream(llm_url=name, model=MODEL)
@@ -104,7 +104,7 @@ class Door:
         return self.url, session.session_id
 
     def close(self, key: str) -> None:
-        """Its key is not let in any more. May be called in any thread, and again."""
+        """Let its key in no more. May be called in any thread, and again."""
         session = self.registry.get(key)
         if session is not None and self.registry.delete(key):
             del self._engines[session.upstream.llm_url]
@@ -119,7 +119,7 @@ class Door:
 def _key_of(
     registry: Any, key_in: Callable[[dict[str, str]], str | None], headers: Mapping[bytes, bytes]
 ) -> str | None:
-    """The key of an episode that a request shows, in whichever of the headers that openenv reads."""
+    """Return the key of an episode that a request shows, in whichever of the headers that openenv reads."""
     key = key_in(
         {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
     )
@@ -133,7 +133,7 @@ def _error(status: int, message: str) -> Any:
 
 
 def _worth_reading(record: logging.LogRecord) -> bool:
-    """A filter: openenv names a session by its key, and a program often asks once more when its episode has ended."""
+    """Return a filter: openenv names a session by its key, and a program often asks once more when its episode has ended."""
     record.msg, record.args = _KEY.sub("an episode", record.getMessage()), ()
     return HAS_ENDED not in record.msg
 
@@ -179,7 +179,7 @@ class Engine:
         self._error = error  # (status, body): what the server tells the program
 
     async def completion(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """A chat completion, with the token ids that the model read and said."""
+        """Return a chat completion, with the token ids that the model read and said."""
         if constraint := constraint_of(request):
             raise self._error(400, _refusal(f"{constraint} cannot be trained: leave it out"))
         if problem := problem_of(request):
@@ -192,7 +192,7 @@ class Engine:
 
 
 def constraint_of(request: Mapping[str, Any]) -> str | None:
-    """What of a request would have the model say something else than it would by itself."""
+    """Return what of a request would have the model say something else than it would by itself."""
     found = next((name for name in _CONSTRAINTS if request.get(name)), None)
     if found is not None:
         return found
@@ -203,7 +203,7 @@ def constraint_of(request: Mapping[str, Any]) -> str | None:
 
 
 def completion_of(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn in OpenAI's form, with vLLM's fields for token ids."""
+    """Return a turn in OpenAI's form, with vLLM's fields for token ids."""
     prompt, sampled = len(turn["prompt_ids"]), len(turn["ids"])
     choice = {
         "index": 0,
@@ -241,7 +241,7 @@ _opening = threading.Lock()
 
 
 def the_door() -> Door:
-    """That of this process, opened when the first program needs it."""
+    """Return the server of this process, opened when the first program needs it."""
     with _opening:
         if os.getpid() not in _doors:
             _doors[os.getpid()] = Door()

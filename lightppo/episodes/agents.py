@@ -30,7 +30,7 @@ _LAST_WAIT = 10.0  # seconds for the pipe of a killed program to end
 
 
 def is_program(found: Any) -> bool:
-    """Whether a class has ``run(base_url, api_key, …)``, and is no environment otherwise."""
+    """Tell whether a class has ``run(base_url, api_key, …)``, and is no environment otherwise."""
     run = getattr(found, "run", None)
     if not isinstance(found, type) or not callable(run) or hasattr(found, "reset"):
         return False
@@ -38,7 +38,7 @@ def is_program(found: Any) -> bool:
 
 
 def environment_of(program: type) -> type:
-    """The class of environments that run such a program; ``reset`` takes the columns that ``run`` takes."""
+    """Return the class of environments that run such a program; ``reset`` takes the columns that ``run`` takes."""
 
     async def reset(self: AgentEnvironment, **row: Any) -> Opening:
         return await self._begin(row)
@@ -218,7 +218,7 @@ def _killing_group(pid: int) -> Callable[[], None]:
 
 
 def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
-    """What a function of the program gives; one that is not async has a thread of its own."""
+    """Return what a function of the program gives; one that is not async has a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return _as_failure(function(**given))
     loop = asyncio.get_running_loop()

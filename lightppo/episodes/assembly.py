@@ -66,7 +66,7 @@ def with_episodes(
 
 
 def check_openings(building: Any) -> None:
-    """For ``lightppo.plugin.CHECKS``: ConfigError where a first row cannot open an episode.
+    """Raise ConfigError where a first row cannot open an episode.
 
     What a ``reset`` adds to the row is seen in the episode alone.
     """
@@ -96,7 +96,7 @@ def check_openings(building: Any) -> None:
 def format_of(
     name: str, environments: Environments, tokenizer: Any, config: Any
 ) -> Format | FormatsByTools:
-    """How the conversations of an environment are written; ConfigError if the template cannot write them."""
+    """Return how the conversations of an environment are written; ConfigError if the template cannot write them."""
     from lightppo.episodes.chat_format import ChatFormat, ChatFormats
     from lightppo.episodes.episode import PlainText
 

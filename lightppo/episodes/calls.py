@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import array
+import base64
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightppo.data.records import Rollout
 from lightppo.episodes.env_failures import Contract, EnvironmentFailed, Place, Reply, Step
 from lightppo.episodes.environments import Environments, routed
-from lightppo.episodes.tape import digest_of
-from lightppo.episodes.tape_episode import Reel, packed, unpacked
-from lightppo.episodes.tape_files import TapeError
-from lightppo.episodes.turns import Turn
+from lightppo.episodes.tape import END, Tape, digest_of
+from lightppo.episodes.tape_files import Entry, TapeError, described
 from lightppo.redaction import without_secrets
+from lightppo.rollout.engine import Turn
+
+_SLOW = 0.01  # seconds
 
 Call = Callable[[], Awaitable[Any]]
 Sample = Callable[[Turn], Awaitable[Rollout]]
@@ -27,16 +31,16 @@ class Direct:
     tries: int | None = None  # how often the episode is tried; None: as the options say
 
     def begin_try(self, number: int) -> None:
-        """The next calls are of this try, from 0."""
+        """Begin a try, counted from 0: the next calls are of it."""
 
     def end(self) -> None:
-        """The episode has ended, well or not."""
+        """End the episode, well or not."""
 
     def flush(self) -> None:
-        """Nothing more comes."""
+        """Write what waits: nothing more comes."""
 
     async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
-        """What the environment answers to a call in a turn, from 1. EnvironmentFailed: it failed."""
+        """Return what the environment answers to a call in a turn, from 1. EnvironmentFailed: it failed."""
         begin = time.monotonic()
         try:
             return await call()
@@ -44,7 +48,7 @@ class Direct:
             self.seconds = time.monotonic() - begin
 
     async def sample(self, asked: Turn, sample: Sample) -> Rollout:
-        """What the engine samples."""
+        """Return what the engine samples."""
         return await sample(asked)
 
 
@@ -116,7 +120,7 @@ class Answered(Direct):
 
 
 def _plain(place: Place, result: Any) -> Any:
-    """What a call gave, as plain values."""
+    """Return what a call gave, as plain values."""
     if place == "reset":
         names = ("name", "contract", "has_step", "has_reward", "opening", "is_agent")
         return {name: getattr(result, name) for name in names}
@@ -124,7 +128,7 @@ def _plain(place: Place, result: Any) -> Any:
 
 
 def _restored(place: Place, reply: Any) -> Any:
-    """Inverse of :func:`_plain`."""
+    """Invert :func:`_plain`."""
     if place == "reset":
         return AnsweredSession(**reply)
     kinds = {"tool": Reply, "step": Step}
@@ -153,7 +157,7 @@ class AnsweredSession:
         raise TapeError("get_reward is asked, and there is no environment")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class AnsweredEnvironments:
@@ -183,11 +187,115 @@ class AnsweredEnvironments:
         raise TapeError("an environment is opened, and there is none")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def told_of(environments: Environments) -> dict[str, Any]:
-    """What a tape keeps of environments, for :class:`AnsweredEnvironments`."""
+    """Return what a tape keeps of environments, for :class:`AnsweredEnvironments`."""
     tools = {name: environments.tools(name) for name in environments.names}
     agents = [name for name in environments.names if environments.is_agent(name)]
     return {"contract": environments.contract, "tools": tools, "agents": agents}
+
+
+# -- one sample's episode on the tape ------------------------------------------------------------------------------------
+
+
+class Reel:
+    """The entries of one episode, tried once or more often.
+
+    Entries are written together at the end of a try, as an episode that breaks off is played again, and a write of each
+    would cost more than all else. What took long to get, such as a reply of a paid service, is written at once.
+
+    Args:
+        key: batch, prompt and sample.
+        sample_index: of the sample, as files of samples show it.
+        may_answer: else a tape that does not play is written anew, whatever it has.
+    """
+
+    def __init__(
+        self, tape: Tape, key: tuple[int, int, int], sample_index: int, may_answer: bool = True
+    ) -> None:
+        self.tape, self.key = tape, key
+        self.taken = tape.whole_take(key) if may_answer or tape.plays else None
+        self.number = 0  # of the try
+        self._next = 0  # entry
+        self._waiting: list[Entry] = []  # to be written
+        batch, prompt, sample = key
+        self._place = {"batch": batch, "prompt": prompt, "sample": sample}
+        self._place |= {"sample_index": sample_index, "take": tape.next_take(key)}
+
+    @property
+    def answers(self) -> bool:
+        """Tell whether the entries answer; else they are written."""
+        return self.taken is not None
+
+    @property
+    def tries(self) -> int | None:
+        """Return how often the episode was tried; None: it was not ended."""
+        ended = self.taken and self.taken[-1]["kind"] == END
+        return self.taken[-1]["tries"] if ended else None
+
+    def begin_try(self, number: int) -> None:
+        """Begin a try, counted from 0: the next entries are of it."""
+        self.number = number
+
+    def write(self, kind: str, turn: int, **content: Any) -> None:
+        """Add an entry; at once, if it took ``seconds``."""
+        place = {**self._place, "try": self.number, "turn": turn}
+        self._waiting.append({"kind": kind, **place, **content})
+        if content.get("seconds", 0.0) >= _SLOW:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.tape.write(*waiting)
+
+    def end(self) -> None:
+        """End the episode; from here on it answers as a whole."""
+        if not self.answers:
+            self._waiting.append({"kind": END, **self._place, "tries": self.number + 1})
+            self.flush()
+
+    def is_next(self, **content: Any) -> bool:
+        """Tell whether the next entry is such a one."""
+        following = self.taken[self._next] if self._next < len(self.taken) else {}
+        return all(following.get(name) == value for name, value in content.items())
+
+    def read(self, kind: str, turn: int, **content: Any) -> Entry:
+        """Return the next entry, which must be of this kind, turn and content.
+
+        Raises:
+            TapeError: it is another one, or there is none.
+        """
+        asked = {**self._place, "try": self.number, "turn": turn, **content}
+        if self._next >= len(self.taken):
+            raise self.tape.lacks(described({"kind": kind, **asked}))
+        entry = self.taken[self._next]
+        wanted = {"kind": kind, "try": self.number, "turn": turn, **content}
+        for name, value in wanted.items():
+            if json.dumps(entry.get(name)) != json.dumps(value):  # NaN is equal to itself
+                raise TapeError(
+                    f"the tape goes another way than the run: it has {described(entry)}, with {name} "
+                    f"{entry.get(name)!r}, and the run has {value!r} there"
+                )
+        self._next += 1
+        self.tape.answered += 1
+        return entry
+
+
+def packed(numbers: Sequence[float]) -> Mapping[str, str]:
+    """Return numbers as text, exactly: four bytes each where that is exact, else eight."""
+    short = array.array("f", numbers)
+    if short.tolist() == list(numbers):
+        return {"float32": base64.b64encode(short).decode()}
+    return {"float64": base64.b64encode(array.array("d", numbers)).decode()}
+
+
+def unpacked(text: Mapping[str, str]) -> list[float]:
+    """Invert :func:`packed`."""
+    ((name, data),) = text.items()
+    numbers = array.array({"float32": "f", "float64": "d"}[name])
+    numbers.frombytes(base64.b64decode(data))
+    return numbers.tolist()

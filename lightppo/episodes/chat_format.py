@@ -89,19 +89,19 @@ class _Writing:
         }
 
     def ids(self, calls: Sequence[Call]) -> list[str]:
-        """The ids of the last calls, which the tools' messages repeat."""
+        """Return the ids of the last calls, which the tools' messages repeat."""
         ids = call_ids(calls) if self.own_ids and calls else []
         ids = ids or [made_id(i) for i in range(max(self.calls, len(calls)))]
         return ids[-self.calls :] if self.calls else ids
 
 
 def made_id(index: int) -> str:
-    """An id for a call that has none: nine letters and digits, which is what Mistral's templates demand."""
+    """Return an id for a call that has none: nine letters and digits, which is what Mistral's templates demand."""
     return f"call{index:05d}"
 
 
 def call_ids(calls: Sequence[Call]) -> list[str]:
-    """The ids of a turn's calls, as messages of its tools name them."""
+    """Return the ids of a turn's calls, as messages of its tools name them."""
     return [
         call.id if call.id and _NAME.fullmatch(call.id) else made_id(i)
         for i, call in enumerate(calls)
@@ -191,7 +191,7 @@ class ChatFormat:
             self._check_format()
 
     def opening(self, messages: Sequence[dict], *, observed: int = 0) -> list[int]:
-        """The ids of the first messages, with tools and what opens the model's turn.
+        """Return the ids of the first messages, with tools and what opens the model's turn.
 
         Args:
             messages: of the row, and of the environment behind them.
@@ -229,7 +229,7 @@ class ChatFormat:
         return self.control.encode(text)
 
     def of_row(self, options: Mapping[str, Any]) -> ChatFormat:
-        """The same for a row with template options of its own; ConfigError if it shows tools that nobody has.
+        """Return the same for a row with template options of its own; ConfigError if it shows tools that nobody has.
 
         Where there are other tools, only such as these may be shown; where there are none, the calls are left in the
         text, for the environment to read.
@@ -260,7 +260,7 @@ class ChatFormat:
         return self._of_rows[key]
 
     def _takes(self, messages: Sequence[dict]) -> bool:
-        """Whether the template writes these messages alone, each with its text."""
+        """Tell whether the template writes these messages alone, each with its text."""
         try:
             if messages:
                 check_roles(messages, self._render, self._known_shapes)
@@ -308,7 +308,7 @@ class ChatFormat:
     def closing(
         self, ids: Sequence[int], *, stopped: bool, prompt: Sequence[int] | None = None
     ) -> list[int]:
-        """What closes a turn whose end was not sampled: the end of its thinking, the end of the turn. Not to be
+        """Return what closes a turn whose end was not sampled: the end of its thinking, the end of the turn. Not to be
         trained."""
         ended = self._ended(ids, stopped)
         body = ids[:-1] if ended else ids
@@ -322,7 +322,7 @@ class ChatFormat:
         return [*closing, *ends[done:]]
 
     def continuation(self, turn: AssistantTurn, messages: Sequence[dict]) -> list[int]:
-        """What stands behind a closed turn: new messages, made harmless, and what opens the model's next turn.
+        """Return what stands behind a closed turn: new messages, made harmless, and what opens the model's next turn.
 
         Messages of tools answer the turn's calls in their order. Not to be trained.
 
@@ -356,7 +356,7 @@ class ChatFormat:
         return ids
 
     def message(self, turn: AssistantTurn) -> dict[str, Any]:
-        """The turn as a chat message, for rewards and transcripts. It is never rendered."""
+        """Return the turn as a chat message, for rewards and transcripts. It is never rendered."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.text}
         if turn.thinking:
             message["reasoning_content"] = turn.thinking
@@ -372,17 +372,17 @@ class ChatFormat:
         return message
 
     def harmless(self, text: str) -> tuple[str, int]:
-        """A text without control tokens and markers of this format, and how many were broken in it."""
+        """Return a text without control tokens and markers of this format, and how many were broken in it."""
         return self._breaker(text)
 
     @property
     def escapes(self) -> int:
-        """How many strings were broken in messages of environments so far."""
+        """Return how many strings were broken in messages of environments so far."""
         return self._escapes
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn by this template; engines should stop at all of them."""
+        """Return the ids that end a turn by this template; engines should stop at all of them."""
         ends = {
             *self._plain_ends[-1:],
             self._last_end,
@@ -413,7 +413,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _source(self) -> str:
-        """The template's own text, or an empty one."""
+        """Return the template's own text, or an empty one."""
         try:
             tools = self.template_options.get("tools", self.tools)
             return self.tokenizer.get_chat_template(tools=tools or None) or ""
@@ -428,7 +428,7 @@ class ChatFormat:
         generation: bool,
         calls: Sequence[Call] = (),
     ) -> tuple[str, str]:
-        """What a rendering has before and behind the sentinel."""
+        """Return what a rendering has before and behind the sentinel."""
         sentinel = _SENTINEL
         while any(sentinel in str(message.get("content")) for message in messages):
             sentinel += "z"
@@ -443,7 +443,7 @@ class ChatFormat:
     def _behind(
         self, bridge: _Bridge, calls: Sequence[Call], messages: Sequence[dict]
     ) -> list[int]:
-        """The ids behind the end of the sentinel's turn."""
+        """Return the ids behind the end of the sentinel's turn."""
         messages = _with_ids(messages, bridge.writing.ids(calls), calls)
         try:
             _, text = self._written(bridge.writing, messages, generation=True, calls=calls)
@@ -461,7 +461,7 @@ class ChatFormat:
     # Bridges, found once for each shape of a continuation.
 
     def _bridge(self, calls: int, roles: tuple[str, ...]) -> _Bridge:
-        """How to go on from a turn, with messages of these roles, the first of which answer ``calls`` calls."""
+        """Return how to go on from a turn, with messages of these roles, the first of which answer ``calls`` calls."""
         if (calls, roles) not in self._bridges:
             self._bridges[calls, roles] = self._find_bridge(calls, roles)
         return self._bridges[calls, roles]
@@ -502,7 +502,7 @@ class ChatFormat:
         return _Bridge(writing, end, begins_next, self.control.among(rest))
 
     def _find_end(self, writing: _Writing, behind: list[int]) -> tuple[int, bool]:
-        """The token that ends the sentinel's turn, in the ids behind it; and whether it begins what follows."""
+        """Return the token that ends the sentinel's turn, in the ids behind it; and whether it begins what follows."""
         try:
             alone = self.control.encode(self._written(writing, (), generation=False)[1])
         except _Refused:
@@ -524,7 +524,7 @@ class ChatFormat:
     def _find_plain_end(
         self, alone: list[int], behind: list[int], shared: list[int]
     ) -> tuple[int, bool]:
-        """The same of a turn of text. It has an end of its own if something stands behind it as the last turn."""
+        """Return the same of a turn of text. It has an end of its own if something stands behind it as the last turn."""
         inside = self.control.among(shared)
         eos = getattr(self.tokenizer, "eos_token_id", None)
         if eos in inside:
@@ -543,7 +543,7 @@ class ChatFormat:
         return control[0], self.control.among(self.control.encode(other))[:1] != control[:1]
 
     def _ends_each_call(self, writing: _Writing, id: int) -> bool:
-        """Whether a token stands between two calls of one turn: then it does not end the turn."""
+        """Tell whether a token stands between two calls of one turn: then it does not end the turn."""
         two = replace(writing, calls=2)
         try:
             before, _ = self._written(two, (), generation=False)
@@ -554,7 +554,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _own_ends(self) -> tuple[int, ...]:
-        """The tokens that end a turn of text and belong to it; none where the next message's first token does."""
+        """Return the tokens that end a turn of text and belong to it; none where the next message's first token does."""
         bridge = self._bridge(0, ("user",))
         ends = [] if bridge.begins_next else [bridge.end]
         eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -562,7 +562,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _plain_ends(self) -> tuple[int, ...]:
-        """The tokens that close a turn that was cut: mostly one."""
+        """Return the tokens that close a turn that was cut: mostly one."""
         bridge = self._bridge(0, ("user",))
         if bridge.begins_next:
             eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -574,7 +574,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _last_end(self) -> int | None:
-        """The token that ends the last turn of a conversation: gpt-oss has one of its own."""
+        """Return the token that ends the last turn of a conversation: gpt-oss has one of its own."""
         bridge = self._bridge(0, ("user",))
         try:
             behind = self.control.encode(self._written(_Writing(0), (), generation=False)[1])
@@ -613,7 +613,7 @@ class ChatFormat:
         return Breaker(self.control, markers)
 
     def _scaffold(self) -> set[str]:
-        """What the template writes around messages that reads like a marker: ``[INST]``, ``</tool_response>``."""
+        """Return what the template writes around messages that reads like a marker: ``[INST]``, ``</tool_response>``."""
         conversation = [_QUESTION, {"role": "assistant", "content": _SENTINEL}, _QUESTION]
         texts = [self._render(conversation)]
         if self.tools:
@@ -633,12 +633,12 @@ class ChatFormat:
 
     @functools.cached_property
     def _thinking(self) -> tuple[str, str]:
-        """What opens and closes thinking."""
+        """Return what opens and closes thinking."""
         return next(iter(self._known_thinking), THINKING[0])
 
     @functools.cached_property
     def _known_thinking(self) -> list[tuple[str, str]]:
-        """Pairs in the template or the vocabulary. Without any, thinking counts only where a turn begins with it."""
+        """Return pairs in the template or the vocabulary. Without any, thinking counts only where a turn begins with it."""
         known = (self._source, "\n".join(self.control.strings.values()))
         return [
             pair for text in known for pair in THINKING if all(marker in text for marker in pair)
@@ -649,13 +649,13 @@ class ChatFormat:
         return self._is_open(self.control.encode(self._render([_QUESTION])))
 
     def _is_open(self, prompt: Sequence[int]) -> bool:
-        """Whether what opens the model's turn ends in the beginning of its thinking."""
+        """Tell whether what opens the model's turn ends in the beginning of its thinking."""
         return self.control.decode(prompt[-16:]).rstrip().endswith(self._thinking[0])
 
     def _split_thinking(
         self, text: str, prompt: Sequence[int] | None
     ) -> tuple[str | None, str, bool]:
-        """The thinking, the text outside of it, and whether the thinking goes on at the end."""
+        """Return the thinking, the text outside of it, and whether the thinking goes on at the end."""
         opener, closer = self._thinking
         is_open = self._opens_thinking if prompt is None else self._is_open(prompt)
         if not is_open and not self._known_thinking and not text.lstrip().startswith(opener):
@@ -676,7 +676,7 @@ class ChatFormat:
 
     @functools.cached_property
     def format(self) -> ToolFormat:
-        """How calls are read."""
+        """Return how calls are read."""
         if self.tool_format != "auto":
             return find_format(self.tool_format)
         entries = [entry for name, entry in TOOL_FORMATS.items() if name != TEMPLATE_FORMAT]
@@ -694,7 +694,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _written_call(self) -> str | None:
-        """How the template writes a call of the first tool; None where it writes none."""
+        """Return how the template writes a call of the first tool; None where it writes none."""
         writing = self._bridge(1, ("tool",)).writing
         if not writing.calls:
             return None
@@ -708,7 +708,7 @@ class ChatFormat:
         return self._split_thinking(self.control.decode(turn[len(opening) :]), ())[1]
 
     def _reads(self, entry: ToolFormat, written: str | None) -> bool:
-        """Whether a format reads what the template writes."""
+        """Tell whether a format reads what the template writes."""
         if written is None:
             if entry is TOOL_FORMATS[TEMPLATE_FORMAT]:
                 return True
@@ -720,7 +720,7 @@ class ChatFormat:
         return [(call.name, call.arguments) for call in calls] == [(name, {"argument": _SENTINEL})]
 
     def _check_tools_are_shown(self, opening: str) -> None:
-        """ConfigError where neither the template nor the messages name the tools."""
+        """Raise ConfigError where neither the template nor the messages name the tools."""
         tools = self.template_options.get("tools", self.tools)
         if hidden := [name for name in map(name_of_tool, tools) if name not in opening]:
             raise ConfigError(
@@ -730,7 +730,7 @@ class ChatFormat:
             )
 
     def _check_format(self) -> None:
-        """ConfigError where the format of ``--tool_format`` does not read what the template writes."""
+        """Raise ConfigError where the format of ``--tool_format`` does not read what the template writes."""
         if (written := self._written_call) and not self._reads(self.format, written):
             raise ConfigError(
                 f"--tool_format {self.tool_format}: it does not read the calls of the chat template, which writes "
@@ -755,7 +755,7 @@ class ChatFormats:
         self.of([])
 
     def of(self, tools: Sequence[dict], kwargs: Mapping[str, Any] | None = None) -> ChatFormat:
-        """The one with these tools, for a row with such variables of the template; ConfigError if the template cannot
+        """Return the one with these tools, for a row with such variables of the template; ConfigError if the template cannot
         write their calls."""
         key = json.dumps(tools)
         if key not in self._known:
@@ -766,7 +766,7 @@ class ChatFormats:
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Those of all formats: as no tools are known yet, of turns with calls and without."""
+        """Return those of all formats: as no tools are known yet, of turns with calls and without."""
         probe = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
         try:
             with_calls = self.of([{"type": "function", "function": probe}]).stop_ids
@@ -776,7 +776,7 @@ class ChatFormats:
 
 
 def _harmless_values(value: Any, breaker: Breaker) -> Any:
-    """A JSON value without control tokens in any of its texts."""
+    """Return a JSON value without control tokens in any of its texts."""
     if isinstance(value, str):
         return breaker(value)[0]
     if isinstance(value, Mapping):
@@ -788,7 +788,7 @@ def _harmless_values(value: Any, breaker: Breaker) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """The content of a message as one text, so that nothing forms where its parts meet."""
+    """Return the content of a message as one text, so that nothing forms where its parts meet."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -802,14 +802,14 @@ def text_of(content: Any) -> str:
 
 
 def _probes(roles: Sequence[str], writing: _Writing, calls: int) -> list[dict]:
-    """Messages of some roles with texts that can be found again."""
+    """Return messages of some roles with texts that can be found again."""
     called = [Call("unknown", {})] * calls
     messages = [{"role": role, "content": f"{_PROBE}{i}z"} for i, role in enumerate(roles)]
     return _with_ids(messages, writing.ids(called), called)
 
 
 def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call]) -> list[dict]:
-    """Messages of tools with the names and ids of the calls that they answer."""
+    """Return messages of tools with the names and ids of the calls that they answer."""
     answers = itertools.count()
     found = []
     for message in messages:
@@ -827,7 +827,7 @@ def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call
 
 
 def _shared(left: Any, right: Any) -> Any:
-    """What two texts, or two lists of ids, begin with alike."""
+    """Return what two texts, or two lists of ids, begin with alike."""
     pairs = zip(left, right, strict=False)
     count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return left[:count]

@@ -29,7 +29,7 @@ class Strings:
             self._by_beginning[string[:4]].append(string)
 
     def broken(self, text: str, breaker: str) -> tuple[str, int]:
-        """The text with ``breaker`` behind the first character of each string, and how many there were."""
+        """Return the text with ``breaker`` behind the first character of each string, and how many there were."""
         total = 0
         for _ in range(len(text) + 1):  # what stands between two halves may become whole
             found = [
@@ -79,15 +79,15 @@ class ControlTokens:
         self._all = Strings(self.strings.values())
 
     def encode(self, text: str) -> list[int]:
-        """Its ids; strings of control tokens become control tokens, and nothing is added."""
+        """Return its ids; strings of control tokens become control tokens, and nothing is added."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def among(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The control tokens in ids, in their order."""
+        """Return the control tokens in ids, in their order."""
         return tuple(id for id in ids if id in self.strings)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Their text. Only true control tokens read as such: what only spells one has a ``MARK`` in it."""
+        """Return their text. Only true control tokens read as such: what only spells one has a ``MARK`` in it."""
         pieces: list[str] = []
         ordinary: list[int] = []
         for id in [*ids, None]:
@@ -105,14 +105,14 @@ class ControlTokens:
         return "".join(pieces)
 
     def without_special(self, text: str) -> str:
-        """A decoded text without its special tokens."""
+        """Return a decoded text without its special tokens."""
         for id in self.special:
             text = text.replace(self.strings[id], "")
         return text
 
 
 def _own(tokenizer: Any) -> Any:
-    """A copy that nobody else uses: another thread that truncates or pads would do so to these texts, too."""
+    """Return a copy that nobody else uses: another thread that truncates or pads would do so to these texts, too."""
     with _LOCK:
         found = _COPIES.get(tokenizer)
         if found is None or len(found) != len(tokenizer):
@@ -132,7 +132,7 @@ class Breaker:
         self._strings = Strings([*control.strings.values(), *filter(None, markers)])
 
     def __call__(self, text: str) -> tuple[str, int]:
-        """The text with a space in each such string, and how many there were."""
+        """Return the text with a space in each such string, and how many there were."""
         # a lone surrogate is no character, and tokenizers refuse it
         text = text.encode("utf-8", "replace").decode("utf-8")
         return self._strings.broken(text, " ")
@@ -144,7 +144,7 @@ def spaced_out(text: str) -> str:
 
 
 def without_marks(value: Any) -> Any:
-    """A text, or JSON value, as the model wrote it."""
+    """Return a text, or JSON value, as the model wrote it."""
     if isinstance(value, str):
         return value.replace(MARK, "")
     if isinstance(value, dict):

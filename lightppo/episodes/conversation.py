@@ -33,7 +33,7 @@ class History:
         self._turns = 0
 
     def first(self, request: Request) -> Opening:
-        """The first request.
+        """Return the first request.
 
         Raises:
             EnvFailure: it has no messages, calls of tools among them, or something that is no text.
@@ -47,7 +47,7 @@ class History:
         return Opening([dict(one) for one in messages], self._tools)
 
     def said(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """A turn of the model as the program gets it: each call has an id of its own, arguments are JSON."""
+        """Return a turn of the model as the program gets it: each call has an id of its own, arguments are JSON."""
         message = dict(turn["message"])
         self._turns += 1
         calls = [
@@ -69,7 +69,7 @@ class History:
         return {**turn, "message": message, "finish_reason": reason}
 
     def further(self, request: Request) -> list[Message]:
-        """What a later request adds: answers to all calls of the last turn, in their order, and messages.
+        """Return what a later request adds: answers to all calls of the last turn, in their order, and messages.
 
         Raises:
             EnvFailure: it does not go on from what was said.
@@ -113,7 +113,7 @@ class Conversation:
         self._refusal = ""
 
     async def ask(self, request: Request) -> dict[str, Any]:
-        """What the model says; in the server's thread. EnvFailure: it is not asked any more."""
+        """Return what the model says; in the server's thread. EnvFailure: it is not asked any more."""
         with self._lock:
             if self._refusal:
                 raise EnvFailure(self._refusal)
@@ -128,7 +128,7 @@ class Conversation:
         return await asyncio.shield(asyncio.wrap_future(answer))
 
     async def next(self) -> Request | None:
-        """The next request; None: the program has ended. Raises what it raised."""
+        """Return the next request; None: the program has ended. Raises what it raised."""
         came = await self._came.get()
         if isinstance(came, BaseException):
             raise came
@@ -168,7 +168,7 @@ class Conversation:
 
 
 def problem_of(request: Request) -> str:
-    """What of a request cannot be read as a conversation; empty if all can."""
+    """Return what of a request cannot be read as a conversation; empty if all can."""
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         return "messages must be a list of messages, and not empty"
@@ -195,7 +195,7 @@ def _is_call(call: Any) -> bool:
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
-    """Role and text, calls as names and values, and the id that a tool's answer has; EnvFailure if it is no text."""
+    """Return role and text, calls as names and values, and the id that a tool's answer has; EnvFailure if it is no text."""
     plain: Message = {"role": message["role"], "content": _text_of(message)}
     if message["role"] == "assistant":
         plain["content"] = plain["content"].strip()  # templates and clients do not agree on it

@@ -105,33 +105,33 @@ class Environments:
         return list(self._specs)
 
     def tools(self, name: str) -> list[dict[str, Any]]:
-        """JSON schemas of the tools that the environment ``name`` has, for the chat template."""
+        """Return JSON schemas of the tools that the environment ``name`` has, for the chat template."""
         if name not in self._schemas:
             self._schemas[name] = [tool.schema() for tool in self._specs[name].tools.values()]
         return self._schemas[name]
 
     def has_step(self, name: str) -> bool:
-        """Whether the class answers turns by ``step``."""
+        """Tell whether the class answers turns by ``step``."""
         return self._specs[name].method("step") is not None
 
     def has_reset(self, name: str) -> bool:
-        """Whether the class may begin an episode with messages of its own."""
+        """Tell whether the class may begin an episode with messages of its own."""
         return self._specs[name].method("reset") is not None
 
     def has_reward(self, name: str) -> bool:
-        """Whether the class has ``get_reward``."""
+        """Tell whether the class has ``get_reward``."""
         return self._specs[name].method("get_reward") is not None
 
     def is_agent(self, name: str) -> bool:
-        """Whether the environment ``name`` is an agent program, which asks the model itself."""
+        """Tell whether the environment ``name`` is an agent program, which asks the model itself."""
         return self._specs[name].is_agent
 
     def route(self, row: Mapping[str, Any]) -> str:
-        """The environment of a row: its column ``environment``, or the only one."""
+        """Return the environment of a row: its column ``environment``, or the only one."""
         return routed(row, self.names, self.contract)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Before a run: that the row has an environment, and the columns that its ``reset`` takes."""
+        """Check before a run that the row has an environment, and the columns that its ``reset`` takes."""
         spec = self._specs[self.route(row)]
         try:
             spec.reset_arguments(self._columns(row), seed=0)
@@ -165,7 +165,7 @@ class Environments:
 
     @property
     def hung_threads(self) -> int:
-        """Threads whose call has not come back; they end with the program."""
+        """Return threads whose call has not come back; they end with the program."""
         return self._local.hung_threads
 
     @property
@@ -220,7 +220,7 @@ class Environments:
 
 
 def routed(row: Mapping[str, Any], names: Sequence[str], contract: Contract) -> str:
-    """The environment of a row among these; ConfigError where the row names none of several."""
+    """Return the environment of a row among these; ConfigError where the row names none of several."""
     wanted = row.get(ROUTING_COLUMN)
     if len(names) == 1 and (wanted is None or contract == "trl"):
         return names[0]
@@ -255,7 +255,7 @@ class Session:
 
     @property
     def environment(self) -> Any:
-        """The user's object, for reward functions; ``None`` in a process of its own and after the end."""
+        """Return the user's object, for reward functions; ``None`` in a process of its own and after the end."""
         return self._seat.environment if self._seat is not None else None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
@@ -357,7 +357,7 @@ def opening_messages(
     opening: str | list[dict[str, Any]] | None,
     contract: Contract,
 ) -> list[dict[str, Any]]:
-    """The row's messages and what ``reset`` gave.
+    """Return the row's messages and what ``reset`` gave.
 
     A text continues the last message if that is the user's, after an empty line; in TRL's contract it continues the
     last message, whoever said it, at once. Otherwise it is a message of the user. Messages follow as they are.
@@ -385,7 +385,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _text_of(entry: Any, option: str) -> str:
-    """How another process finds a class or a function."""
+    """Return how another process finds a class or a function."""
     if isinstance(entry, str):
         return entry
     module = inspect.getmodule(entry)

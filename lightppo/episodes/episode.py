@@ -18,8 +18,8 @@ from lightppo.episodes.calls import Call, Direct, Sample
 from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
 from lightppo.episodes.env_failures import EnvironmentFailed, Place
 from lightppo.episodes.environments import Environments, Session, opening_messages
-from lightppo.episodes.turns import Turn
 from lightppo.errors import RolloutError
+from lightppo.rollout.engine import Turn
 
 _NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
 
@@ -61,7 +61,7 @@ class PlainText:
         self.tokenizer = tokenizer
 
     def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The texts of messages behind others; what is written like a special token is text."""
+        """Return the texts of messages behind others; what is written like a special token is text."""
         text = "".join(text_of(message["content"]) for message in messages)
         plain = {"add_special_tokens": False, "split_special_tokens": True}
 
@@ -109,7 +109,7 @@ class Limits:
     seconds: float | None = None  # that the environment may take in all
 
     def room(self, taken: int) -> int:
-        """Most tokens of the next turn."""
+        """Return the most tokens of the next turn."""
         left = self.budget - taken
         return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens)
 
@@ -133,7 +133,7 @@ class Transcript:
         return sum(self.trained)
 
     def add_sampled(self, rollout: Rollout) -> None:
-        """The ids of a turn, as the engine gave them."""
+        """Add the ids of a turn, as the engine gave them."""
         self.ids += rollout.response_ids
         self.trained += [True] * len(rollout.response_ids)
         self.log_probs += rollout.log_probs
@@ -141,7 +141,7 @@ class Transcript:
         self.turns.append({"end": end, "reward": 0.0, "calls": 0, "errors": 0, "seconds": 0.0})
 
     def add(self, ids: list[int]) -> None:
-        """Ids that nobody sampled."""
+        """Add ids that nobody sampled."""
         self.ids += ids
         self.trained += [False] * len(ids)
         self.log_probs += [0.0] * len(ids)
@@ -166,7 +166,7 @@ class Episode:
     calls: Direct = field(default_factory=Direct)  # how it asks engine and environment
 
     async def play(self) -> Rollout:
-        """The whole episode. EnvironmentFailed: its world failed."""
+        """Return the whole episode. EnvironmentFailed: its world failed."""
         self.transcript, self.metrics = Transcript(), {}
         self.spent = 0.0
         row = row_of(self.prompt)
@@ -196,7 +196,7 @@ class Episode:
         await self.calls.ask("close", len(self.transcript.turns), session.close)
 
     def _open(self, session: Session) -> list[dict[str, Any]]:
-        """The first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
+        """Return the first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
         if session.is_agent:
             return self._open_agent(**session.opening)
         options = template_options(self.prompt.extra)
@@ -212,7 +212,7 @@ class Episode:
     def _open_agent(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The same of an agent program: what it asks first stands in place of the row's messages."""
+        """Return the same of an agent program: what it asks first stands in place of the row's messages."""
         options = template_options(self.prompt.extra)
         self.spoken = self.format.of(tools, {k: v for k, v in options.items() if k != "tools"})
         for message in messages:
@@ -240,7 +240,7 @@ class Episode:
         return messages
 
     async def _turn(self, session: Session) -> str | None:
-        """One turn of the model and one of the environment; why the episode has ended, or None."""
+        """Return one turn of the model and one of the environment; why the episode has ended, or None."""
         said = self.transcript
         before = self.opened.token_ids + said.ids
         asked = Turn(
@@ -272,7 +272,7 @@ class Episode:
     async def _answer(
         self, session: Session, turn: AssistantTurn
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """The environment's messages, and why the episode has ended, or None."""
+        """Return the environment's messages, and why the episode has ended, or None."""
         now = self.transcript.turns[-1]
         if session.has_step:
             ask = partial(session.step, turn.text, then_reward=self.keeps_rewards)
@@ -302,7 +302,7 @@ class Episode:
     async def _answer_of_agent(
         self, session: Session, turn: AssistantTurn, asked: Turn, sampled: Rollout
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """The same of an agent program: what its next request adds. It never sees a turn with an unreadable call."""
+        """Return the same of an agent program: what its next request adds. It never sees a turn with an unreadable call."""
         now = self.transcript.turns[-1]
         now["calls"] = len(turn.calls)
         now["errors"] = sum(call.problem is not None for call in turn.calls)
@@ -330,7 +330,7 @@ class Episode:
     def _go_on(
         self, turn: AssistantTurn, closing: list[int], answer: list[dict[str, Any]]
     ) -> str | None:
-        """Adds what stands between this turn and the next; why there is no next one, or None."""
+        """Add what stands between this turn and the next; why there is no next one, or None."""
         said = self.transcript
         if self.limits.max_turns is not None and len(said.turns) >= self.limits.max_turns:
             return "max_turns"
@@ -348,14 +348,14 @@ class Episode:
         return None
 
     def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
-        """An observation of at most ``max_observation_len`` tokens, with a mark where it was cut."""
+        """Return an observation of at most ``max_observation_len`` tokens, with a mark where it was cut."""
         limit, text = self.limits.max_observation_len, message["content"]
         if limit is None or not isinstance(text, str):
             return message
         return message | {"content": self.shortened(text, limit)}
 
     async def _in_time(self, place: Place, call: Call, **given: Any) -> Any:
-        """What the environment gives; its seconds are counted, and limited over the whole episode."""
+        """Return what the environment gives; its seconds are counted, and limited over the whole episode."""
         try:
             result = await self.calls.ask(place, len(self.transcript.turns), call, **given)
         finally:
@@ -397,20 +397,20 @@ class Episode:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The columns that an environment gets."""
+    """Return the columns that an environment gets."""
     start = prompt.text if prompt.messages is None else prompt.messages
     return {"prompt": start, "label": prompt.label} | prompt.extra
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
-    """The row's messages; a prompt that is no chat is a message of the user."""
+    """Return the row's messages; a prompt that is no chat is a message of the user."""
     if prompt.messages is not None:
         return [dict(message) for message in prompt.messages]
     return [{"role": "user", "content": prompt.text}] if prompt.text else []
 
 
 def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> list[dict[str, Any]]:
-    """An observation as messages; none for None or an empty one."""
+    """Return an observation as messages; none for None or an empty one."""
     if not observation:
         return []
     if isinstance(observation, str):
@@ -419,10 +419,10 @@ def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> li
 
 
 def as_text(messages: list[dict[str, Any]]) -> str:
-    """A conversation for files of samples."""
+    """Return a conversation for files of samples."""
     return json.dumps(messages, ensure_ascii=False, default=str)
 
 
 def tool_message(call: Any, text: str) -> dict[str, Any]:
-    """A tool's answer."""
+    """Return a tool's answer."""
     return {"role": "tool", "name": call.name, "content": text}

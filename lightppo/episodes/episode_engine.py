@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording
+from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording, Reel
 from lightppo.episodes.env_failures import EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session
 from lightppo.episodes.episode import Episode, Format, FormatsByTools, Limits
@@ -26,14 +26,14 @@ from lightppo.episodes.episode_metrics import Tally
 from lightppo.episodes.hf_turns import generate_turns
 from lightppo.episodes.rewards import has_failed
 from lightppo.episodes.tape import Tape
-from lightppo.episodes.tape_episode import Reel
-from lightppo.episodes.turns import Turn, TurnSource
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.rollout.engine import (
     Capabilities,
     RolloutEngine,
     SamplingParams,
+    Turn,
+    TurnSource,
     capabilities_of,
 )
 from lightppo.rollout.hf import HFRolloutEngine, request_streams
@@ -93,7 +93,7 @@ class EpisodeEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the engine within.
+        """Return those of the engine within.
 
         Turns go through the model as they come, so the last digits of their log probs depend on the time that
         environments take: the trainer makes its own.
@@ -120,7 +120,7 @@ class EpisodeEngine:
         sampling: SamplingParams,
         on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
     ) -> list[Rollout]:
-        """Plays the episodes; those whose environment failed for good have no tokens and are not scored. Collective.
+        """Play the episodes; those whose environment failed for good have no tokens and are not scored. Collective.
 
         Raises:
             RolloutError: on every rank, if more of the batch's episodes failed than ``failure_limit`` allows, or the
@@ -162,7 +162,7 @@ class EpisodeEngine:
         return rollouts
 
     def _calls(self, key: tuple[int, int, int], sample_index: int) -> Direct:
-        """How an episode asks: by way of the tape where there is one, and the run is on its way."""
+        """Return how an episode asks: by way of the tape where there is one, and the run is on its way."""
         if self.tape is None or not self.tape.is_on:
             return Direct()
         # Reward functions ask the objects of TRL's environments, and no tape has these.
@@ -174,14 +174,14 @@ class EpisodeEngine:
         return self.environments.contract == "trl"
 
     def _close_kept(self, following: list[Session]) -> None:
-        """Closes the sessions of the call before the last one."""
+        """Close the sessions of the call before the last one."""
         oldest = self._kept[0]
         self._kept.append(following)
         for error in self._done(_all_closed(oldest), "to close environments") if oldest else ():
             logger.warning("%s", error)  # its episode has been scored
 
     def _done(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
-        """What a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
+        """Return what a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
 
         Raises:
             RolloutError: it takes longer; the text says where the thread is.
@@ -197,12 +197,12 @@ class EpisodeEngine:
             ) from None
 
     def _ending(self, sampling: SamplingParams) -> SamplingParams:
-        """Turns end where their templates say, too."""
+        """Return the sampling with which turns end where their templates say, too."""
         ends = {end for one in self.formats.values() for end in one.stop_ids}
         return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
 
     async def _played(self, episode: Episode) -> Rollout:
-        """The episode; what it was told so far is written down if an error breaks it off."""
+        """Return the episode; what it was told so far is written down if an error breaks it off."""
         tries: list[EnvironmentFailed] = []
         begin = time.monotonic()
         try:
@@ -214,7 +214,7 @@ class EpisodeEngine:
         return rollout
 
     async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
-        """Tried again where its environment fails; an episode without tokens if it always does."""
+        """Play an episode, again where its environment fails; without tokens if it always does."""
         calls = episode.calls
         for number in range(calls.tries or self.retries + 1):
             calls.begin_try(number)
@@ -233,7 +233,7 @@ class EpisodeEngine:
         return failed
 
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
-        """Raises on every rank if too many episodes failed on all of them. Collective."""
+        """Raise on every rank if too many episodes failed on all of them. Collective."""
         failures = [rollout.texts["failure"] for rollout in rollouts if has_failed(rollout)]
         told = self.strategy.all_gather_object((len(rollouts), failures))
         total = sum(count for count, _ in told)
@@ -253,7 +253,7 @@ class EpisodeEngine:
             )
 
     def shortened(self, text: str, limit: int) -> str:
-        """A text of about ``limit`` tokens: its beginning and its end."""
+        """Return a text of about ``limit`` tokens: its beginning and its end."""
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) <= limit:
             return text
@@ -275,7 +275,7 @@ class EpisodeEngine:
         self.engine.wake()
 
     def close(self) -> None:
-        """Ends the environments, and the engine.
+        """End the environments, and the engine.
 
         Raises:
             RolloutError: the environments do not end in time; the engine is closed then, too.
@@ -303,7 +303,7 @@ class EpisodeEngine:
 
 
 def turn_sampler(engine: RolloutEngine) -> Callable[[TurnSource, SamplingParams], None]:
-    """What samples turns with an engine. ConfigError: nothing does."""
+    """Return what samples turns with an engine. ConfigError: nothing does."""
     own = getattr(engine, "generate_turns", None)
     if own is not None:
         return own
@@ -314,7 +314,7 @@ def turn_sampler(engine: RolloutEngine) -> Callable[[TurnSource, SamplingParams]
 
 
 async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
-    """What went wrong in closing sessions, all at once."""
+    """Return what went wrong in closing sessions, all at once."""
     ends = await asyncio.gather(*(one.close() for one in sessions), return_exceptions=True)
     unexpected = [end for end in ends if end and not isinstance(end, EnvironmentFailed)]
     if unexpected:
@@ -323,7 +323,7 @@ async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
 
 
 def _whereabouts(thread: threading.Thread) -> str:
-    """What a thread is at: the innermost lines of its stack."""
+    """Return what a thread is at: the innermost lines of its stack."""
     frame = sys._current_frames().get(thread.ident)
     stack = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
     lines = [f"{line.filename}:{line.lineno} {line.name}" for line in stack]
@@ -331,12 +331,12 @@ def _whereabouts(thread: threading.Thread) -> str:
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
-    """What tells which environment a row has."""
+    """Return what tells which environment a row has."""
     return prompt.extra
 
 
 def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:
-    """Failed tries, for the counts of failures and time-outs; none without any."""
+    """Return failed tries, for the counts of failures and time-outs; none without any."""
     if not tries:
         return {}
     timeouts = sum(error.kind == "timeout" for error in tries)
@@ -349,7 +349,7 @@ def _most_common(texts: Counter[str]) -> str:
 
 
 def _share_openings(rollouts: Sequence[Rollout], group_size: int) -> None:
-    """All samples of a prompt have one Prompt; RolloutError if their openings differ."""
+    """Give all samples of a prompt one Prompt; RolloutError if their openings differ."""
     for first in range(0, len(rollouts), group_size):
         group = [
             rollout for rollout in rollouts[first : first + group_size] if not has_failed(rollout)
@@ -379,7 +379,7 @@ class _Asked:
 
 
 class _Stage:
-    """A :class:`~lightppo.episodes.turns.TurnSource` of the episodes of one call."""
+    """A :class:`~lightppo.rollout.engine.TurnSource` of the episodes of one call."""
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ class _Stage:
         self.waited = 0.0  # seconds in which it had none, and waited for one
 
     def begin(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
-        """Starts episodes in their thread."""
+        """Start episodes in their thread."""
         self._tasks |= dict.fromkeys(episodes)
         self._loop.call_soon_threadsafe(self._create_tasks, episodes)
 
@@ -419,7 +419,7 @@ class _Stage:
         self._brought.put((key, task))
 
     async def sample(self, turn: Turn) -> Rollout:
-        """What the engine samples. In the episodes' thread."""
+        """Return what the engine samples. In the episodes' thread."""
         future = self._loop.create_future()
         self._brought.put(_Asked(turn, future))
         return await future
@@ -455,12 +455,12 @@ class _Stage:
         return turns
 
     def _may_come(self, turns: list[Turn]) -> bool:
-        """Whether an episode is at its environment, or has brought something since."""
+        """Tell whether an episode is at its environment, or has brought something since."""
         at_environments = len(self._tasks) - self._decoding - len(turns)
         return at_environments > 0 or not self._brought.empty()
 
     def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[Key, Any] | None:
-        """What episodes bring; None: nothing now, and no need to wait for it."""
+        """Return what episodes bring; None: nothing now, and no need to wait for it."""
         while True:
             try:
                 if not wait:
@@ -491,7 +491,7 @@ class _Stage:
         return not turn.final and task is not None and not task.done()
 
     def end(self) -> None:
-        """No episode goes on, also after an error."""
+        """End all episodes, also after an error."""
         self._loop.call_soon_threadsafe(self._cancel_tasks)
 
     def _cancel_tasks(self) -> None:
@@ -499,7 +499,7 @@ class _Stage:
             task.cancel()
 
     def _finish(self, key: Key, task: Any) -> None:
-        """An episode has ended; raises what it raised."""
+        """End an episode; raise what it raised."""
         del self._tasks[key]
         self.rollouts[key] = task.result()
         self._on_finished([self.rollouts[key]])

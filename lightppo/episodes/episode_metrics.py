@@ -49,12 +49,12 @@ CLOCKED = {
 
 
 def names() -> dict[str, str]:
-    """For ``lightppo.plugin.METRICS``."""
+    """Return the metrics with their meanings."""
     return NAMES
 
 
 def clocked_names() -> dict[str, str]:
-    """The same, of ``perf``."""
+    """Return the names of ``perf``."""
     of_evaluations = {f"eval_{name}": f"{text}; of an evaluation" for name, text in CLOCKED.items()}
     return CLOCKED | of_evaluations
 
@@ -66,7 +66,7 @@ class Tally:
         self._sums: Counter[str] = Counter()
 
     def add(self, rollout: Rollout, tries: Sequence[EnvironmentFailed], seconds: float) -> None:
-        """An episode that took so many seconds, and its failed tries."""
+        """Count an episode that took so many seconds, and its failed tries."""
         sums = self._sums
         sums["episodes"] += 1
         sums["seconds"] += seconds
@@ -81,12 +81,12 @@ class Tally:
             sums[name] += rollout.extras[name]
 
     def generated(self, seconds: float, waited: float) -> None:
-        """A call of the engine, and how long it had nothing to decode."""
+        """Count a call of the engine, and how long it had nothing to decode."""
         self._sums["generation"] += seconds
         self._sums["waiting"] += waited
 
     def take(self) -> dict[str, float]:
-        """The sums, with the same names on every rank; then they begin anew."""
+        """Return the sums, with the same names on every rank; then they begin anew."""
         sums, self._sums = self._sums, Counter()
         return {name: float(sums[name]) for name in _SUMS}
 
@@ -115,7 +115,7 @@ _SUMS = (
 
 
 def numbers_of(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics by their names in ``NAMES``, of the sums over all ranks; empty without episodes."""
+    """Return the metrics by their names in ``NAMES``, of the sums over all ranks; empty without episodes."""
     if not sums["episodes"]:
         return {}
     counted = [name for name in _OF_EXTRAS if name not in CLOCKED]
@@ -127,7 +127,7 @@ def numbers_of(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def clocked_numbers(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics by their names in ``CLOCKED``.
+    """Return the metrics by their names in ``CLOCKED``.
 
     Of failed episodes the seconds in environments are not known, as theirs are only begun.
     """
@@ -145,7 +145,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def episode_metrics(run: Any) -> EpisodeMetrics | None:
-    """The callback of a run with episodes."""
+    """Return the callback of a run with episodes."""
     tally = getattr(getattr(run, "rollout_engine", None), "tally", None)
     return EpisodeMetrics(tally) if isinstance(tally, Tally) else None
 

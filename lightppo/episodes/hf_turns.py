@@ -12,9 +12,8 @@ from transformers import Cache
 
 from lightppo.data.records import Rollout
 from lightppo.episodes.kv_reuse import KeptRows, SlotRow, free_bytes, new_tokens
-from lightppo.episodes.turns import Turn, TurnSource
 from lightppo.rollout.decoding import CachedForward
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.engine import SamplingParams, Turn, TurnSource
 from lightppo.rollout.hf import HFRolloutEngine, check_length
 from lightppo.rollout.sampling import token_seeds
 from lightppo.rollout.slots import REFILL_SHARE, Group, PromptQueue, SlotCache
@@ -24,7 +23,7 @@ GATHER_STEPS = 4
 
 
 def generate_turns(engine: HFRolloutEngine, turns: TurnSource, sampling: SamplingParams) -> None:
-    """Samples turns until no more come; those that come take the slots of those that have ended.
+    """Sample turns until no more come; those that come take the slots of those that have ended.
 
     A turn's random numbers are those of its conversation's one stream, behind the tokens that were sampled before.
 
@@ -108,7 +107,7 @@ class TurnQueue(PromptQueue):
             self._kept.remove(before)
 
     def end(self, number: int, rollout: Rollout) -> None:
-        """Brings a turn and its tokens to the source."""
+        """Bring a turn and its tokens to the source."""
         turn = self.turns[number]
         self._last[turn.prompt.index, turn.sample_index] = (
             number,
@@ -117,7 +116,7 @@ class TurnQueue(PromptQueue):
         self._source.ended(turn, rollout)
 
     def seeds(self, numbers: list[int]) -> Tensor:
-        """The seeds of turns' tokens, (B, max_new_tokens)."""
+        """Return the seeds of turns' tokens, (B, max_new_tokens)."""
         table = np.ones((len(numbers), self.max_new_tokens), dtype=np.int64)
         for row, turn in zip(table, (self.turns[number] for number in numbers)):
             end = turn.sampled + turn.max_new_tokens
@@ -139,7 +138,7 @@ class TurnQueue(PromptQueue):
         return super().is_ready(free, slots)
 
     def _gathers(self, free: int, slots: int) -> bool:
-        """Whether turns that came wait for others, while rows decode."""
+        """Tell whether turns that came wait for others, while rows decode."""
         few = self.waiting < min(REFILL_SHARE * slots, free)
         if not (few and self.waiting and free < slots):
             self._gathers_since = None
@@ -155,7 +154,7 @@ class TurnQueue(PromptQueue):
         return len(ids) - self._known(numbers[0])
 
     def _known(self, number: int) -> int:
-        """Tokens at the beginning of a turn whose keys and values are kept."""
+        """Return tokens at the beginning of a turn whose keys and values are kept."""
         return self._kept.length(self._follows.get(number, -1))
 
     def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:

@@ -67,7 +67,7 @@ class Host:
         self._spoilt = False  # something failed, so the object is not used again
 
     async def handle(self, place: Place, given: Mapping[str, Any]) -> Answer:
-        """One call at one place."""
+        """Return one call at one place."""
         try:
             return {"value": await getattr(self, f"_{place}")(**given)}
         except EnvFailure as error:
@@ -85,7 +85,7 @@ class Host:
         return self.spec.contract == "trl" and self.environment is not None and not self._spoilt
 
     async def _called(self, function: Callable[[], Any]) -> Any:
-        """What a function of the user's gives; a process that it forks does not come back."""
+        """Return what a function of the user's gives; a process that it forks does not come back."""
 
         def call() -> Any:
             with without_copies(self.spec.where):
@@ -192,12 +192,12 @@ def _own(value: Any) -> Any:
 
 
 def asdict_of(result: Reply | Step | Opening) -> dict[str, Any]:
-    """The fields, not copied."""
+    """Return the fields, not copied."""
     return {one.name: getattr(result, one.name) for one in fields(result)}
 
 
 def _as_step(result: Any) -> Step:
-    """A step of any form: ours, an observation, or a tuple as gymnasium and others have it."""
+    """Return a step of any form: ours, an observation, or a tuple as gymnasium and others have it."""
     if isinstance(result, Step):
         return result
     if isinstance(result, tuple) and len(result) == 5:
@@ -215,7 +215,7 @@ def _as_step(result: Any) -> Step:
 
 
 def _numbers_of(info: Any) -> dict[str, float]:
-    """Of ``info``, which holds whatever an environment tells, the numbers."""
+    """Return the numbers of ``info``, which holds whatever an environment tells."""
     if not isinstance(info, Mapping):
         return {}
     return {
@@ -241,7 +241,7 @@ def _checked_numbers(answer: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def _checked_text(value: Any, what: str) -> str | list[dict[str, Any]] | None:
-    """A text, chat messages or nothing."""
+    """Return a text, chat messages or nothing."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and all(
@@ -257,7 +257,7 @@ def _checked_text(value: Any, what: str) -> str | list[dict[str, Any]] | None:
 
 
 def failure_of(spec: EnvironmentSpec, place: Place, answer: Answer, detail: str = "") -> Exception:
-    """What a session raises for an answer that is a failure."""
+    """Return what a session raises for an answer that is a failure."""
     text = without_secrets(
         plain(f"{spec.where}: {place}{detail and f' {detail}'}: {answer['text']}")
     )
@@ -327,7 +327,7 @@ class Once:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Future[Any]]:
-        """A future of it, as long as somebody waits."""
+        """Give a future of it, as long as somebody waits."""
         future: Future[Any] = Future()
         self.then(future)
         try:
@@ -395,7 +395,7 @@ async def _nothing() -> None: ...
 
 
 def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that never waits."""
+    """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as stopped:
@@ -425,13 +425,13 @@ class InThread:
 
 
 async def in_loop(function: Callable[[], Any]) -> Any:
-    """Calls a function in the present event loop."""
+    """Call a function in the present event loop."""
     result = function()
     return await result if inspect.isawaitable(result) else result
 
 
 async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
-    """A SystemExit that leaves a task ends the loop."""
+    """Return success and value, or False and the error: a SystemExit that leaves a task ends the loop."""
     try:
         return True, await awaitable
     except BaseException as error:
@@ -446,12 +446,12 @@ Answers = dict[Place, Answer]
 
 
 def opening_calls(row: Mapping[str, Any], seed: int) -> Calls:
-    """What begins a session."""
+    """Return what begins a session."""
     return {"constructor": {"seed": seed}, "reset": {"row": row, "seed": seed}}
 
 
 def goes_on(place: Place, answer: Answer) -> bool:
-    """Whether the next of several calls is made: not after a failure, nor a step that is not the last one."""
+    """Tell whether the next of several calls is made: not after a failure, nor a step that is not the last one."""
     return "value" in answer and (place != "step" or answer["value"]["done"])
 
 
@@ -518,10 +518,10 @@ class Seat(Protocol):
     environment: Any  # the user's object, if it is in this process
 
     async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
-        """One call, with its limit; an answer that is late or never comes is a failure, too."""
+        """Return one call, with its limit; an answer that is late or never comes is a failure, too."""
 
     async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
-        """Several calls, each with this limit, until one of them is the last, see :func:`goes_on`."""
+        """Make several calls, each with this limit, until one of them is the last, see :func:`goes_on`."""
 
     def leave(self) -> None:
         """The session has ended."""
@@ -581,7 +581,7 @@ class LocalSeat:
         return await one_by_one(self, calls, timeout)
 
     async def _ask_thread(self, calls: Calls, timeout: float) -> Answers:
-        """Several calls where no loop can be lost: one wake-up for all of them."""
+        """Make several calls where no loop can be lost: one wake-up for all of them."""
         try:
             self._thread = self._thread or self._room.thread()
         except RuntimeError as error:
@@ -602,7 +602,7 @@ class LocalSeat:
         return answers
 
     async def _give_up(self, timeout: float, future: Future[Any] | None = None) -> Answer:
-        """The call is left behind."""
+        """Leave the call behind."""
         self._abandon(future)
         if self._used_loop is not None:
             await self._used_loop.check()
@@ -673,7 +673,7 @@ class LocalRoom:
         self._lock = threading.Lock()
 
     def thread(self) -> CallThread:
-        """A thread for one session."""
+        """Return a thread for one session."""
         with self._lock:
             return self._idle.pop() if self._idle else CallThread()
 
@@ -699,7 +699,7 @@ class LocalRoom:
             self._kept.setdefault(seat.spec.name, []).append(seat)
 
     def loop(self) -> UserLoop:
-        """The present loop; a new one after one that was blocked."""
+        """Return the present loop; a new one after one that was blocked."""
         with self._lock:
             if self._loop is not None and self._loop.lost.has_happened:
                 self.blocked_loops += 1
@@ -715,7 +715,7 @@ class LocalRoom:
 
     @property
     def hung_threads(self) -> int:
-        """Threads whose call has not come back."""
+        """Return threads whose call has not come back."""
         return sum(thread.is_alive for thread in self._abandoned)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class SlotRow:
     length: int  # tokens
 
     def states(self) -> list[Tensor]:
-        """Views of each layer's keys, then values, (heads, tokens, head width)."""
+        """Return views of each layer's keys, then values, (heads, tokens, head width)."""
         columns = slice(self.start, self.start + self.length)
         layers = self.cache.layers
         return [buffer[self.slot, :, columns] for layer in layers for buffer in layer.buffers]
@@ -57,12 +57,12 @@ class KeptRows:
     bytes: int = 0  # of the copies
 
     def add(self, number: int, row: SlotRow) -> None:
-        """Keeps a row in its slot."""
+        """Keep a row in its slot."""
         if self.goes_on(number):
             self.in_slots[number] = row
 
     def give_way(self, slots: range) -> None:
-        """Copies what is still needed of these slots."""
+        """Copy what is still needed of these slots."""
         leaving = [number for number, row in self.in_slots.items() if row.slot in slots]
         rows = [self.in_slots.pop(number) for number in leaving]
         needed = [(number, row) for number, row in zip(leaving, rows) if self.goes_on(number)]
@@ -83,7 +83,7 @@ class KeptRows:
             self.bytes += size
 
     def remove(self, number: int) -> None:
-        """Forgets a row, if there is one."""
+        """Forget a row, if there is one."""
         self.in_slots.pop(number, None)
         copy = self.copies.pop(number, None)
         if copy is not None:
@@ -93,14 +93,14 @@ class KeptRows:
         return self.in_slots.get(number) or self.copies.get(number)
 
     def length(self, number: int) -> int:
-        """Tokens of a row; 0 if there is none."""
+        """Return tokens of a row; 0 if there is none."""
         row = self._find(number)
         return row.length if row else 0
 
     def cache(
         self, config: PretrainedConfig, numbers: Sequence[int], used: list[int]
     ) -> DynamicCache:
-        """A cache of the first ``used`` tokens of rows, zeros on the left of shorter ones."""
+        """Return a cache of the first ``used`` tokens of rows, zeros on the left of shorter ones."""
         cache = DynamicCache(config=config)
         past = [
             self._find(number).states() if count else [] for number, count in zip(numbers, used)
@@ -126,7 +126,7 @@ def _bytes(states: Sequence[Tensor]) -> int:
 def new_tokens(
     prompts: list[list[int]], known: list[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """What prompts run of which the first ``known`` tokens are known: equally many tokens each, so that no row has a
+    """Return what prompts run of which the first ``known`` tokens are known: equally many tokens each, so that no row has a
     hole between what is known and what is new.
 
     Returns:

@@ -42,7 +42,7 @@ class OpenEnvEnvironment:
         self._schema = schema
 
     async def reset(self, seed: int, config: Any = None, **row: Any) -> str | None:
-        """The first observation."""
+        """Return the first observation."""
         try:
             result = await self._client.reset(**{"seed": seed} | dict(config or {}))
         except RuntimeError as error:
@@ -62,7 +62,7 @@ class OpenEnvText(OpenEnvEnvironment):
     """Played by text: the action as a JSON object, or the value of its only required field."""
 
     async def step(self, text: str) -> Step:
-        """One action."""
+        """Return one action."""
         try:
             result = await self._client.step(self._action(text))
         except RuntimeError as error:
@@ -100,7 +100,7 @@ class OpenEnvText(OpenEnvEnvironment):
 
 
 def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type, str]:
-    """What makes a session, its class with the server's tools, and its name.
+    """Return what makes a session, its class with the server's tools, and its name.
 
     Raises:
         ConfigError: no server answers there, or a tool of it cannot be called by name.
@@ -128,7 +128,7 @@ def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type
 
 
 def _schema(url: str) -> dict[str, Any]:
-    """The JSON schema of actions."""
+    """Return the JSON schema of actions."""
     import requests
 
     address = re.sub("^ws", "http", url.rstrip("/"))
@@ -143,7 +143,7 @@ def _tools(make: Callable[..., Any]) -> list[dict[str, Any]]:
 
 
 def _method(tool: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
-    """A tool of the server as a method; ValueError if it has no name that a method can have."""
+    """Return a tool of the server as a method; ValueError if it has no name that a method can have."""
     name, schema = tool["name"], tool["input_schema"]
     if name.startswith("_") or name in _RESERVED:
         raise ValueError(f"the server has a tool named {name!r}, which cannot be called")
@@ -176,7 +176,7 @@ def _parameter(name: str, hint: Any, required: bool) -> inspect.Parameter:
 
 
 def _hint(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
-    """A type that checks what Python can check, and is described as the server describes it."""
+    """Return a type that checks what Python can check, and is described as the server describes it."""
     from pydantic import WithJsonSchema
 
     described = without_references(dict(field), schema.get("$defs", {}))
@@ -184,7 +184,7 @@ def _hint(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
 
 
 def _docstring(description: str, fields: Mapping[str, Mapping[str, Any]]) -> str:
-    """The description, and a line for each argument, in the form that :class:`Tool` reads."""
+    """Return the description, and a line for each argument, in the form that :class:`Tool` reads."""
     text = re.split(r"\n\s*Args:", description)[0].strip()
     lines = [
         f"    {name}: {' '.join(str(field.get('description') or name).split())}"
@@ -194,7 +194,7 @@ def _docstring(description: str, fields: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def _result_of(result: Any) -> Any:
-    """What an MCP tool gave: its data, otherwise its texts."""
+    """Return what an MCP tool gave: its data, otherwise its texts."""
     if not isinstance(result, Mapping):
         return result
     if result.get("data") is not None:
@@ -204,7 +204,7 @@ def _result_of(result: Any) -> Any:
 
 
 def _text_of(observation: Mapping[str, Any]) -> str:
-    """An observation's fields as JSON, a lone text as it is; metadata if there is nothing else."""
+    """Return an observation's fields as JSON, a lone text as it is; metadata if there is nothing else."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     fields = fields or observation.get("metadata") or {}
     values = list(fields.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightppo.episodes.env_failures import EnvFailure, Reply
 from lightppo.errors import SandboxError
-from lightppo.rewards.reward_calls import in_daemon_thread
+from lightppo.processes.user_calls import in_daemon_thread
 
 _PROGRAM = """
 def _run(source):

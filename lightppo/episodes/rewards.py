@@ -1,22 +1,35 @@
-"""Rewards of environments, and no score for episodes whose environment failed."""
+"""Rewards of episodes: the environment's, no score of failed ones, and answers that are on the tape."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightppo.config.reward_plan import is_file_alone
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError
-from lightppo.rewards.registry import RewardRequest
-from lightppo.rewards.reward_source import RewardOutput, RewardSource, close_source
+from lightppo.episodes.tape import REWARD, Tape, digest_of, first_difference, tape_of
+from lightppo.episodes.tape_files import Entry, TapeError
+from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.ranks import Ranks
+from lightppo.redaction import without_secrets
+from lightppo.rewards.reward_source import (
+    RewardOutput,
+    RewardRequest,
+    RewardSource,
+    check_output,
+    close_source,
+)
+
+Key = tuple[int, int, int]  # prompt, sample, how often it was asked for before
 
 
 def environment_reward(request: RewardRequest) -> RewardSource:
-    """``--reward_source environment``."""
+    """Return the source of ``--reward_source environment``."""
     return EnvironmentReward(of_turns=request.config.episodes.env_reward == "turns")
 
 
 class EnvironmentReward:
-    """What the environments gave: the rewards of an episode's turns and of its end, added up.
+    """Score by what the environments gave: the rewards of an episode's turns and of its end, added up.
 
     With ``of_turns`` each turn's reward also stands on the turn's last sampled token (that of the end on the last
     turn's), as a token score.
@@ -42,7 +55,7 @@ class EnvironmentReward:
 
 
 def has_failed(rollout: Rollout) -> bool:
-    """Whether it is an episode whose environment failed: no token of it was kept."""
+    """Tell whether it is an episode whose environment failed: no token of it was kept."""
     return rollout.turns is not None and not rollout.response_ids
 
 
@@ -56,14 +69,14 @@ def _token_scores(rollout: Rollout) -> list[float] | None:
 
 
 def unless_failed(source: RewardSource, request: RewardRequest) -> RewardSource:
-    """For ``lightppo.plugin.REWARD_WRAPPERS``: around every source of a run with episodes."""
+    """Return the source that does not see failed episodes, in a run that plays any."""
     asked = request.config.episodes
     plays = asked.env or asked.tools
     return UnlessFailed(source) if plays and not isinstance(source, EnvironmentReward) else source
 
 
 class UnlessFailed:
-    """Another source, which does not see episodes whose environment failed: they have no score."""
+    """Ask another source about all but episodes whose environment failed: they have no score."""
 
     def __init__(self, source: RewardSource) -> None:
         self.source = source
@@ -93,3 +106,148 @@ class UnlessFailed:
 
     def close(self) -> None:
         close_source(self.source)
+
+
+# -- on the tape ---------------------------------------------------------------------------------------------------------
+
+
+def taped(
+    make: Callable[[], RewardSource], name: str, is_certain: bool, request: RewardRequest
+) -> RewardSource:
+    """Return the source with the tape around it, where a tape has its answers; see ``RewardRequest.around``.
+
+    A tape that plays needs no source.
+    """
+    tape = tape_of(request.ranks, request.config)
+    if tape is None:
+        return make()
+    # A function that scores only evaluations has an entry of its own.
+    name = name if request.flag == "--reward_fn" else f"{name} of {request.flag}"
+    if tape.plays:  # of a source that is not on the tape, the run itself is asked
+        is_there = name in tape.sources
+        return TapedReward(None, name, tape, request.ranks) if is_there else make()
+    of_file = name == "server" and is_file_alone(request.config.reward.remote_rm_url)
+    of_episode = request.config.flat().get("env_contract") == "trl"  # it asks their objects
+    is_kept = is_certain and not of_file
+    if not (is_kept or of_episode or request.config.tape.tape == "all"):
+        return make()
+    return TapedReward(make(), name, tape, request.ranks)
+
+
+class TapedReward:
+    """Write down what a source answers, or answer in its place.
+
+    A batch of which the tape has every answer is not sent; of any other batch all samples are, because a source may
+    compare them.
+
+    Args:
+        source: None where the tape plays.
+        kind: the name of the source in ``--reward_source``.
+    """
+
+    def __init__(self, source: RewardSource | None, kind: str, tape: Tape, ranks: Ranks) -> None:
+        self.source, self.kind, self.tape, self.ranks = source, kind, tape, ranks
+        if source is not None:
+            tape.sources[kind] = source.name
+        self.name = tape.sources[kind]  # which names its metrics
+        self.needs_all_ranks = getattr(source, "needs_all_ranks", False)
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Score as the source does.
+
+        Raises:
+            TapeError: a tape that plays has no answer for a sample, or one for another response.
+        """
+        if not self.tape.is_on:
+            if self.source is None:
+                raise TapeError(
+                    f"{self.kind} is asked outside a run, and a tape plays in its place"
+                )
+            return self.source.score(rollouts)
+        keys = [self._key(rollout) for rollout in rollouts]
+        entries = [self.tape.reward(self.kind, *key) for key in keys]
+        if self.tape.plays:
+            for rollout, key, entry in zip(rollouts, keys, entries):
+                self._require(rollout, key, entry)
+        if self._are_there(rollouts, entries):
+            self.tape.answered += len(entries)
+            return _output_of(entries)
+        return self._asked(rollouts, keys)
+
+    def close(self) -> None:
+        if self.source is not None:
+            close_source(self.source)
+
+    def _key(self, rollout: Rollout) -> Key:
+        place = (rollout.prompt.index, rollout.sample_index)
+        return (*place, self.tape.number_of_asking(self.kind, *place))
+
+    def _are_there(self, rollouts: Sequence[Rollout], entries: Sequence[Entry | None]) -> bool:
+        """Tell whether each sample has an answer for its response. Collective if the source is."""
+        there = all(
+            entry is not None
+            and (self.tape.plays or "failure" not in entry or entry["failure"]["goes_on"])
+            and ("failure" in entry or entry["response"] == digest_of(rollout.response_ids))
+            for rollout, entry in zip(rollouts, entries)
+        )
+        if self.needs_all_ranks:
+            return bool(self.ranks.all_reduce(int(there), "min"))
+        return there
+
+    def _require(self, rollout: Rollout, key: Key, entry: Entry | None) -> None:
+        what = f"reward of {self.kind}, prompt {key[0]}, sample {key[1]}"
+        if entry is None:
+            raise self.tape.lacks(what)
+        if "failure" in entry or entry["response"] == digest_of(rollout.response_ids):
+            return
+        tokens = entry.get("tokens")
+        differs = f": {first_difference(tokens, rollout.response_ids)}" if tokens else ""
+        raise TapeError(
+            f"{what}: the tape judges another response than this run has sampled in step "
+            f"{self.tape.step}{differs}. Another machine or version rounds otherwise; --skip_rollout keeps samples"
+        )
+
+    def _asked(self, rollouts: list[Rollout], keys: Sequence[Key]) -> RewardOutput:
+        """Return what the source answers; it is written down, failures too."""
+        try:
+            output = check_output(self.source.score(rollouts), rollouts, self.source.name)
+        except RewardError as error:
+            goes_on = isinstance(error, NonFiniteRewardError)
+            text = without_secrets(str(error))
+            failure = {"kind": type(error).__name__, "text": text, "goes_on": goes_on}
+            self.tape.write({"kind": REWARD, "source": self.kind, "of": keys, "failure": failure})
+            raise
+        rows = zip(keys, rollouts, range(len(rollouts)))
+        self.tape.write(*(self._entry(key, rollout, output, i) for key, rollout, i in rows))
+        return output
+
+    def _entry(self, key: Key, rollout: Rollout, output: RewardOutput, i: int) -> dict[str, Any]:
+        prompt, sample, number = key
+        entry: dict[str, Any] = {"kind": REWARD, "source": self.kind, "prompt": prompt}
+        entry |= {"sample": sample, "number": number, "score": output.scores[i]}
+        entry |= {"metrics": {name: values[i] for name, values in output.metrics.items()}}
+        entry |= {"texts": {name: texts[i] for name, texts in output.texts.items()}}
+        if output.token_scores is not None:
+            entry["token_scores"] = output.token_scores[i]
+        entry["response"] = digest_of(rollout.response_ids)
+        if rollout.turns is None:  # the turns of an episode are on the tape
+            entry["tokens"] = rollout.response_ids
+        return entry
+
+
+def _output_of(entries: Sequence[Entry]) -> RewardOutput:
+    """Return the answer that was given; raise the error that was raised."""
+    if failed := next((entry for entry in entries if "failure" in entry), None):
+        failure = failed["failure"]
+        kind = NonFiniteRewardError if failure["goes_on"] else RewardError
+        raise kind(failure["text"])
+
+    def columns(name: str) -> dict[str, list[Any]]:
+        names = dict.fromkeys(key for entry in entries for key in entry[name])
+        return {key: [entry[name].get(key) for entry in entries] for key in names}
+
+    token_scores = None
+    if any("token_scores" in entry for entry in entries):
+        token_scores = [entry.get("token_scores") for entry in entries]
+    scores = [entry["score"] for entry in entries]
+    return RewardOutput(scores, columns("metrics"), token_scores, columns("texts"))

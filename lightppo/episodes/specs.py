@@ -87,17 +87,17 @@ class EnvironmentSpec:
         ]
 
     def method(self, name: str) -> Callable[..., Any] | None:
-        """A method of the class that is no tool."""
+        """Return a method of the class that is no tool."""
         return getattr(self.kind, name, None) if name in RESERVED[self.contract] else None
 
     @property
     def is_agent(self) -> bool:
-        """Whether it is an agent program: ``reset`` gives an Opening, and ``step`` gets whole turns."""
+        """Tell whether it is an agent program: ``reset`` gives an Opening, and ``step`` gets whole turns."""
         return getattr(self.kind, "_asks_model", False)
 
     @property
     def is_async(self) -> bool:
-        """Whether all of it runs in an event loop, so that it needs no thread."""
+        """Tell whether all of it runs in an event loop, so that it needs no thread."""
         names = RESERVED[self.contract]
         functions = [function for name in names if (function := self.method(name)) is not None]
         functions += [tool.function for name, tool in self.tools.items() if name != PYTHON_TOOL]
@@ -105,7 +105,7 @@ class EnvironmentSpec:
 
     @property
     def reset_names(self) -> tuple[set[str], set[str], bool]:
-        """Columns that ``reset`` must have, those that it may have, and whether it takes all others, too."""
+        """Return columns that ``reset`` must have, those that it may have, and whether it takes all others, too."""
         reset = self.method("reset")
         if reset is None:
             return set(), set(), False
@@ -117,7 +117,7 @@ class EnvironmentSpec:
         return needed, {one.name for one in named}, others
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """Columns by name, and the seed for a ``reset`` that names it; a column ``seed`` comes first."""
+        """Return columns by name, and the seed for a ``reset`` that names it; a column ``seed`` comes first."""
         needed, named, others = self.reset_names
         given = {name: value for name, value in row.items() if others or name in named}
         if "seed" in named:
@@ -132,7 +132,7 @@ class EnvironmentSpec:
 def load_specs(
     entries: Sequence[Any], tools: Sequence[Any], contract: Contract
 ) -> dict[str, EnvironmentSpec]:
-    """All environments by name; :class:`ConfigError` says what of ``--env`` and ``--tools`` cannot be used."""
+    """Return all environments by name; :class:`ConfigError` says what of ``--env`` and ``--tools`` cannot be used."""
     if contract not in RESERVED:
         raise ConfigError(f"--env_contract must be one of {', '.join(RESERVED)}, got {contract!r}")
     try:
@@ -174,7 +174,7 @@ def _objects_by_file(entries: Sequence[Any], tools: Sequence[Any]) -> Files:
 
 
 def _names_of(entry: Any, option: str) -> list[tuple[Path, str]]:
-    """File and name of each object that a text names; none of an object, a module or an adapter."""
+    """Return file and name of each object that a text names; none of an object, a module or an adapter."""
     if not isinstance(entry, str) or (option == "--tools" and entry == PYTHON_TOOL):
         return []
     spec = _split_name(entry)[1] if option == "--env" else entry
@@ -281,7 +281,7 @@ def _specs_of(
 
 
 def _kind_of(found: Any, where: str) -> type | None:
-    """The class itself, or the one that a function says it returns."""
+    """Return the class itself, or the one that a function says it returns."""
     if isinstance(found, type):
         return found
     try:

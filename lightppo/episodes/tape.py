@@ -51,7 +51,7 @@ GIVEN_UP = "given up"  # failures so far ended the run
 
 
 def tape_of(ranks: Ranks, config: Any) -> Tape | None:
-    """The one tape of this rank of a run, or None where nothing is written and none plays."""
+    """Return the one tape of this rank of a run, or None where nothing is written and none plays."""
     if not wants_tape(config):
         return None
     if ranks not in _tapes:
@@ -66,7 +66,7 @@ _tapes: WeakKeyDictionary[Any, Tape] = WeakKeyDictionary()
 
 
 def wants_tape(config: Any) -> bool:
-    """Whether the options ask for a tape; those of training on data have none."""
+    """Tell whether the options ask for a tape; those of training on data have none."""
     return hasattr(config, "tape") and (config.tape.tape_from or config.tape.tape != "off")
 
 
@@ -110,18 +110,18 @@ class Tape:
 
     @property
     def is_on(self) -> bool:
-        """Whether the run is in a step, or in an evaluation between steps."""
+        """Tell whether the run is in a step, or in an evaluation between steps."""
         return self.step is not None
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """A step is trained inside; what follows until the next one is its evaluation."""
+        """Train a step inside; what follows until the next one is its evaluation."""
         self.go_to(step, "train")
         yield
         self.go_to(step, "eval")
 
     def go_to(self, step: int, phase: Phase) -> None:
-        """What follows belongs to this step. Reads what there is of it."""
+        """Begin a step: what follows belongs to it. Read what there is of it."""
         with self._lock:
             if step != self.step:
                 self._close()
@@ -133,7 +133,7 @@ class Tape:
             self.phase, self._batches, self._asked = phase, 0, Counter()
 
     def next_batch(self) -> int:
-        """The number of a call of the engine in this step, from 0."""
+        """Return the number of a call of the engine in this step, from 0."""
         self._batches += 1
         return self._batches - 1
 
@@ -162,7 +162,7 @@ class Tape:
             self._index(entry)
 
     def _goes_on_with(self, strip: Strip) -> bool:
-        """Whether this run has written the file, as it stands now; else the file is set aside."""
+        """Tell whether this run has written the file, as it stands now; else the file is set aside."""
         if self.head is not None and self.head.step == self.step:
             fits = bool(strip.entries) and strip.head == self.head
         else:
@@ -203,7 +203,7 @@ class Tape:
             self._takes[key].setdefault(entry["take"], []).append(entry)
 
     def _forget_failures(self, phase: Phase) -> None:
-        """What failed so far does not answer: the run was started again because it may succeed by now."""
+        """Forget what failed so far: the run was started again because it may succeed by now."""
         for key, takes in self._takes.items():
             for entries in takes.values() if key[0] == phase else ():
                 if _has_failed(entries):
@@ -227,7 +227,7 @@ class Tape:
             self._append([{"kind": entry["kind"], **place, **entry} for entry in entries])
 
     def give_up(self) -> None:
-        """What failed so far in this step ends the run; a run that goes on asks it again."""
+        """Note that what failed so far in this step ends the run; a run that goes on asks it again."""
         self.write({"kind": GIVEN_UP})
 
     def _append(self, entries: Sequence[Entry]) -> None:
@@ -250,7 +250,7 @@ class Tape:
         self.head = Head(self.step, count + len(entries), hashes[-1])
 
     def _break_off(self) -> None:
-        """A line may be torn: nothing follows it."""
+        """Write no more: a line may be torn, and nothing follows it."""
         with suppress(OSError):  # it writes once more what could not be written
             self._file.close()
         self._file = self.step = None
@@ -287,7 +287,7 @@ class Tape:
         self._file = None
 
     def settle(self) -> dict[str, Any] | None:
-        """All that was written is on disk; the end of the tape, for a checkpoint."""
+        """See that all that was written is on disk; return the end of the tape, for a checkpoint."""
         with self._lock:
             for path in (*self._unsynced, *{path.parent for path in self._unsynced}):
                 handle = os.open(path, os.O_RDONLY)
@@ -312,7 +312,7 @@ class Tape:
     # -- a run that goes on ------------------------------------------------------------------------------------------
 
     def go_on(self, end: Mapping[str, Any] | None, where: str) -> None:
-        """From the end that a checkpoint, ``where``, knows.
+        """Go on from the end that a checkpoint, ``where``, knows.
 
         Raises:
             TapeError: the file of that end was altered.
@@ -350,13 +350,13 @@ class Tape:
                     )
 
     def share_out(self, ends: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-        """What the files of another number of ranks end with, as one hash that each new rank begins with."""
+        """Return what the files of another number of ranks end with, as one hash that each new rank begins with."""
         hashes = [end["hash"] if end else "" for end in ends]
         joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
         return {"step": 0, "records": 0, "hash": joined, "ranks": len(ends), "rank": -1}
 
     def set_aside(self, after: int, ranks: int) -> None:
-        """Files of so many ranks of steps that this number of ranks does again. For rank 0."""
+        """Set aside files of so many ranks of steps that this number of ranks does again. For rank 0."""
         for rank in range(ranks):
             for step, path in files_of(self.folder, rank, ranks).items():
                 if step > after:
@@ -379,7 +379,7 @@ class Tape:
     # -- answer ------------------------------------------------------------------------------------------------------
 
     def whole_take(self, key: tuple[Any, ...]) -> list[Entry] | None:
-        """The entries of an episode: ``key`` is its batch, prompt and sample. None: it broke off, or is not there.
+        """Return the entries of an episode: ``key`` is its batch, prompt and sample. None: it broke off, or is not there.
 
         A tape that plays answers with what it has of an episode that broke off, too.
         """
@@ -390,21 +390,21 @@ class Tape:
         return whole[-1] if whole else None
 
     def next_take(self, key: tuple[Any, ...]) -> int:
-        """The number of the next take of an episode."""
+        """Return the number of the next take of an episode."""
         return max(self._takes.get((self.phase, *key), {0: ()})) + 1
 
     def number_of_asking(self, source: str, prompt: int, sample: int) -> int:
-        """How often a source was asked for this sample in this step before; counts."""
+        """Return how often a source was asked for this sample in this step before; counts."""
         with self._lock:
             self._asked[source, prompt, sample] += 1
             return self._asked[source, prompt, sample] - 1
 
     def reward(self, source: str, prompt: int, sample: int, number: int) -> Entry | None:
-        """The last answer of a source about a sample."""
+        """Return the last answer of a source about a sample."""
         return self._rewards.get((self.phase, source, prompt, sample, number))
 
     def lacks(self, what: str) -> TapeError:
-        """The error of a tape that plays, and has no answer."""
+        """Return the error of a tape that plays, and has no answer."""
         path = self.folder / file_name(self.step, self.rank, self.ranks)
         return TapeError(
             f"{path} has no answer: {what}, in step {self.step}: the run that wrote it did not come so far, or was "
@@ -417,7 +417,7 @@ def _sample_of(entry: Entry) -> tuple[int, int, int]:
 
 
 def _has_failed(entries: Sequence[Entry]) -> bool:
-    """Whether an episode has ended, and its last try failed."""
+    """Tell whether an episode has ended, and its last try failed."""
     end = entries[-1]
     return end["kind"] == END and any(
         "failure" in entry and entry["try"] == end["tries"] - 1 for entry in entries
@@ -425,19 +425,19 @@ def _has_failed(entries: Sequence[Entry]) -> bool:
 
 
 def _free_name(path: Path) -> Path:
-    """A name beside a file for what is kept of it."""
+    """Return a name beside a file for what is kept of it."""
     numbers = range(1, 1 + len(list(path.parent.iterdir())))
     names = (path.with_name(f"aside{number}_{path.name}") for number in numbers)
     return next(name for name in names if not name.exists())
 
 
 def digest_of(ids: Sequence[int]) -> str:
-    """A short hash of token ids, to see whether a reply belongs to them."""
+    """Return a short hash of token ids, to see whether a reply belongs to them."""
     return hashlib.sha256(array.array("q", ids)).hexdigest()[:16]
 
 
 def first_difference(was: Sequence[int], now: Sequence[int]) -> str:
-    """Which token differs, in words."""
+    """Return which token differs, in words."""
     for place, (old, new) in enumerate(zip(was, now)):
         if old != new:
             return f"token {place} was {old}, is {new}"

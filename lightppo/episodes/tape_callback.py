@@ -23,7 +23,7 @@ from lightppo.plugin import REWARDS
 
 
 def keeper(run: Any) -> Keeper | None:
-    """The callback of a run that has something to ask outside, and may be gone on with or done again."""
+    """Return the callback of a run that has something to ask outside, and may be gone on with or done again."""
     tape = tape_of(run.strategy, run.config)
     if tape is None or not asks_outside(run.config) or (run.only_evaluates and not tape.plays):
         return None
@@ -31,7 +31,7 @@ def keeper(run: Any) -> Keeper | None:
 
 
 def asks_outside(config: Any) -> bool:
-    """Whether the tape has something of the run: of its environments, tools, or sources of rewards."""
+    """Tell whether the tape has something of the run: of its environments, tools, or sources of rewards."""
     flat, judge = config.flat(), evaluation_config(config)
     if flat.get("env") or flat.get("tools"):
         return True
@@ -71,7 +71,7 @@ class Keeper(Callback):
         return self.tape.settle()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """TapeError: files of the tape are not as the checkpoint knows them. Collective."""
+        """Go on from a checkpoint; TapeError: files of the tape are not as the checkpoint knows them. Collective."""
         self.tape.go_on(state, "the checkpoint")
         if not self.tape.plays:
             self.tape.check_past(self.run.state.global_step)
@@ -83,12 +83,12 @@ class Keeper(Callback):
         )
 
     def share_out(self, states: Sequence[Any], world_size: int) -> list[Any]:
-        """For another number of ranks: each begins new files behind the end of all."""
+        """Return states for another number of ranks: each begins new files behind the end of all."""
         return [self.tape.share_out(states)] * world_size
 
 
 def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
-    """What each checkpoint of the run whose tape plays knows of the end of this rank's files."""
+    """Return what each checkpoint of the run whose tape plays knows of the end of this rank's files."""
     part = Path(part_folder(_checkpoints_of(tape.folder.parent)))
     known = []
     for tag in list_tags(part) if part.is_dir() else ():
@@ -100,7 +100,7 @@ def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
 
 
 def _checkpoints_of(run: Path) -> Path:
-    """The ``--ckpt_path`` of a run, which may have been moved together with it."""
+    """Return the ``--ckpt_path`` of a run, which may have been moved together with it."""
     recorded = run / "run_config.resolved.yaml"
     if not recorded.is_file():
         return run

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightppo.errors import UserError
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.errors import ConfigError, UserError
 
 FOLDER = "tape"
 VERSION = 1
@@ -43,7 +45,7 @@ class Head:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Head:
-        """Of what a checkpoint keeps, which has more beside it."""
+        """Return the head in what a checkpoint keeps, which has more beside it."""
         return cls(state["step"], state["records"], state["hash"])
 
 
@@ -59,7 +61,7 @@ class Strip:
 
     @property
     def before(self) -> str | None:
-        """The hash of the last line of the file before."""
+        """Return the hash of the last line of the file before."""
         return self.entries[0]["before"] if self.entries else None
 
     @property
@@ -72,14 +74,14 @@ def file_name(step: int, rank: int, ranks: int) -> str:
 
 
 def files_of(folder: Path, rank: int, ranks: int) -> dict[int, Path]:
-    """A rank's files by step, in order."""
+    """Return a rank's files by step, in order."""
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("step*.jsonl"))
     places = {int(name[1]): path for path, name in names if name and _is_of(name, rank, ranks)}
     return dict(sorted(places.items()))
 
 
 def numbers_of_ranks(folder: Path) -> set[int]:
-    """How many ranks have written the tape; several where a run went on with another number."""
+    """Return how many ranks have written the tape; several where a run went on with another number."""
     names = (_NAME.fullmatch(path.name) for path in folder.glob("step*.jsonl"))
     return {int(name[3]) for name in names if name}
 
@@ -92,7 +94,7 @@ def _is_of(name: re.Match[str], rank: int, ranks: int) -> bool:
 
 
 def chained(entries: Iterable[Mapping[str, Any]], before: str) -> tuple[bytes, list[str]]:
-    """The lines of entries that follow a line with the hash ``before``, and their hashes.
+    """Return the lines of entries that follow a line with the hash ``before``, and their hashes.
 
     Raises:
         TypeError: JSON cannot hold a value.
@@ -114,7 +116,7 @@ def _hash(before: str, body: bytes) -> str:
 
 
 def read_strip(path: Path, whole: bool = True) -> Strip:
-    """A file whose hashes are checked. A line that a crash tore, at the end, is left out.
+    """Return a file whose hashes are checked. A line that a crash tore, at the end, is left out.
 
     Args:
         whole: False: of the entries, only the first one.
@@ -161,13 +163,13 @@ def _check_header(strip: Strip) -> None:
 
 
 def described(entry: Mapping[str, Any]) -> str:
-    """Which reply an entry holds, in words."""
+    """Return which reply an entry holds, in words."""
     named = [f"{key} {entry[key]}" for key in _KEYS if key in entry]
     return f"{entry.get('kind', 'entry')} of {', '.join(named)}"
 
 
 def check_follows(strip: Strip, before: str | None) -> None:
-    """TapeError where a file does not begin where the one before ends; None: there is none."""
+    """Raise TapeError where a file does not begin where the one before ends; None: there is none."""
     if None not in (before, strip.before) and strip.before != before:
         raise TapeError(
             f"{strip.path}:1 does not follow the end of the file before: lines of one of them were "
@@ -176,7 +178,7 @@ def check_follows(strip: Strip, before: str | None) -> None:
 
 
 def check_head(strip: Strip, head: Head, where: str) -> None:
-    """TapeError where a file is not as a checkpoint, ``where``, knows it; it may have more lines by now."""
+    """Raise TapeError where a file is not as a checkpoint, ``where``, knows it; it may have more lines by now."""
     if len(strip.hashes) < head.records:
         raise TapeError(
             f"{strip.path} has {len(strip.hashes)} lines, and {where} knows {head.records}: restore the file"
@@ -214,3 +216,30 @@ def missing_files(folder: Path, rank: int, ranks: int, last: int) -> list[str]:
             missing.append(f"{since}before step {step}")
         earlier, at = strip, step
     return missing
+
+
+# -- before a tape plays -------------------------------------------------------------------------------------------------
+
+
+def look(config: Any, prog: str) -> None:
+    """Look at ``--tape_from`` before anything heavy is imported."""
+    if os.environ.get("RANK", "0") == "0":
+        with exit_on_mistakes(prog):
+            check_folder(config, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def check_folder(config: Any, ranks: int) -> None:
+    """Raise ConfigError where ``--tape_from`` names no tape, or one of another number of ranks."""
+    run = config.flat().get("tape_from")
+    if run is None:
+        return
+    folder = Path(run).expanduser() / FOLDER
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--tape_from {run}: there is no {folder}: name the --save_path of a run that wrote a tape"
+        )
+    if ranks not in (written := numbers_of_ranks(folder)):
+        there = " or ".join(map(str, sorted(written))) or "no"
+        raise ConfigError(
+            f"--tape_from {run}: {there} ranks wrote its tape, and this run has {ranks}: take as many processes"
+        )

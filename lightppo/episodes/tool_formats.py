@@ -64,7 +64,7 @@ takes the first one that reads what the tokenizer's chat template writes."""
 
 
 def find_format(name: str) -> ToolFormat:
-    """The format of a name in the table, of ``path.py:name``, or of one of vLLM's parsers.
+    """Return the format of a name in the table, of ``path.py:name``, or of one of vLLM's parsers.
 
     Raises:
         ConfigError: there is none of that name.
@@ -105,7 +105,7 @@ _VLLM_FAMILIES = (
 
 
 def vllm_formats(written: str) -> Iterator[ToolFormat]:
-    """Formats of vLLM's parsers that a written call looks like; vLLM is imported only then."""
+    """Return formats of vLLM's parsers that a written call looks like; vLLM is imported only then."""
     if importlib.util.find_spec("vllm") is None:
         return
     for beginning, name in _VLLM_FAMILIES:
@@ -192,7 +192,7 @@ def read_mistral(text: str, **_: Any) -> tuple[str, list[Call]]:
 
 
 def read_llama3(text: str, **_: Any) -> tuple[str, list[Call]]:
-    """A turn that is ``{"name": …, "parameters": {…}}``, several of them between semicolons, or these behind a
+    """Return a turn that is ``{"name": …, "parameters": {…}}``, several of them between semicolons, or these behind a
     ``<|python_tag|>``."""
     before, tag, written = text.partition("<|python_tag|>")
     if not tag:
@@ -218,7 +218,7 @@ def read_llama3(text: str, **_: Any) -> tuple[str, list[Call]]:
 
 
 def make_call(name: Any, arguments: Any, id: Any = None) -> Call:
-    """A call of what a parser found: a name, and arguments as a mapping or as JSON text."""
+    """Return a call of what a parser found: a name, and arguments as a mapping or as JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = _DECODER.decode(arguments.strip() or "{}")
@@ -255,7 +255,7 @@ def _reason(error: Exception) -> str:
 
 
 def _json_calls(text: str) -> list[Call]:
-    """The calls of a JSON object, or of a list of them."""
+    """Return the calls of a JSON object, or of a list of them."""
     try:
         value = _DECODER.decode(text.strip())
     except (ValueError, RecursionError) as error:
@@ -281,7 +281,7 @@ def _call_of_value(value: Any) -> Call:
 def _read_blocks(
     text: str, opening: str, closing: str, read: Callable[[str], Call]
 ) -> tuple[str, list[Call]]:
-    """The text outside of blocks, and a call of each block. The last block may lack its end, as in vLLM."""
+    """Return the text outside of blocks, and a call of each block. The last block may lack its end, as in vLLM."""
     before, *pieces = text.split(opening)
     outside, calls = [before], []
     for piece in pieces:
@@ -310,12 +310,12 @@ def _xml_call(text: str, *, schemas: Mapping[Any, dict]) -> Call:
 
 
 def _without_frame(value: str) -> str:
-    """A value without the line breaks that the format puts around it."""
+    """Return a value without the line breaks that the format puts around it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a JSON schema allows; empty where it says nothing."""
+    """Return the types that a JSON schema allows; empty where it says nothing."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
@@ -327,7 +327,7 @@ def _kinds(schema: Any) -> set[str]:
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """A value of the XML format, by its parameter's schema; what does not fit stays text."""
+    """Return a value of the XML format, by its parameter's schema; what does not fit stays text."""
     kinds = _kinds(schema)
     if not kinds - {"string", "null"}:
         return None if "null" in kinds and value.strip() in ("null", "None") else value

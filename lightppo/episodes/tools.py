@@ -35,7 +35,7 @@ class Tool:
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """What the model gives, by name."""
+        """Return what the model gives, by name."""
         found = list(inspect.signature(self.function).parameters.values())[self.is_method :]
         for one in found:
             if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
@@ -46,13 +46,13 @@ class Tool:
 
     @cached_property
     def takes_others(self) -> bool:
-        """Whether it has ``**kwargs``."""
+        """Tell whether it has ``**kwargs``."""
         found = inspect.signature(self.function).parameters.values()
         return any(one.kind == one.VAR_KEYWORD for one in found)
 
     @cached_property
     def hints(self) -> dict[str, Any]:
-        """The types of the parameters, and of the result as ``return``."""
+        """Return the types of the parameters, and of the result as ``return``."""
         try:
             return typing.get_type_hints(self.function, include_extras=True)
         except Exception as error:  # names that only a type checker sees, and whatever else
@@ -61,7 +61,7 @@ class Tool:
             ) from error
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema for chat templates, by transformers."""
+        """Return the JSON schema for chat templates, by transformers."""
         from transformers.utils import get_json_schema
 
         untyped = [name for name in self.parameters if name not in self.hints]
@@ -96,7 +96,7 @@ class Tool:
         return schema
 
     def check(self, given: Any) -> dict[str, Any]:
-        """The arguments of a call by the signature's types; :class:`BadCall` says what is wrong.
+        """Return the arguments of a call by the signature's types; :class:`BadCall` says what is wrong.
 
         Names are strict. Values are converted where nothing is lost, as parsers of calls may give all values as texts:
         ``"3"`` and ``3.0`` are 3 for an ``int``, ``"[1, 2]"`` is a list for a ``list``, and 3 is ``"3"`` for a ``str``.
@@ -124,7 +124,7 @@ class Tool:
 
     @cached_property
     def adapters(self) -> dict[str, Any]:
-        """What checks and converts the value of each parameter."""
+        """Return what checks and converts the value of each parameter."""
         from pydantic import ConfigDict, PydanticUserError, TypeAdapter
 
         config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)
@@ -173,7 +173,7 @@ class Tool:
             ) from error
 
     def _docstring(self) -> str:
-        """The docstring in the form that transformers reads: Google's, with one argument a line."""
+        """Return the docstring in the form that transformers reads: Google's, with one argument a line."""
         from transformers.utils.chat_template_utils import parse_google_format_docstring
 
         text = (inspect.getdoc(self.function) or "").strip()
@@ -195,7 +195,7 @@ class Tool:
 
 
 def _rewritten(text: str, names: list[str]) -> str:
-    """A docstring whose sections stand anywhere, such as ``Guess. Args: x: a number.``, with lines of their own."""
+    """Return a docstring whose sections stand anywhere, such as ``Guess. Args: x: a number.``, with lines of their own."""
     parts = re.split(rf"(?:^|(?<=\s))({_SECTIONS}):(?=\s|$)", text)
     description, sections = parts[0].strip(), dict(zip(parts[1::2], parts[2::2]))
     arguments = next(
@@ -213,7 +213,7 @@ def _rewritten(text: str, names: list[str]) -> str:
 
 
 def _is_basic(hint: Any) -> bool:
-    """Whether transformers describes a type exactly."""
+    """Tell whether transformers describes a type exactly."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is None:
         return any(hint is basic for basic in _BASIC)
@@ -242,7 +242,7 @@ def without_references(schema: Any, definitions: Mapping[str, Any], depth: int =
 
 
 def text_of(result: Any, *, as_trl: bool) -> str:
-    """A tool's result as the model reads it.
+    """Return a tool's result as the model reads it.
 
     Ours: texts as they are, nothing for ``None``, JSON for the rest. TRL: ``str(result)``; of a list of content parts,
     which are for models that see images, their texts.

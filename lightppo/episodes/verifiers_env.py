@@ -48,7 +48,7 @@ class VerifiersEnvironment:
         self._is_over = False
 
     def reset(self, task: int, prompt: Any = None, **row: Any) -> Opening:
-        """How the task begins."""
+        """Return how the task begins."""
         self._process.write({"open": self._id, "task": int(task)})
         answer = self._next()
         if "reward" in answer:
@@ -105,7 +105,7 @@ class VerifiersProcess:
         return self._process.poll() is not None
 
     def add(self, answers: queue.SimpleQueue[_Answer]) -> str:
-        """The id of a new episode, whose answers go there."""
+        """Return the id of a new episode, whose answers go there."""
         with self._lock:
             name = str(next(self._numbers))
             self._queues[name] = answers
@@ -146,7 +146,7 @@ _starting = threading.Lock()
 
 
 def _process(command: tuple[str, ...]) -> VerifiersProcess:
-    """The one of this process, started when the first episode needs it; not shared over a fork."""
+    """Return the one of this process, started when the first episode needs it; not shared over a fork."""
     key = (os.getpid(), "\0".join(command))
     with _starting:
         if key not in _running or _running[key].has_ended:
@@ -155,7 +155,7 @@ def _process(command: tuple[str, ...]) -> VerifiersProcess:
 
 
 def verifiers(rest: str) -> tuple[Callable[[], Any], type, str]:
-    """What ``--env verifiers:TASKSET@VENV`` makes, its class and its name.
+    """Return what ``--env verifiers:TASKSET@VENV`` makes, its class and its name.
 
     Raises:
         ConfigError: there is no such environment, or the taskset cannot be loaded in it.
@@ -192,6 +192,6 @@ def verifiers(rest: str) -> tuple[Callable[[], Any], type, str]:
 
 
 def _variables(python: str) -> dict[str, str]:
-    """The environment variables of the process: what is installed beside its Python comes first."""
+    """Return the environment variables of the process: what is installed beside its Python comes first."""
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}

@@ -31,7 +31,7 @@ _END_SECONDS = 10.0
 
 
 def load(taskset: str) -> Any:
-    """The environment of a taskset with its one agent as a plain chat; ValueError if it has more."""
+    """Return the environment of a taskset with its one agent as a plain chat; ValueError if it has more."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -44,7 +44,7 @@ def load(taskset: str) -> Any:
 
 
 def rows(env: Any) -> Iterator[dict[str, Any]]:
-    """Each task's number and how its conversation begins."""
+    """Yield each task's number and how its conversation begins."""
     from verifiers.v1.dialects.chat import message_to_wire
 
     for number, task in enumerate(env.taskset.load()):
@@ -70,7 +70,7 @@ class Desk:
         self._loaded: list[Any] = []
 
     def read(self, message: dict[str, Any]) -> None:
-        """Does what a line asks for."""
+        """Do what a line asks for."""
         if "open" in message:
             playing = self._play(message["open"], message["task"])
             self._tasks[message["open"]] = asyncio.ensure_future(playing)
@@ -90,7 +90,7 @@ class Desk:
             await asyncio.wait(tasks, timeout=_END_SECONDS)
 
     async def turn(self, trace: str, **request: Any) -> dict[str, Any]:
-        """What the model says to a conversation."""
+        """Return what the model says to a conversation."""
         session = self.sessions[trace]
         if session in self._asked:
             raise ValueError("the program asks twice at the same time; it must ask in turn")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import json
 import logging
@@ -23,7 +22,6 @@ import subprocess
 import sys
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -46,6 +44,14 @@ from lightppo.episodes.hosts import (
 )
 from lightppo.episodes.specs import EnvironmentSpec, load_specs
 from lightppo.errors import ConfigError, WorkerStartError
+from lightppo.processes.groups import (
+    MOST_BYTES,
+    ONE_THREAD,
+    as_json,
+    closer_of,
+    end_with,
+    stay_at_sigterm,
+)
 from lightppo.user_code import error_text
 
 logger = logging.getLogger(__name__)
@@ -55,8 +61,6 @@ _START_TRIES = 5
 _END_SECONDS = 5  # until the server has ended by itself
 _SETTLE = 0.1  # seconds for an answer on its way
 _LAST_WORDS = 5.0  # seconds in which the server says how a worker ended
-_MOST_BYTES = 16 << 20  # of an answer
-_PR_SET_PDEATHSIG = 1
 _QUESTION = struct.Struct("!QQ")  # its length and number
 _ANSWER = struct.Struct("!QQQ")  # its length, the question's number, the process that answers
 _STARTER = (
@@ -87,10 +91,10 @@ class WorkerRoom:
         self._waiting: deque[Future[None]] = deque()
         self._idle: list[_Worker] = []
         self._servers: list[_Server] = []  # at most one
-        self._closer = weakref.finalize(self, _end_all, self._servers, os.getpid())
+        self._closer = closer_of(self, self._servers)
 
     async def take(self, spec: EnvironmentSpec) -> ProcessSeat:
-        """A worker for one session, started if none is idle."""
+        """Return a worker for one session, started if none is idle."""
         await self._place()
         try:
             return ProcessSeat(spec, await self._worker(spec.name), self)
@@ -104,7 +108,7 @@ class WorkerRoom:
         return [pid for server in self._servers for pid in server.pids]
 
     def start(self) -> _Server:
-        """The server, started if there is none."""
+        """Return the server, started if there is none."""
         with self._lock:
             if not self._closer.alive:
                 raise RuntimeError("the environments are closed")
@@ -119,7 +123,7 @@ class WorkerRoom:
         self._closer()
 
     def give_back(self, worker: _Worker) -> None:
-        """For the next session; of a worker that is ending, its place is free when it has ended."""
+        """Keep a worker for the next session; of one that is ending, its place is free when it has ended."""
         if worker.is_ending:
             self.lost_workers += 1
             worker.close()
@@ -239,7 +243,7 @@ class _Server:
         with contextlib.suppress(OSError):  # it has ended, and the worker with it
             self._socket.send(json.dumps({"kill": worker.number}).encode())
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill all workers and the server."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -265,7 +269,7 @@ class _Server:
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what environments print is no output of the run
                     pass_fds=[theirs.fileno()],
-                    env=_environment(),
+                    env={**ONE_THREAD, **os.environ, "CUDA_VISIBLE_DEVICES": ""},
                     start_new_session=True,  # a Ctrl-C is this process's
                 )
         except OSError as error:
@@ -313,7 +317,7 @@ class _Worker:
         channel.setblocking(False)
 
     async def wait_until_ready(self) -> str:
-        """Until it has loaded what its server could not; why it did not start, if so."""
+        """Wait until it has loaded what its server could not; return why it did not start, if so."""
         answer = await self._within(self._receive(), _START_SECONDS)
         if answer.get("value"):
             self.kill()
@@ -321,11 +325,11 @@ class _Worker:
         return answer.get("text", "")
 
     async def exchange(self, question: bytes, timeout: float) -> Answer:
-        """Its answer; after anything else it is killed."""
+        """Return its answer; after anything else it is killed."""
         return await self._within(self._ask(question), timeout)
 
     def kill(self) -> None:
-        """At once, with all that it has started."""
+        """Kill it at once, with all that it has started."""
         self.is_ending = True
         self._server.kill(self)
 
@@ -334,7 +338,7 @@ class _Worker:
         self.ended.happen(how)
 
     def close(self) -> None:
-        """No questions any more; it ends, if it has not yet."""
+        """Ask no more questions; it ends, if it has not yet."""
         self.is_ending = True
         self._socket.close()
 
@@ -376,7 +380,7 @@ class _Worker:
 
     async def _receive(self) -> Answer:
         length, number, pid = _ANSWER.unpack(await self._read(_ANSWER.size))
-        if length > 2 * _MOST_BYTES:
+        if length > 2 * MOST_BYTES:
             raise ValueError(f"an answer of {length} bytes")
         self._process = self._process or pid
         if (number, pid) != (self._asked, self._process):
@@ -432,12 +436,6 @@ class ProcessSeat:
         self.leave()
 
 
-def _end_all(servers: list[_Server], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child: the processes are its parent's
-        for server in servers:
-            server.end()
-
-
 def _how(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
@@ -446,20 +444,13 @@ def _how(code: int) -> str:
     return f"signal {-code}"
 
 
-def _environment() -> dict[str, str]:
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**one_thread, **os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-
 # --- in the server
 
 
 def serve(control_fd: int, orders: Mapping[str, Any]) -> None:
-    """The server: loads the user's files, then forks and kills as it is told."""
-    _end_with(orders["parent"])
-    # Launchers signal what ranks have started, too, while the trainer ends its step. Not ignored: programs that the
-    # environments start would inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    """Serve: load the user's files, then fork and kill as told."""
+    end_with(orders["parent"])
+    stay_at_sigterm()
     control = socket.socket(fileno=control_fd)
     specs: dict[str, EnvironmentSpec] | None = None
     problem = ""
@@ -474,7 +465,7 @@ def serve(control_fd: int, orders: Mapping[str, Any]) -> None:
             again = json.dumps({**orders, "late": True})
             os.set_inheritable(control_fd, True)
             os.execv(sys.executable, [sys.executable, "-c", _STARTER, str(control_fd), again])
-    _end_with(None)  # from here the loop below looks after that
+    end_with(None)  # from here the loop below looks after that
     gc.freeze()
     control.send(json.dumps({"ready": problem}).encode())
     _Forks(control, orders, specs).serve()
@@ -491,14 +482,6 @@ def _load(orders: Mapping[str, Any]) -> tuple[dict[str, EnvironmentSpec], str]:
 def _open_files() -> set[str]:
     folder = Path("/proc/self/fd")
     return {path.name for path in folder.iterdir() if path.is_symlink()}
-
-
-def _end_with(parent: int | None) -> None:
-    """Have the kernel end this process with the one that started it, or with the thread of it that did."""
-    ending = signal.SIGKILL if parent else 0
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ending)
-    if parent and os.getppid() != parent:  # it has ended already
-        os._exit(1)
 
 
 class _Forks:
@@ -528,7 +511,7 @@ class _Forks:
         self.end()
 
     def obey(self) -> bool:
-        """One order; False at the end of all."""
+        """Obey one order; return False at the end of all."""
         try:
             message, descriptors, *_ = socket.recv_fds(self.control, 1 << 12, 1)
         except OSError:
@@ -558,7 +541,7 @@ class _Forks:
                 self.control.close()
                 for other in self.processes:
                     os.close(other)
-                _end_with(server)
+                end_with(server)
                 work(socket.socket(fileno=descriptor), self.orders, self.specs)
                 code = 0
             except OSError:  # the trainer has gone
@@ -596,7 +579,7 @@ class _Forks:
 
 
 def _kill(pid: int) -> None:
-    """A worker and its process group."""
+    """Kill a worker and its process group."""
     for kill in (os.killpg, os.kill):  # it may not have a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -608,7 +591,7 @@ def _kill(pid: int) -> None:
 def work(
     channel: socket.socket, orders: Mapping[str, Any], specs: dict[str, EnvironmentSpec] | None
 ) -> None:
-    """Answers until the channel is closed: sync code in this thread, which is the main one, async code in a loop."""
+    """Answer until the channel is closed: sync code in this thread, which is the main one, async code in a loop."""
     os.setsid()
     contract.in_worker = True
     with contextlib.suppress(
@@ -646,7 +629,7 @@ def work(
 
 
 def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
-    """The number of a question, and what it is."""
+    """Return the number of a question, and what it is."""
     head = _read(channel, _QUESTION.size)
     if not head:
         return None
@@ -666,17 +649,9 @@ def _read(channel: socket.socket, length: int) -> bytes:
 
 
 def _send(channel: socket.socket, number: int, answer: Answer) -> None:
-    """As JSON: the trainer unpickles nothing that comes from an environment."""
+    """Send an answer as JSON: the trainer unpickles nothing that comes from an environment."""
     try:
-        data = json.dumps(answer, default=_plain).encode()
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"the answer has {len(data)} bytes")
+        data = as_json(answer, "an environment").encode()
     except Exception as error:  # an object of the user's among the messages
         data = json.dumps({"kind": "exception", "text": error_text(error)}).encode()
     channel.sendall(_ANSWER.pack(len(data), number, os.getpid()) + data)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"an environment cannot return {type(value).__name__} from a worker process")

@@ -59,8 +59,7 @@ from lightppo.logging.run_paths import WORLDS, check_places, file_of_world
 from lightppo.logging.trackers import check_trackers
 from lightppo.plugin import REWARDS
 from lightppo.preflight.row_lengths import check_positions, check_total_steps
-from lightppo.rewards.function_calls import NO_LABELS
-from lightppo.rewards.reward_files import check_reward_files
+from lightppo.rewards.function import NO_LABELS, check_reward_files
 from lightppo.table import load
 
 logger = logging.getLogger(__name__)

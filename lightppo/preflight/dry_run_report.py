@@ -29,9 +29,9 @@ from lightppo.data.examples import Example, examples_of
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.files import stage_to_local
+from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import Ranks
 from lightppo.redaction import plain
-from lightppo.rewards.reward_calls import in_daemon_thread
 from lightppo.rewards.reward_source import NoReward, RewardSource, score_rollouts
 from lightppo.rollout.stop_criteria import end_of_text_ids
 

@@ -7,15 +7,20 @@ PUBLIC = {
     "RewardError": "lightppo.errors",
     "RewardOutput": "lightppo.rewards.reward_source",
     "RewardSource": "lightppo.rewards.reward_source",
+    "RewardRequest": "lightppo.rewards.reward_source",
     "check_output": "lightppo.rewards.reward_source",
     "score_rollouts": "lightppo.rewards.reward_source",
     "FunctionReward": "lightppo.rewards.function",
     "load_python_function": "lightppo.user_code",
-    "RewardModelSource": "lightppo.rewards.model",
-    "RewardRequest": "lightppo.rewards.registry",
+    "RewardModelSource": "lightppo.rewards.reward_model",
+    "RemoteReward": "lightppo.rewards.remote",
+    "read_token": "lightppo.http_client",
+    "CombinedReward": "lightppo.rewards.registry",
+    "RoutedReward": "lightppo.rewards.registry",
+    "build_reward_source": "lightppo.rewards.registry",
+    "AsyncScorer": "lightppo.rewards.async_scorer",
 }
-"""What ``from lightppo.rewards import NAME`` imports, by name: the module. Plugins add what they bring, and put theirs in
-place of some."""
+"""What ``from lightppo.rewards import NAME`` imports, by name: the module."""
 
 
 def __getattr__(name: str) -> Any:

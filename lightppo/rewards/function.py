@@ -1,70 +1,292 @@
-"""Rewards written as a Python function."""
+"""Reward functions of any convention, and what the source of a file with one shows before it runs."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+import ast
+import symtable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
+from lightppo.config import PPOConfig
+from lightppo.config.reward_plan import ANY_ROUTE, is_file_alone, reward_plan, reward_sources
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError
-from lightppo.ranks import heartbeat
+from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.option import is_object
+from lightppo.processes.user_calls import Outcome
 from lightppo.rewards.reward_source import (
-    POSITIONAL,
     RewardOutput,
-    check_output,
-    output_from_result,
-    values_of,
+    RewardRequest,
+    RewardSource,
+    describe_sample,
+    is_source,
+    join_outputs,
 )
-from lightppo.user_code import error_text
+from lightppo.rewards.reward_styles import (
+    Answer,
+    BoundFunction,
+    NonFinite,
+    Reading,
+    RewardFunction,
+)
+from lightppo.rewards.runners import (
+    OnFailure,
+    RewardManager,
+    check_failure_options,
+    runner_of,
+    settle,
+)
+from lightppo.user_code import (
+    error_text,
+    fails_when_run,
+    load_python_object,
+    no_such_name,
+    split_python_spec,
+)
+
+NO_LABELS = "rows have no label: set --label_key"
+# that a file of a reward function is searched for: OpenRLHF's and verl's
+FUNCTION_NAMES = ("reward_func", "compute_score")
+COMBINE_NAME = "reward_fn"  # that a file is searched for which combines the scores of models
 
 
 @dataclass(eq=False)
 class FunctionReward:
-    """Scores with a function ``(queries, prompts, labels, **extra)``, called once with lists of all samples' values.
+    """Score with a Python function, sync or async, of one of the conventions in ``REWARD_STYLES``; see docs/rewards.md.
 
-    It may name any of :func:`values_of`, and any column of the data. It returns what :func:`output_from_result` reads.
+    A call that raises, runs past its limit or returns something else than scores never becomes a score. Metrics per
+    sample, with retries or ``"unscored"``: ``failures`` (tries that failed), ``timeouts`` (tries past the limit).
     """
 
-    fn: Callable[..., Any]
+    fn: RewardFunction
     name: str | None = None  # None: the function's own
     _: KW_ONLY
-    spec: str | None = None  # where it is from, path.py:name
+    reward_fn_style: str = (
+        "auto"  # a name in REWARD_STYLES; auto: told by the names of the parameters
+    )
+    # naive: one call per sample, in threads or, of coroutines, in one event loop; batch: one call with all samples;
+    # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it; dapo:
+    # as auto, and scores without further numbers are also logged as reward/acc
+    reward_manager: RewardManager = "auto"
+    reward_workers: int | None = None  # calls at a time; None: 16, or one process per core
+    # Wall-clock seconds per call. A thread that takes longer is left behind.
+    reward_timeout: float | None = None
+    reward_retries: int = 0  # further tries of a failed call
+    on_reward_failure: OnFailure = "error"
+    # Where prime loads the function from (path.py:name or module:name), if its module does not tell.
+    spec: str | None = None
 
     def __post_init__(self) -> None:
+        check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
+        if self.reward_manager not in get_args(RewardManager):
+            known = ", ".join(get_args(RewardManager))
+            raise ValueError(f"--reward_manager: {self.reward_manager!r} is none of {known}")
+        if self.reward_workers is not None and self.reward_workers < 1:
+            raise ValueError(f"--reward_workers must be ≥ 1, got {self.reward_workers}")
         self.name = self.name or getattr(self.fn, "__name__", type(self.fn).__name__)
         self._label = f"reward function {self.name}"
-        try:
-            signature = inspect.signature(self.fn)
-            signature.bind_partial(*POSITIONAL)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self._label} must take (queries, prompts, labels, **extra): {error}"
-            ) from None
-        further = list(signature.parameters.values())[len(POSITIONAL) :]
-        self._named = {parameter.name for parameter in further}
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in further)
+        self._bound = BoundFunction(self.fn, self.name, self.reward_fn_style)
+        self._style = self._bound.style
+        if self.reward_manager == ("batch" if self._style.per_sample else "naive"):
+            takes = f"{'one sample' if self._style.per_sample else 'a whole batch'} f{self._style.shape}"
+            raise ValueError(f"--reward_manager {self.reward_manager}: {self._label} takes {takes}")
+        self._runner = runner_of(
+            self.reward_manager,
+            self.fn,
+            self.name,
+            self.spec,
+            self.reward_workers,
+            self.reward_timeout,
+        )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; what the function raises is in a :class:`RewardError`."""
+        """Score the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""
         if not rollouts:
             return RewardOutput([])
-        rows = [rollout.prompt.extra | values_of(rollout) for rollout in rollouts]
-        names = dict.fromkeys(name for row in rows for name in row)
-        values = {name: [row.get(name) for row in rows] for name in names}
-        in_place = [values.pop(name) for name in POSITIONAL]
-        named = {
-            name: column
-            for name, column in values.items()
-            if self._takes_all or name in self._named
+        parts = [[rollout] for rollout in rollouts] if self._style.per_sample else [rollouts]
+
+        def read(i: int, value: Any) -> Reading:
+            try:
+                return self._style.read(value, parts[i], self._label)
+            except Exception as error:  # code of the values themselves: __len__, tolist, items, …
+                return None, f"its answer cannot be read: {error_text(error)}"
+
+        settled = settle(self._runner.run, self._bound.calls(rollouts), read, self.reward_retries)
+        failed = [i for i, state in enumerate(settled) if state.error is not None]
+        if failed and self.on_reward_failure == "error":
+            worst = next(
+                (i for i in failed if not isinstance(settled[i].error, NonFinite)), failed[0]
+            )
+            kind = (
+                NonFiniteRewardError if isinstance(settled[worst].error, NonFinite) else RewardError
+            )
+            raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
+        answers: list[Answer] = [
+            state.value or Answer(RewardOutput([None] * len(part)), [True] * len(part))
+            for state, part in zip(settled, parts)
+        ]
+        output = join_outputs([answer.output for answer in answers])
+        if self.reward_manager == "dapo" and not output.metrics:
+            output.metrics["acc"] = list(output.scores)  # before any penalty, as in verl
+        if self.on_reward_failure == "unscored" or self.reward_retries:
+            if taken := sorted({"failures", "timeouts"} & output.metrics.keys()):
+                raise RewardError(
+                    f"{self._label}: its metric {taken[0]!r} has the name of a count of ours; rename it"
+                )
+            samples = [
+                (state, bad) for state, answer in zip(settled, answers) for bad in answer.bad
+            ]
+            # a last try that failed only in part does not count for the samples that it scored
+            output.metrics["failures"] = [
+                float(s.failures - (s.error is not None and not bad)) for s, bad in samples
+            ]
+            output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
+        return output
+
+    def _error_text(self, state: Outcome, rollouts: list[Rollout], call: int) -> str:
+        problem = state.error or ""
+        if problem.startswith(self._label):
+            return problem
+        which = (
+            describe_sample(rollouts, call)
+            if self._style.per_sample
+            else f"a batch of {len(rollouts)}"
+        )
+        unlabelled = self._bound.label_parameter and all(
+            rollout.prompt.label is None for rollout in rollouts
+        )
+        hint = f". {NO_LABELS}" if unlabelled else ""
+        return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}{hint}"
+
+
+def function_source(
+    given: str | Callable[..., Any] | RewardSource,
+    option: str = "--reward_fn",
+    options: Mapping[str, Any] | None = None,
+) -> RewardSource:
+    """Return the source of a function, of a file with one, or of a source itself; errors name the option.
+
+    ``options`` are further arguments of :class:`FunctionReward`.
+    """
+    name, spec = None, None
+    if isinstance(given, str):
+        path, default = split_python_spec(given, FUNCTION_NAMES[0], option=option)
+        given = load_python_object(given, *FUNCTION_NAMES, option=option)
+        spec = f"{path}:{getattr(given, '__name__', default)}"
+        name = Path(spec).name
+    if is_source(given):
+        return given
+    if isinstance(given, type) or not callable(given):
+        raise ValueError(
+            f"{option}: {given!r} is neither a function nor a source (an object with name and score)"
+        )
+    try:
+        return FunctionReward(given, name, spec=spec, **(options or {}))
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def function_reward(request: RewardRequest) -> RewardSource:
+    """Return the source of ``--reward_fn``."""
+    options = request.options_of(FunctionReward)
+    return function_source(request.config.reward.reward_fn, request.flag, options)
+
+
+# -- what the source of a reward file shows before anything runs it ---------------------------------------------------
+
+
+class Declared(NamedTuple):
+    """Hold a function as its source declares it."""
+
+    function: Callable[..., Any]  # takes the same parameters, and does nothing
+    names: frozenset[str]  # that its body reads
+
+
+def declared_function(spec: str, *default_names: str, option: str = "") -> Declared | None:
+    """Return the function that :func:`load_python_object` would load, without running the file; errors as there.
+
+    None: only running it can tell, as of a function with a decorator.
+    """
+    path, name = split_python_spec(spec, default_names[0], option=option)
+    try:
+        tree = ast.parse(source := path.read_bytes(), str(path))
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        raise fails_when_run(path, error, option) from error
+    bound = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    }
+    if name == default_names[0]:
+        name = next((known for known in default_names if known in bound), name)
+    matches = [
+        node for node in ast.walk(tree) if name in (getattr(node, "name", None), _assigned(node))
+    ]
+    if name not in bound:
+        own = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+        ]
+        used = {symbol.get_name() for symbol in symbols} | {
+            n.name for n in ast.walk(tree) if isinstance(n, ast.alias)
         }
-        try:
-            result = self.fn(*in_place, **named)
-        except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"{self._label} raised on a batch of {len(rollouts)}: {error_text(error)}"
-            ) from error
-        heartbeat.beat()
-        output = output_from_result(result, len(rollouts), self._label)
-        return check_output(output, rollouts, self._label)
+        if not used & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
+            raise no_such_name(path, name, own, option)
+    if (
+        len(matches) != 1
+        or not isinstance(matches[0], ast.FunctionDef | ast.AsyncFunctionDef)
+        or matches[0].decorator_list
+    ):
+        return None
+    parameters, body = matches[0].args, ast.Module(matches[0].body)
+    for one in (node for node in ast.walk(parameters) if isinstance(node, ast.arg)):
+        one.annotation = None
+    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
+    parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
+    # This evaluates nothing of the file but names of parameters.
+    function = eval(f"lambda {ast.unparse(parameters)}: None")
+    return Declared(
+        function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
+    )
+
+
+def _assigned(node: ast.AST) -> str | None:
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None
+
+
+def check_reward_files(
+    config: PPOConfig, flag: str = "--reward_fn"
+) -> tuple[BoundFunction | None, str | None]:
+    """Refuse a ``path.py`` whose source shows that it cannot be used, with a ``ValueError``; the file does not run.
+
+    Return the function, if it gets all rows, and its parameter with the labels, if it reads them.
+    """
+    reward, sources = config.reward, reward_sources(config)
+    option, spec = flag, reward.reward_fn if "function" in sources else None
+    if not spec and is_file_alone(reward.remote_rm_url):
+        option, spec = "--remote_rm_url", reward.remote_rm_url[0]
+    if isinstance(reward.reward_fn, str) and not spec and "model" in sources:
+        declared_function(reward.reward_fn, COMBINE_NAME, option=flag)
+    options = RewardRequest(config, None).options_of(FunctionReward)
+    gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
+    if is_object(spec):
+        source = function_source(spec, option, options)
+        if source is spec or not gets_all:
+            return None, None
+        return BoundFunction(spec, source.name, config.verifier.reward_fn_style), None
+    if spec is None:
+        return None, None
+    declared = declared_function(spec, *FUNCTION_NAMES, option=option)
+    if declared is None:
+        return None, None
+    name = Path(spec).name
+    try:
+        FunctionReward(declared.function, name, spec=spec, **options)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+    bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
+    return (
+        bound if gets_all else None,
+        bound.label_parameter if bound.label_parameter in declared.names else None,
+    )

@@ -1,81 +1,60 @@
-"""The reward source of a run; loads heavy packages only when needed.
+"""The reward source of a run or a script: one of those in ``lightppo.plugin.REWARDS``, or a weighted sum of several.
 
-The names of ``--reward_source`` are those of ``lightppo.plugin.REWARDS``; docs/extending.md shows how to add one.
+docs/extending.md shows how to add a source. Heavy packages are loaded when a source needs them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightppo.config import PPOConfig
-from lightppo.config.reward_plan import given_sources, reward_sources
-from lightppo.config.rules import estimator_entry, micro_batch_spec
-from lightppo.errors import ConfigError
-from lightppo.plugin import OUTSIDE, REWARD_SUMS, REWARD_WRAPPERS, REWARDS
-from lightppo.ranks import Alone, Ranks
-from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.reward_source import NoReward, RewardSource
-from lightppo.user_code import load_python_object, split_python_spec
+from lightppo.config.reward_plan import (
+    ANY_ROUTE,
+    given_sources,
+    is_file_alone,
+    names_in,
+    reward_plan,
+)
+from lightppo.data.records import Rollout
+from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
+from lightppo.plugin import REWARDS
+from lightppo.rewards.function import function_source
+from lightppo.rewards.reward_source import (
+    RewardOutput,
+    RewardRequest,
+    RewardSource,
+    check_output,
+    close_source,
+    describe_sample,
+    is_source,
+    shown,
+)
+from lightppo.user_code import finite
 
-# that a file of a reward function is searched for: OpenRLHF's and verl's
-FUNCTION_NAMES = ("reward_func", "compute_score")
-
-
-@dataclass(frozen=True)
-class RewardRequest:
-    """What an entry of ``REWARDS`` makes its source of: all that a run knows of its rewards."""
-
-    config: PPOConfig  # resolved: what None means is in it
-    tokenizer: Any  # the actor's
-    ranks: Ranks = field(default_factory=Alone)
-    reward_models: Sequence[Any] = ()  # of --reward_pretrain, prepared
-    flag: str = "--reward_fn"  # what errors call the option of the reward function
-
-    def options_of(self, kind: Callable[..., Any]) -> dict[str, Any]:
-        """The run's options that ``kind`` takes as arguments, by their names; without those that are None."""
-        options = self.config.flat()
-        values = {name: options.get(name) for name in inspect.signature(kind).parameters}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def names(self) -> list[str]:
-        """All sources of the run, in the order in which they are called."""
-        return reward_sources(self.config)
+Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
 
 
-def build_reward(
-    config: PPOConfig,
-    reward_models: Sequence[Any],
-    tokenizer: Any,
-    ranks: Ranks,
-    flag: str = "--reward_fn",
-) -> RewardSource:
-    """The reward source of a run: one of the sources in ``REWARDS``, or a sum of several.
-
-    ``flag`` is what errors call the reward function.
-    """
-    request = RewardRequest(config, tokenizer, ranks=ranks, reward_models=reward_models, flag=flag)
-    if estimator_entry(config).ignores_scores and not request.names:
-        return NoReward()
-    try:
-        source = REWARD_SUMS.first(request)
-        if source is None:
-            given = given_sources(config) or ["function"]
-            source = source_named(given[-1], request)
-        for wrapper in REWARD_WRAPPERS.values():
-            source = wrapper.fn(source, request)
-        return source
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+def source_of(request: RewardRequest) -> RewardSource:
+    """Return the source that the options of a run name: one, or a weighted sum of several."""
+    plan = reward_plan(request.config)
+    if plan is None:
+        given = given_sources(request.config) or ["function"]
+        return source_named(given[-1], request)
+    sources = {name: source_named(name, request) for name in names_in(plan)}
+    routes = {
+        route: [(sources[name], weight) for name, weight in weights.items()]
+        for route, weights in plan.items()
+    }
+    if list(routes) != [ANY_ROUTE]:
+        return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
+    if list(plan[ANY_ROUTE].values()) == [1.0]:
+        return routes[ANY_ROUTE][0][0]
+    return CombinedReward(dict(routes[ANY_ROUTE]))
 
 
 def source_named(name: str, request: RewardRequest) -> RewardSource:
-    """The source of a name in ``REWARDS``, with what is around those outside the run."""
+    """Return the source of a name in ``REWARDS``, with what is around those outside the run."""
     entry = REWARDS.find(name)
 
     def make() -> RewardSource:
@@ -86,59 +65,191 @@ def source_named(name: str, request: RewardRequest) -> RewardSource:
             )
         return source
 
-    if entry.outside != "no":
-        for around in OUTSIDE.values():
-            make = partial(around.fn, make, name, entry.outside == "yes", request)
-    return make()
+    if entry.outside == "no" or request.around is None:
+        return make()
+    return request.around(make, name, entry.outside == "yes", request)
 
 
-def function_reward(request: RewardRequest) -> RewardSource:
-    """``--reward_fn``."""
-    return source_of_function(request.config.reward.reward_fn, request.flag, FunctionReward)
-
-
-def model_reward(request: RewardRequest) -> RewardSource:
-    """``--reward_pretrain``, one model."""
-    from lightppo.rewards.model import RewardModelSource
-
-    if len(request.reward_models) > 1:
-        raise ValueError("--reward_pretrain: no plugin combines the scores of models: name one")
-    return RewardModelSource(
-        request.reward_models[0],
-        pad_token_id=request.tokenizer.pad_token_id,
-        micro_batch=micro_batch_spec(request.config, "reward"),
-        ranks=request.ranks,
-    )
-
-
-# --- functions
-
-
-def is_source(value: Any) -> bool:
-    """Whether this is a source, and not the class of one."""
-    return isinstance(value, RewardSource) and not isinstance(value, type)
-
-
-def source_of_function(
-    given: str | Callable[..., Any] | RewardSource, option: str, make: Callable[..., RewardSource]
+def build_reward_source(
+    *,
+    remote_rm_url: Sequence[str] | str | None = None,
+    reward_fn: str | Callable[..., Any] | RewardSource | None = None,
+    reward_models: Sequence[Callable[..., Any]] = (),
+    remote_options: Mapping[str, Any] | None = None,
+    function_options: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
 ) -> RewardSource:
-    """The source of a function, of a file with one, or of a source itself; errors name the option.
+    """Make a reward source of servers, of a function, or of models.
 
-    ``make(function, name, spec=spec)`` is the source of a function; of a file, spec is ``path.py:name``.
+    Args:
+        remote_rm_url: servers, or one ``path.py[:name]``, by default its ``reward_func`` or ``compute_score``.
+        reward_fn: a function, a :class:`RewardSource` or a file with either; with reward models, the function that
+            combines their tensors, in a file by default ``reward_fn``.
+        remote_options, function_options, model_options: further arguments of
+            :class:`~lightppo.rewards.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
+            :class:`~lightppo.rewards.reward_model.RewardModelSource`.
     """
-    name, spec = None, None
-    if isinstance(given, str):
-        path, default = split_python_spec(given, FUNCTION_NAMES[0], option=option)
-        given = load_python_object(given, *FUNCTION_NAMES, option=option)
-        spec = f"{path}:{getattr(given, '__name__', default)}"
-        name = Path(spec).name
-    if is_source(given):
-        return given
-    if isinstance(given, type) or not callable(given):
+    urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+    if urls and (reward_models or reward_fn is not None):
+        other = "--reward_pretrain" if reward_models else "--reward_fn"
+        raise ValueError(f"--remote_rm_url and {other} are both set; rewards come from one of them")
+    if reward_models:
+        from lightppo.rewards.reward_model import source_of_models  # loads torch
+
+        return source_of_models(reward_models, reward_fn, model_options or {})
+    if is_file_alone(urls):
+        return function_source(urls[0], "--remote_rm_url", function_options)
+    if urls:
+        from lightppo.rewards.remote import RemoteReward  # loads requests
+
+        return RemoteReward(urls, **(remote_options or {}))
+    if reward_fn is None:
         raise ValueError(
-            f"{option}: {given!r} is neither a function nor a source (an object with name and score)"
+            "no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain"
         )
-    try:
-        return make(given, name, spec=spec)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
+    return function_source(reward_fn, "--reward_fn", function_options)
+
+
+# -- sums ----------------------------------------------------------------------------------------------------------------
+
+
+def check_routes(building: Any) -> None:
+    """Raise ConfigError where ``--reward_routes_by`` is no column of the prompts."""
+    flat = building.config.flat()
+    data = {"--prompt_data": building.rows.get("prompt_data"), "--eval_data": building.held_out}
+    for flag, prompts in data.items() if flat.get("reward_routes") else ():
+        columns = [] if prompts is None else prompts.dataset.column_names
+        if columns and (by := flat["reward_routes_by"]) not in ("label", "data_source", *columns):
+            raise ConfigError(
+                f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {columns}"
+            )
+
+
+class RoutedReward:
+    """Add up sources with weights, by a column of the data: Σ weight · score over the sources of the sample's route.
+
+    If one source of its route leaves a sample unscored, the sample is unscored. Token scores are added with the same
+    weights. Each source's own score is metric ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples
+    of other routes; ``failures`` and ``timeouts`` are also added up. Every ``score`` calls each source once, also
+    without samples, in the order of the routes: a reward model under ZeRO-3 acts on all ranks together.
+
+    Args:
+        routes: value of the column → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
+        by: ``"data_source"``, ``"label"`` or a column of the data: a string, or a number as Python writes it.
+    """
+
+    def __init__(self, routes: Routes, *, by: str = "data_source", name: str = "routed") -> None:
+        if not routes or not all(routes.values()):
+            raise ValueError(f"{name}: every route needs at least one source")
+        # By identity, because a source need not be hashable.
+        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}
+        for route, pairs in routes.items():
+            for source, weight in pairs:
+                weights = plan.setdefault(id(source), (source, {}))[1]
+                if finite(weight) is None:
+                    raise ValueError(
+                        f"{name}: the weight of {source.name} must be a finite number, got {weight!r}"
+                    )
+                if route in weights:
+                    raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
+                weights[route] = float(weight)
+        self._plan = list(plan.values())
+        twice = [
+            name
+            for name, count in Counter(source.name for source, _ in self._plan).items()
+            if count > 1
+        ]
+        if twice:
+            raise ValueError(
+                f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name"
+            )
+        self.name = name
+        self.by = by
+        self._routes = list(routes)
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Tell whether one of the sources acts on all ranks together."""
+        return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Score with every source, even if an earlier source left a sample unscored."""
+        samples = len(rollouts)
+        routes = [self._route(rollouts, i) for i in range(samples)]
+        totals: list[float | None] = [0.0] * samples
+        token_totals: list[list[float] | None] = [None] * samples
+        metrics: dict[str, list[float | None]] = {}
+        texts: dict[str, list[str | None]] = {}
+        # Raised at the end, because other ranks may wait in the next source.
+        non_finite: NonFiniteRewardError | None = None
+        for source, weights in self._plan:
+            places = [i for i, route in enumerate(routes) if route in weights]
+            share = [rollouts[i] for i in places]
+            try:
+                output = check_output(source.score(share), share, source.name)
+            except NonFiniteRewardError as error:
+                non_finite = error
+                continue
+            own = {source.name: output.scores} | {
+                f"{source.name}/{m}": v for m, v in output.metrics.items()
+            }
+            for target, columns in (
+                (metrics, own),
+                (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()}),
+            ):
+                for key, values in columns.items():
+                    of_place = dict(zip(places, values))
+                    target[key] = [of_place.get(i) for i in range(samples)]
+            for i, score, row in zip(
+                places, output.scores, output.token_scores or [None] * len(places)
+            ):
+                weight, total = weights[routes[i]], totals[i]
+                totals[i] = None if total is None or score is None else total + weight * score
+                if row is not None:
+                    before = token_totals[i] or [0.0] * len(row)
+                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
+        if non_finite is not None:
+            raise non_finite
+        for count in ("failures", "timeouts"):
+            parts = [
+                metrics[key]
+                for source, _ in self._plan
+                if (key := f"{source.name}/{count}") in metrics
+            ]
+            if parts:
+                metrics[count] = [
+                    sum(value for value in row if value is not None) for row in zip(*parts)
+                ]
+        dense = any(row is not None for row in token_totals)
+        return RewardOutput(totals, metrics, token_totals if dense else None, texts)
+
+    def close(self) -> None:
+        """End what the sources have started."""
+        for source, _ in self._plan:
+            close_source(source)
+
+    def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
+        prompt = rollouts[i].prompt
+        value = (
+            getattr(prompt, self.by)
+            if self.by in ("data_source", "label")
+            else prompt.extra.get(self.by)
+        )
+        key = value if isinstance(value, str) else repr(value)
+        if key in self._routes:
+            return key
+        if ANY_ROUTE in self._routes:
+            return ANY_ROUTE
+        raise RewardError(
+            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
+            f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
+            f"{ANY_ROUTE!r} for all others"
+        )
+
+
+class CombinedReward(RoutedReward):
+    """Add up sources with weights (source → weight), the same for all samples; see :class:`RoutedReward`."""
+
+    def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
+        super().__init__({ANY_ROUTE: list(sources.items())}, name=name)
+        self.sources = dict(sources)

@@ -10,30 +10,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, pairwise
-from typing import TYPE_CHECKING
 
 from lightppo.config.reward_plan import is_file_alone
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.http_client import HTTPClient, check_url, read_token
 from lightppo.ranks import Alone, Ranks
-from lightppo.rewards.function_calls import FunctionReward, function_source
-from lightppo.rewards.reward_calls import OnFailure, check_failure_options, join_outputs
+from lightppo.rewards.function import FunctionReward, function_source
 from lightppo.rewards.reward_source import (
     RewardOutput,
+    RewardRequest,
     RewardSource,
     check_output,
+    join_outputs,
     output_from_result,
 )
-
-if TYPE_CHECKING:
-    from lightppo.rewards.registry import RewardRequest
+from lightppo.rewards.runners import OnFailure, check_failure_options
 
 logger = logging.getLogger(__name__)
 
 
 def server_reward(request: RewardRequest) -> RewardSource:
-    """``--remote_rm_url``, servers or a Python file."""
+    """Return the source of ``--remote_rm_url``, servers or a Python file."""
     reward = request.config.reward
     if is_file_alone(reward.remote_rm_url):
         options = request.options_of(FunctionReward)
@@ -85,7 +83,7 @@ class RemoteReward:
         self._servers = [HTTPClient(url, "reward server", **options) for url in self.urls]
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
+        """Score the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
         servers, size, ranks = len(self._servers), len(rollouts), self.ranks or Alone()
         # As if the samples of all ranks, equally many, stood in one row: each server has the next equal part of it.
         edges = [
@@ -108,14 +106,14 @@ class RemoteReward:
         return join_outputs(answers)
 
     def close(self) -> None:
-        """Ends waits between tries."""
+        """End waits between tries."""
         for server in self._servers:
             server.close()
 
     def _ask(
         self, server: HTTPClient, rollouts: list[Rollout]
     ) -> RewardOutput | RequestError | NonFiniteRewardError:
-        """One server's answer about its share, or why there is none."""
+        """Return one server's answer about its share, or why there is none."""
         samples = len(rollouts)
         failures: list[RequestError] = []
         body = {

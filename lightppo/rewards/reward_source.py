@@ -1,16 +1,20 @@
-"""The reward protocol and what holds for every source: how answers are read and checked.
+"""What a source of rewards is, what it is made of, and how its answers are read and checked.
 
 Strings and lists only, no tensors. A source is any object with ``name`` and ``score``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from lightppo.config import PPOConfig
+from lightppo.config.reward_plan import reward_sources
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.ranks import Alone, Ranks
 from lightppo.redaction import plain
 from lightppo.user_code import error_text, finite, is_non_finite, reading_error
 
@@ -20,7 +24,7 @@ POSITIONAL = ("queries", "prompts", "labels")
 
 @dataclass(slots=True)
 class RewardOutput:
-    """The answer of a source about n samples, in their order."""
+    """Hold the answer of a source about n samples, in their order."""
 
     scores: list[float | None]  # None: unscored; the sample leaves its group and the statistics
     metrics: dict[str, list[float | None]] = field(default_factory=dict)  # logged as reward/<name>
@@ -32,7 +36,7 @@ class RewardOutput:
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Scores finished samples of one rank, possibly none; raises :class:`RewardError` if it cannot.
+    """Score finished samples of one rank, possibly none; raise :class:`RewardError` where that fails.
 
     A source that acts on all ranks together has ``needs_all_ranks = True``; it is never called in another thread.
     """
@@ -43,7 +47,7 @@ class RewardSource(Protocol):
 
 
 class NoReward:
-    """Of a run that learns without rewards: nothing is added up, so every score is 0."""
+    """Score 0 for every sample of a run that learns without rewards: nothing is added up."""
 
     name = "no reward"
 
@@ -51,24 +55,38 @@ class NoReward:
         return RewardOutput([0.0] * len(rollouts))
 
 
-class Scorer(Protocol):
-    """Scores finished samples while the engine still generates others; see ``lightppo.plugin.SCORERS``."""
+@dataclass(frozen=True)
+class RewardRequest:
+    """What a source of ``lightppo.plugin.REWARDS`` is made of: all that a run knows of its rewards."""
 
-    def submit(self, rollouts: list[Rollout]) -> None:
-        """Has samples scored and returns at once."""
+    config: PPOConfig  # resolved: what None means is in it
+    tokenizer: Any  # the actor's
+    ranks: Ranks = field(default_factory=Alone)
+    reward_models: Sequence[Any] = ()  # of --reward_pretrain, prepared
+    flag: str = "--reward_fn"  # what errors call the option of the reward function
+    # Called with (make, name, is_certain, request) for a source that may be outside the run (``RewardEntry.outside``):
+    # returns make(), a source around it, or one in its place, which is then never made.
+    around: Callable[..., RewardSource] | None = None
 
-    def collect(self) -> RewardOutput:
-        """Waits for all samples submitted since the last call, and writes their scores into them."""
+    def options_of(self, kind: Callable[..., Any]) -> dict[str, Any]:
+        """Return the run's options that ``kind`` takes as arguments, by their names; without those that are None."""
+        options = self.config.flat()
+        values = {name: options.get(name) for name in inspect.signature(kind).parameters}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def with_source(self, source: RewardSource) -> Scorer:
-        """Another one of the same kind, for another source."""
+    @property
+    def names(self) -> list[str]:
+        """Return all sources of the run, in the order in which they are called."""
+        return reward_sources(self.config)
 
-    def close(self) -> None:
-        """Nothing more is submitted."""
+
+def is_source(value: Any) -> bool:
+    """Tell whether this is a source, and not the class of one."""
+    return isinstance(value, RewardSource) and not isinstance(value, type)
 
 
 def values_of(rollout: Rollout) -> dict[str, Any]:
-    """What a reward function may ask for of a sample, by the names of its parameters."""
+    """Return what a reward function may ask for of a sample, by the names of its parameters."""
     prompt = rollout.prompt
     return {
         "queries": prompt.text + rollout.response_text,
@@ -84,19 +102,19 @@ def values_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def close_source(source: RewardSource) -> None:
-    """Ends the processes that a source has started, if it has a ``close``."""
+    """End the processes that a source has started, if it has a ``close``."""
     getattr(source, "close", lambda: None)()
 
 
 def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
-    """Names a sample in an error text: place in the batch, prompt row, sample index, start of the prompt."""
+    """Name a sample in an error text: place in the batch, prompt row, sample index, start of the prompt."""
     rollout = rollouts[position]
     prompt = shown(rollout.prompt.text, 80)
     return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {prompt!r})"
 
 
 def shown(value: Any, chars: int = 300) -> str:
-    """The start of a value's text, for error texts."""
+    """Return the start of a value's text, for error texts."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except Exception as error:  # the value's own code
@@ -108,10 +126,28 @@ def shown(value: Any, chars: int = 300) -> str:
 # --- answers
 
 
+def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
+    """Join answers about consecutive runs of samples, in order; ``None`` where an answer lacks a metric."""
+    joined = RewardOutput([], {name: [] for output in outputs for name in output.metrics})
+    joined.texts = {name: [] for output in outputs for name in output.texts}
+    token_scores: list[list[float] | None] = []
+    for output in outputs:
+        missing: list[None] = [None] * len(output.scores)
+        joined.scores += output.scores
+        token_scores += missing if output.token_scores is None else output.token_scores
+        for name, values in joined.metrics.items():
+            values += output.metrics.get(name, missing)
+        for name, texts in joined.texts.items():
+            texts += output.texts.get(name, missing)
+    if any(output.token_scores is not None for output in outputs):
+        joined.token_scores = token_scores
+    return joined
+
+
 def check_output(
     output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
 ) -> RewardOutput:
-    """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value.
+    """Return the answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value.
 
     It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
     """
@@ -153,14 +189,14 @@ def _checked_output(
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
-    """Scores samples and writes the checked answer into them; if that fails, no sample changes."""
+    """Score samples and write the checked answer into them; if that fails, no sample changes."""
     output = check_output(source.score(rollouts), rollouts, source.name)
     write_output(output, rollouts)
     return output
 
 
 def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
-    """Writes a checked answer into its samples: ``reward``, ``token_rewards``, ``extras`` and ``texts``."""
+    """Write a checked answer into its samples: ``reward``, ``token_rewards``, ``extras`` and ``texts``."""
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
         rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
@@ -176,7 +212,7 @@ _KEYS = {"rewards", "scores", "extra_logs", "token_scores"}  # of a dict that is
 
 
 def output_from_result(result: Any, count: int, source_name: str) -> RewardOutput:
-    """Reads what reward functions and servers return: a list or tensor of ``count`` scores, or a dict.
+    """Read what reward functions and servers return: a list or tensor of ``count`` scores, or a dict.
 
     Keys of the dict: ``rewards`` (required; used for training), ``scores`` (as many, kept as metric ``score``),
     ``extra_logs`` (name → as many numbers or texts, or one number for the batch), ``token_scores`` (per sample one number

@@ -1,4 +1,4 @@
-"""Runs the calls of a reward function: in threads, or in an event loop. ``--reward_manager prime``: processes.py."""
+"""Runs the calls of a reward function: in threads, an event loop or processes, and again where they failed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -13,19 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 from lightppo.errors import RewardError
-from lightppo.ranks import heartbeat
-from lightppo.rewards.reward_calls import (
+from lightppo.processes.user_calls import (
     Call,
     Outcome,
-    RunnerRequest,
     awaited,
     in_daemon_thread,
     is_coroutine_function,
+    late,
     raised,
 )
+from lightppo.ranks import heartbeat
 from lightppo.user_code import without_copies
 
 _CALLS_AT_A_TIME = 16
@@ -33,14 +34,94 @@ _MAX_STUCK = 64  # abandoned threads at most
 _MAX_BLOCKED = 4  # abandoned event loops at most
 
 
-def runner_of(request: RunnerRequest) -> ThreadRunner | LoopRunner:
-    """Threads, or one event loop for a coroutine function."""
-    kind = LoopRunner if is_coroutine_function(request.fn) else ThreadRunner
-    return kind(request.fn, request.workers or _CALLS_AT_A_TIME, request.timeout)
+RewardManager = Literal["auto", "naive", "batch", "dapo", "prime"]
+OnFailure = Literal["error", "unscored"]
 
 
-def late(timeout: float) -> Outcome:
-    return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
+class Runner(Protocol):
+    """Make the calls of a reward function; may have a ``close``."""
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Return one outcome per call, in their order. What a call raises is in its outcome."""
+        ...
+
+
+def runner_of(
+    manager: RewardManager,
+    fn: Callable[..., Any],
+    name: str,
+    spec: str | None,
+    workers: int | None,
+    timeout: float | None,
+) -> Runner:
+    """Return processes for ``prime``, otherwise threads, or one event loop for a coroutine function.
+
+    Args:
+        name: of the function, for messages.
+        spec: where another process can load it from (path.py:name), if that is known.
+        workers: calls at a time; None: the runner's own number.
+        timeout: wall-clock seconds of a call.
+    """
+    if manager != "prime":
+        kind = LoopRunner if is_coroutine_function(fn) else ThreadRunner
+        return kind(fn, workers or _CALLS_AT_A_TIME, timeout)
+    from lightppo.processes.killable_pool import KillablePool
+
+    if timeout is None:
+        raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
+    return KillablePool(spec or function_spec(fn, name), workers=workers, timeout=timeout)
+
+
+def function_spec(fn: Callable[..., Any], name: str) -> str:
+    """Say how another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    path = getattr(fn, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
+        raise ValueError(
+            f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
+            "the top level of a module or of a file of its own (--reward_fn path.py:name)"
+        )
+    from_file = module.__name__.startswith("lightppo_file_")
+    return f"{module.__file__ if from_file else module.__name__}:{path}"
+
+
+def check_failure_options(
+    on_reward_failure: str, reward_retries: int = 0, reward_timeout: float | None = None
+) -> None:
+    """Refuse values out of range, with a ``ValueError`` that names the flag."""
+    if on_reward_failure not in get_args(OnFailure):
+        raise ValueError(
+            f"--on_reward_failure must be {' or '.join(get_args(OnFailure))}, got {on_reward_failure!r}"
+        )
+    if reward_retries < 0:
+        raise ValueError(f"--reward_retries must be ≥ 0, got {reward_retries}")
+    if reward_timeout is not None and not reward_timeout > 0:
+        raise ValueError(f"--reward_timeout must be > 0 seconds, got {reward_timeout}")
+
+
+def settle(
+    run: Callable[[Sequence[Call]], list[Outcome]],
+    calls: Sequence[Call],
+    read: Callable[[int, Any], tuple[Any, str | None]],
+    retries: int,
+) -> list[Outcome]:
+    """Run calls, and run those that failed again, up to ``retries`` times.
+
+    ``read(position, value)`` gives the result, and why it is incomplete or ``None``.
+    """
+    settled = [Outcome() for _ in calls]
+    pending = list(range(len(calls)))
+    for _ in range(retries + 1):
+        for i, outcome in zip(pending, run([calls[i] for i in pending]) if pending else []):
+            state = settled[i]
+            state.error, state.cause = outcome.error, outcome.cause
+            if outcome.error is None:
+                result, state.error = read(i, outcome.value)
+                state.value = state.value if result is None else result
+            state.failures += state.error is not None
+            state.timeouts += outcome.timeouts
+        pending = [i for i in pending if settled[i].error is not None]
+    return settled
 
 
 # by the present call
@@ -48,7 +129,7 @@ _timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=Non
 
 
 def _watch(name: str) -> None:
-    """Has a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
+    """Have a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
     real = getattr(signal, name)
 
     @functools.wraps(real)
@@ -63,16 +144,15 @@ def _watch(name: str) -> None:
     setattr(signal, name, watched)
 
 
-# Here, as a file of the user that is loaded later may have ``from signal import alarm``; off again in worker processes,
-# whose calls are in their main thread. Outside of calls in threads nothing is changed.
-WATCHED = ("signal", "alarm", "setitimer")
-for _name in WATCHED:
+# Here, as a file of the user that is loaded later may have ``from signal import alarm``. Outside of calls in threads
+# nothing is changed.
+for _name in ("signal", "alarm", "setitimer"):
     _watch(_name)
 
 
 @contextlib.contextmanager
 def _without_timers() -> Iterator[None]:
-    """A :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
+    """Raise :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
     timers: list[str] = []
     token = _timers_set.set(timers)
     try:
@@ -89,7 +169,7 @@ def _without_timers() -> Iterator[None]:
 
 @dataclass(eq=False)
 class ThreadRunner:
-    """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
+    """Run calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
 
     fn: Callable[..., Any]
     workers: int
@@ -99,7 +179,7 @@ class ThreadRunner:
         self._stuck: list[Future[Outcome]] = []
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in order; raises :class:`RewardError` if too many calls hang."""
+        """Return one outcome per call, in order; raise :class:`RewardError` if too many calls hang."""
         if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
             return [self._call(call) for call in calls]
         outcomes: dict[int, Outcome] = {}
@@ -145,7 +225,7 @@ class ThreadRunner:
 
 @dataclass(eq=False)
 class LoopRunner:
-    """Runs coroutine functions in one event loop, which lives in its own thread as long as this object."""
+    """Run coroutine functions in one event loop, which lives in its own thread as long as this object."""
 
     fn: Callable[..., Any]
     concurrency: int
@@ -158,7 +238,7 @@ class LoopRunner:
         self._blocked = 0
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
+        """Return one outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
         if self._blocked > _MAX_BLOCKED:
             raise RewardError(
                 f"the reward function has blocked its event loop {self._blocked} times: it does something slow "

@@ -14,7 +14,8 @@ from typing import Protocol
 from lightppo.data.records import Prompt, Rollout, group_by_prompt, seed_of_step
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
-from lightppo.rewards.reward_source import RewardSource, Scorer, describe_sample, score_rollouts
+from lightppo.rewards.async_scorer import AsyncScorer
+from lightppo.rewards.reward_source import RewardSource, describe_sample, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class RolloutSampler:
     greedy_baseline: bool = False
     dense: bool = False  # the source must give token scores; without it, it must not
     # scores finished samples while the engine, which must take on_finished, generates the rest
-    scorer: Scorer | None = None
+    scorer: AsyncScorer | None = None
     # each sees every scored batch, and may raise
     checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "greedy"

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
@@ -18,6 +17,7 @@ from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
+    estimator_entry,
     generation_batch,
     moves_reference,
     needs_reference,
@@ -28,6 +28,7 @@ from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.episodes.assembly import with_episodes
+from lightppo.episodes.rewards import taped, unless_failed
 from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
@@ -42,13 +43,12 @@ from lightppo.models.wrapper import Role
 from lightppo.plugin import (
     ENGINES,
     LOSS_TERMS,
-    SCORED,
-    SCORERS,
 )
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward
-from lightppo.rewards.reward_source import NoReward, RewardSource
+from lightppo.rewards.async_scorer import AsyncScorer
+from lightppo.rewards.registry import source_of
+from lightppo.rewards.reward_source import NoReward, RewardRequest, RewardSource
 from lightppo.rollout import hf
 from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
@@ -70,6 +70,8 @@ from lightppo.trainer.start_checks import (
     checks_of_packages,
 )
 from lightppo.trainer.training_losses import LossTerm
+from lightppo.verifiers.formats import with_xml_format
+from lightppo.verifiers.status import status_check
 
 T = TypeVar("T")
 
@@ -389,9 +391,8 @@ def build_sampler(
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
-    entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
-    checks = [scored.fn(config, strategy, source) for scored in SCORED.values()]
-    scorers = (scorer.fn(config, engine, source) for scorer in SCORERS.values())
+    entry = estimator_entry(config)
+    status = status_check(config, strategy, source)
     sampler = RolloutSampler(
         engine,
         source,
@@ -399,8 +400,8 @@ def build_sampler(
         min_group_size=entry.min_group_size,
         greedy_baseline=entry.needs_greedy_baseline,
         dense=config.reward.use_dense_reward,
-        scorer=next((scorer for scorer in scorers if scorer is not None), None),
-        checks=[check for check in checks if check is not None],
+        scorer=build_scorer(config, engine, source),
+        checks=[] if status is None else [status],
         timer=timer,
     )
     around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
@@ -411,6 +412,20 @@ def build_sampler(
         timer=timer,
     )
     return with_selection(collector, config, maker.shaper.final_scores)
+
+
+def build_scorer(
+    config: PPOConfig, engine: RolloutEngine, source: RewardSource
+) -> AsyncScorer | None:
+    """Return what scores samples while others are generated, with ``--async_rewards``."""
+    if not config.verifier.async_rewards:
+        return None
+    if not capabilities_of(engine).reports_finished:
+        raise ConfigError(
+            "--async_rewards: this rollout engine gives its samples all at once; leave it out"
+        )
+    with as_config_error():
+        return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
 
 
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
@@ -430,6 +445,21 @@ def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None
         building.reward_source = build_reward(
             building.config, reward_models, building.tokenizer, building.strategy
         )
+
+
+def build_reward(
+    config: PPOConfig,
+    reward_models: Sequence[Any],
+    tokenizer: Any,
+    ranks: Ranks,
+    flag: str = "--reward_fn",
+) -> RewardSource:
+    """Return what scores the samples of a run; ``flag`` is what errors call the reward function."""
+    request = RewardRequest(config, tokenizer, ranks, reward_models, flag, around=taped)
+    if estimator_entry(config).ignores_scores and not request.names:
+        return NoReward()
+    with as_config_error():
+        return unless_failed(with_xml_format(source_of(request), request), request)
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:

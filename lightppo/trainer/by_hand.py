@@ -20,9 +20,9 @@ from lightppo.config.rules import (
 )
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
-from lightppo.rewards.function_calls import function_source
+from lightppo.rewards.function import function_source
+from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.reward_source import NoReward, RewardSource
-from lightppo.rewards.script_sources import build_reward_source
 from lightppo.trainer.build import sampling_params
 from lightppo.trainer.loop import TrainerState
 from lightppo.zero3 import find_engine

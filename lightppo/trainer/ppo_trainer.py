@@ -24,7 +24,7 @@ from lightppo.config.rules import trains
 from lightppo.config.run_length import steps_per_episode
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError, NonFiniteError
-from lightppo.rewards.function_calls import function_source
+from lightppo.rewards.function import function_source
 from lightppo.rewards.reward_source import NoReward, RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.rollout.sampler import CollectedStep

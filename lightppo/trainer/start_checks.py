@@ -28,8 +28,8 @@ from lightppo.preflight.run_checks import (
     look_at_rows,
     tell_memory_of,
 )
-from lightppo.rewards.reward_inputs import check_reward_tokenizers
-from lightppo.rewards.weighted_sums import check_routes
+from lightppo.rewards.registry import check_routes
+from lightppo.rewards.reward_model import check_reward_tokenizers
 from lightppo.rollout.cuda_graphs import check_device
 from lightppo.rollout.penalties import check_sampled_tokens
 from lightppo.trainer.distillation import check_teacher
@@ -45,7 +45,7 @@ def check_options(run: Building) -> None:
     check_device(run)
     check_tokens(run)
     if run.config.flat().get("tape_from"):
-        from lightppo.episodes.tape_checks import check_folder
+        from lightppo.episodes.tape_files import check_folder
 
         check_folder(run.config, run.strategy.world_size)
     check_files(run)

@@ -1,6 +1,6 @@
 """Rewards for programs: the last fenced block of Python in a response runs on the test cases of its row.
 
-The sandbox or a service (:mod:`lightppo.verifiers.services`) runs it. Outputs are compared here, so that no
+The sandbox or a service (:mod:`lightppo.verifiers.programs`) runs it. Outputs are compared here, so that no
 program sees the expected ones.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
-from lightppo.rewards.reward_calls import OnFailure, check_failure_options
 from lightppo.rewards.reward_source import RewardOutput, describe_sample, shown
+from lightppo.rewards.runners import OnFailure, check_failure_options
 from lightppo.verifiers.sandbox import ProgramRun, SandboxPool
 from lightppo.verifiers.thinking import Thinking, after_thinking
 
@@ -59,7 +59,7 @@ class CodeTests:
 
 
 def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
-    """The first ``most`` test cases of a row, in AReaL's or verl's form: an object with ``inputs`` and ``outputs``.
+    """Return the first ``most`` test cases of a row, in AReaL's or verl's form: an object with ``inputs`` and ``outputs``.
 
     A row without usable ones is a ``ValueError`` that says what is missing.
     """
@@ -120,7 +120,7 @@ def _script_case(given: Any, expected: Any) -> CodeCase:
 
 
 def _call_case(given: Any, expected: Any) -> CodeCase:
-    """A call: one line of JSON per argument or a list; the expected value as JSON, bare or in a list."""
+    """Return a call: one line of JSON per argument or a list; the expected value as JSON, bare or in a list."""
     if isinstance(given, str):
         arguments = [_load(line) for line in given.split("\n") if line.strip()]
     else:
@@ -140,7 +140,7 @@ def _call_case(given: Any, expected: Any) -> CodeCase:
 
 
 def last_program(response: str) -> str | None:
-    """The last closed fenced block outside ``<think>…</think>`` that is tagged as Python, or else that is untagged.
+    """Return the last closed fenced block outside ``<think>…</think>`` that is tagged as Python, or else that is untagged.
 
     A block without a tag behind the program is often what it prints.
     """
@@ -181,14 +181,14 @@ class Comparison:
             )
 
     def most_bytes(self, case: CodeCase) -> int:
-        """A longer output is wrong, and not worth the memory."""
+        """Return a limit: a longer output is wrong, and not worth the memory."""
         values = (
             [case.expected] if isinstance(case.expected, str) else map(json.dumps, case.expected)
         )
         return 32 * max(map(len, values)) + 8192
 
     def printed(self, printed: str, case: CodeCase) -> bool:
-        """Whether a program printed the right text."""
+        """Tell whether a program printed the right text."""
         if printed == case.expected or len(printed) > self.most_bytes(case):
             return printed == case.expected
         ours, theirs = (
@@ -207,7 +207,7 @@ class Comparison:
         return self._allows("set") and next(bags) == next(bags)
 
     def returned(self, answer: str, case: CodeCase) -> bool:
-        """Whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
+        """Tell whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
         try:
             if len(answer) > self.most_bytes(case):
                 return False
@@ -286,7 +286,7 @@ class CodeVerifier(Protocol):
     concurrency: int
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Raises :class:`RewardError` if it learned nothing about the program."""
+        """Raise :class:`RewardError` if it learned nothing about the program."""
 
     def close(self) -> None: ...
 
@@ -306,7 +306,7 @@ class SandboxVerifier:
         self.concurrency = self.pool.size
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Runs the program on all tests; raises :class:`SandboxError` if the sandbox failed twice."""
+        """Run the program on all tests; raises :class:`SandboxError` if the sandbox failed twice."""
         verdict = CodeVerdict()
         left = self.code_total_timeout
         while len(verdict.passed) < len(tests.cases) and left > 0:
@@ -336,13 +336,13 @@ class SandboxVerifier:
         return verdict
 
     def close(self) -> None:
-        """Ends the sandboxes."""
+        """End the sandboxes."""
         self.pool.close()
 
     def _judge_calls(
         self, run: ProgramRun, cases: Sequence[CodeCase], verdict: CodeVerdict
     ) -> None:
-        """A program that dies in a test fails that test alone; one that cannot be loaded fails all."""
+        """Judge the answers: a program that dies in a test fails that test alone; one that cannot be loaded fails all."""
         late = run.ended == "timeout"
         if "loaded" not in _first_answer(run):
             verdict.passed += [False] * len(cases)
@@ -397,7 +397,7 @@ class CodeReward:
         check_failure_options(self.on_reward_failure)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples, as many at a time as the verifier allows."""
+        """Score the samples, as many at a time as the verifier allows."""
         tests = self._find_tests(rollouts)
         programs = [self.extract(self.thinking.shown(rollout)) for rollout in rollouts]
         work = [i for i, program in enumerate(programs) if program is not None]
@@ -439,7 +439,7 @@ class CodeReward:
         return output
 
     def close(self) -> None:
-        """Ends what the verifier has started."""
+        """End what the verifier has started."""
         self.verifier.close()
 
     def _find_tests(self, rollouts: list[Rollout]) -> list[CodeTests]:

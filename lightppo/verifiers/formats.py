@@ -12,14 +12,14 @@ from lightppo.rewards.reward_source import RewardOutput, RewardSource, check_out
 from lightppo.verifiers.thinking import Thinking
 
 if TYPE_CHECKING:
-    from lightppo.rewards.registry import RewardRequest
+    from lightppo.rewards.reward_source import RewardRequest
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ["<think>", "</think>"]
 
 
 def has_think(text: str) -> bool:
-    """Whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
+    """Tell whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
     tags, between = _split(text)
     starts = tags[:2] == _THINK and not between[0].strip()
     return (
@@ -30,7 +30,7 @@ def has_think(text: str) -> bool:
 
 
 def has_think_answer(text: str) -> bool:
-    """True for ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
+    """Accept ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
     tags, between = _split(text)
     return tags == [*_THINK, "<answer>", "</answer>"] and not any(
         between[i].strip() for i in (0, 2, 4)
@@ -38,7 +38,7 @@ def has_think_answer(text: str) -> bool:
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
-    """The tags in order and the texts around them; adds a missing first ``<think>``."""
+    """Return the tags in order and the texts around them; adds a missing first ``<think>``."""
     tags = _TAG.findall(text)
     if tags[:1] == ["</think>"]:
         text, tags = "<think>" + text, ["<think>", *tags]
@@ -70,7 +70,7 @@ class FormatReward:
         self._thinking = thinking or Thinking()
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples."""
+        """Score the samples."""
         texts = [self._thinking.shown(r) if self._by_name else r.response_text for r in rollouts]
         return RewardOutput([float(self.check(text)) for text in texts])
 
@@ -101,11 +101,11 @@ class XmlFormatCheck:
         self.wrong = float(wrong)
 
     def close(self) -> None:
-        """Ends what the source has started."""
+        """End what the source has started."""
         close_source(self.source)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples."""
+        """Score the samples."""
         output = check_output(self.source.score(rollouts), rollouts, self.name)
         if "xml_format" in output.metrics:
             raise RewardError(
@@ -120,12 +120,12 @@ class XmlFormatCheck:
 
 
 def format_reward(request: RewardRequest) -> FormatReward:
-    """``--reward_source format``."""
+    """Return the source of ``--reward_source format``."""
     return FormatReward(**request.options_of(FormatReward), thinking=Thinking(request.tokenizer))
 
 
 def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
-    """``--check_xml_format``."""
+    """Return the source with ``--check_xml_format`` around it, if that is set."""
     options = request.config.verifier
     return (
         XmlFormatCheck(source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer))

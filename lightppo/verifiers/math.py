@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.function_calls import NO_LABELS
-from lightppo.rewards.reward_calls import (
-    Call,
-    OnFailure,
-    check_failure_options,
-    settle,
-)
+from lightppo.processes.killable_pool import KillablePool
+from lightppo.processes.user_calls import Call
+from lightppo.rewards.function import NO_LABELS
 from lightppo.rewards.reward_source import RewardOutput, describe_sample
+from lightppo.rewards.runners import OnFailure, check_failure_options, settle
 from lightppo.verifiers.math_equality import equal
 from lightppo.verifiers.math_notation import NO_UNITS, SPACING, tidy
 from lightppo.verifiers.math_numbers import DECIMAL, as_number, compare
-from lightppo.verifiers.processes import KillablePool
 from lightppo.verifiers.thinking import Thinking, after_thinking
 
 if TYPE_CHECKING:
-    from lightppo.rewards.registry import RewardRequest
+    from lightppo.rewards.reward_source import RewardRequest
 
 _LIBRARY = "latex2sympy2_extended"
 _MEMORY_MB = 2048
@@ -38,12 +34,12 @@ _CLOCK = 20
 
 
 def math_reward(request: RewardRequest) -> MathReward:
-    """``--reward_source math``."""
+    """Return the source of ``--reward_source math``."""
     return MathReward(thinking=Thinking(request.tokenizer), **request.options_of(MathReward))
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """ValueError for a row without a label, or with one that is no answer."""
+    """Raise ValueError for a row without a label, or with one that is no answer."""
     if prompt.label is None:
         raise ValueError(NO_LABELS)
     gold_answers(prompt.label)
@@ -83,7 +79,7 @@ class MathReward:
         )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; each different pair of label and answer is compared once."""
+        """Score the samples; each different pair of label and answer is compared once."""
         golds = [self._golds(rollouts, i) for i in range(len(rollouts))]
         answers = [
             find_answer(self.thinking.shown(rollout), unmarked=self.math_unmarked)
@@ -128,7 +124,7 @@ class MathReward:
         return output
 
     def close(self) -> None:
-        """Ends the worker processes; they also end with this object and with the program."""
+        """End the worker processes; they also end with this object and with the program."""
         self._pool.close()
 
     def _golds(self, rollouts: list[Rollout], i: int) -> list[str]:
@@ -182,7 +178,7 @@ _NUMBER_NEXT = re.compile(r" ?(?:,|and|or|to) ?[-$]{0,2}\d")
 
 
 def gold_answers(label: object) -> list[str]:
-    """The right answers: one per entry of a list, each the whole text or a worked solution's final answer."""
+    """Return the right answers: one per entry of a list, each the whole text or a worked solution's final answer."""
     texts = []
     for entry in label if isinstance(label, (list, tuple)) else [label]:
         if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
@@ -197,7 +193,7 @@ def gold_answers(label: object) -> list[str]:
 
 
 def find_answer(response: str, *, unmarked: bool = True) -> str | None:
-    r"""The final answer of a response, or ``None``.
+    r"""Return the final answer of a response, or ``None``.
 
     Only the text after the last ``</think>`` counts (none of it if thinking has not ended), and in it only the last
     ``<answer>…</answer>`` if there is one. The first of these is taken: the last closed ``\boxed{…}``, or several in a

@@ -41,7 +41,7 @@ _CHOICE = re.compile(
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two answers are equal. It runs in a worker process, where only a kill limits it."""
+    """Tell whether two answers are equal. It runs in a worker process, where only a kill limits it."""
     texts = canonical(gold), canonical(answer)
     choices = [_CHOICE.fullmatch(text) for text in texts]
     sure = [choice and not choice["colon"] for choice in choices]  # J: 4, S: 5 is none
@@ -79,7 +79,7 @@ def _same(gold: Any, answer: Any) -> bool:
 
 
 def _is_condition(*nodes: Listing) -> bool:
-    """Whether a list is read as a region, or compared part by part."""
+    """Tell whether a list is read as a region, or compared part by part."""
     kinds = (Interval, Union, Order)
     return any(
         node.brackets == "" and any(isinstance(p, kinds) for p in node.parts) for node in nodes
@@ -105,12 +105,12 @@ def _same_assigned(gold: Any, answer: Any) -> bool:
 
 
 def _head(name: str) -> str:
-    """The name without spaces and variables: ``f`` of ``f(x)``."""
+    """Return the name without spaces and variables: ``f`` of ``f(x)``."""
     return re.sub(r"\s|\(\s*[A-Za-z]\s*\)", "", name)
 
 
 def _other_name(gold: str, answer: str) -> bool:
-    """Whether both may name one thing: y and f(x), A and Area; but x is not y."""
+    """Tell whether both may name one thing: y and f(x), A and Area; but x is not y."""
     words = [set(words_in(without_text(name))) for name in (gold, answer) if r"\text{" in name]
     if words:
         return len(words) == 1 or not words[0].isdisjoint(words[1])
@@ -188,7 +188,7 @@ def _matched(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, An
 
 
 def _if_possible(function: Callable[..., T]) -> Callable[..., T | None]:
-    """None where sympy raises: kinds that cannot be compared, such as a number and a matrix."""
+    """Return None where sympy raises: kinds that cannot be compared, such as a number and a matrix."""
 
     @functools.wraps(function)
     def told(*values: Any) -> T | None:
@@ -357,7 +357,7 @@ _LETTERS_ONLY = re.compile(r"[A-Za-z]{2,}")
 
 
 def _same_expression(gold: str, answer: str) -> bool:
-    """Compares two expressions. Letters alone are a word or a row of points; 3:45 is a time; 2:4 is a ratio."""
+    """Compare two expressions. Letters alone are a word or a row of points; 3:45 is a time; 2:4 is a ratio."""
     texts = gold, answer
     if all(map(_LETTERS_ONLY.fullmatch, texts)) and not all(map(_is_product, texts)):
         return _plain(gold) == _plain(answer)
@@ -404,7 +404,7 @@ def _rounds_to(number: Number, value: Any) -> bool:
 
 
 def _value(text: Any) -> Any:
-    """The expression of a canonical text, or ``None``."""
+    """Return the expression of a canonical text, or ``None``."""
     from sympy import Expr, MatrixExpr
 
     found = _parsed(text)
@@ -428,7 +428,7 @@ def _same_matrix(a: Any, b: Any) -> bool:
 
 @functools.lru_cache(maxsize=1000)
 def _parsed(text: Any) -> Any:
-    """What sympy reads in a canonical text, with exact numbers and evaluated; ``None`` if nothing."""
+    """Return what sympy reads in a canonical text, with exact numbers and evaluated; ``None`` if nothing."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy import Basic, I, MatrixBase, Symbol
     from sympy.core.function import AppliedUndef
@@ -497,7 +497,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _same_case(a: Any, b: Any) -> tuple[Any, Any]:
-    """Symbols in lower case, unless the case tells symbols of an expression apart, as in πR² - πr²."""
+    """Return symbols in lower case, unless the case tells symbols of an expression apart, as in πR² - πr²."""
     from sympy import Symbol
 
     for expression in (a, b):
@@ -509,7 +509,7 @@ def _same_case(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _points(symbols: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-    """Integers, fractions and negative numbers, another one for each symbol."""
+    """Return integers, fractions and negative numbers, another one for each symbol."""
     from sympy import Integer, Rational
 
     for n in range(_POINTS):
@@ -535,7 +535,7 @@ def _same_at(a: Any, b: Any, point: dict[Any, Any]) -> bool | None:
 
 
 def _approximate(value: Any, digits: int) -> Any:
-    """The number as mpmath's, or ``None``."""
+    """Return the number as mpmath's, or ``None``."""
     import mpmath
 
     real, imaginary = value.evalf(digits).as_real_imag()
@@ -559,7 +559,7 @@ def _close(a: Any, b: Any, digits: int) -> bool:
 
 
 def _same_constant(a: Any, b: Any) -> bool:
-    """Rational numbers exactly, others to hundreds of digits, relative to their size."""
+    """Compare rational numbers exactly, others to hundreds of digits, relative to their size."""
     from sympy import nan, oo, zoo
 
     if a.has(oo, zoo, nan) or b.has(oo, zoo, nan):

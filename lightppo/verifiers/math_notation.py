@@ -47,7 +47,7 @@ _REPLACED = [  # a backslash before another is the end of a matrix row
 
 
 def tidy(answer: str) -> str:
-    """The answer without parts that never change its meaning: math mode, spacing commands, a full stop."""
+    """Return the answer without parts that never change its meaning: math mode, spacing commands, a full stop."""
     if r"\begin" not in answer:  # written with the escapes of JSON
         answer = re.sub(r"\\\\(?=[A-Za-z{},!;:])", r"\\", answer)
     for pattern, replacement in _REPLACED:
@@ -112,7 +112,7 @@ _COMMANDS = {
 
 
 def words_in(text: str) -> tuple[str, ...]:
-    """The words, with their powers as in ``cm^2``, and signs of money."""
+    """Return the words, with their powers as in ``cm^2``, and signs of money."""
     found = re.findall(r"([€£¥]|[^\W\d_²³]+)(?: *\^ *\{? *(-?\d) *\}?|([²³]))?", text.casefold())
     powers = {"²": "2", "³": "3"}
     return tuple(
@@ -121,13 +121,13 @@ def words_in(text: str) -> tuple[str, ...]:
 
 
 def kind_of(word: str) -> tuple[int, int] | None:
-    """The group of words that exclude each other, and the word's kind in it."""
+    """Return the group of words that exclude each other, and the word's kind in it."""
     word = word.casefold().strip(".")
     return _KIND.get(word) or _KIND.get(word.removesuffix("s"))
 
 
 def exclude_each_other(ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
-    """Whether the words of two quantities contradict each other, as a.m. and p.m., or cm^2 and cm^3 do."""
+    """Tell whether the words of two quantities contradict each other, as a.m. and p.m., or cm^2 and cm^3 do."""
     kinds: list[dict[int, tuple[int, str]]] = []
     for words in (ours, theirs):
         split = [word.partition("^") for word in words]
@@ -141,7 +141,7 @@ def exclude_each_other(ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
 
 
 def is_unit(word: str, attached: bool = False) -> bool:
-    """Whether letters behind a number are a word, not a product; ``attached`` to it: 5xyz is a product, 5cm is not."""
+    """Tell whether letters behind a number are a word, not a product; ``attached`` to it: 5xyz is a product, 5cm is not."""
     if word.lower() in SHORT_UNITS or (len(word) > 2 and kind_of(word)):
         return True
     spoken = len(word) > 2 and not set("aeiou").isdisjoint(word.lower())
@@ -199,7 +199,7 @@ _CANONICAL: list[tuple[re.Pattern[str], Any]] = [
 
 
 def canonical(answer: str) -> str:
-    """The answer in the notation that :mod:`~lightppo.verifiers.math_equality` reads."""
+    """Return the answer in the notation that :mod:`~lightppo.verifiers.math_equality` reads."""
     text = tidy(_as_latex(answer))
     for pattern, replacement in _CANONICAL:
         text = pattern.sub(replacement, text)
@@ -213,7 +213,7 @@ def canonical(answer: str) -> str:
 
 
 def _as_latex(text: str) -> str:
-    """ASCII for signs of Unicode: by the table, Greek letters by name, the rest by how Unicode decomposes them."""
+    """Return ASCII for signs of Unicode: by the table, Greek letters by name, the rest by how Unicode decomposes them."""
     if text.isascii():
         return text
     return "".join(_latex_runs(text))
@@ -294,7 +294,7 @@ def _with_braces(text: str) -> str:
 
 
 def _argument(text: str, start: int, name: str | None) -> tuple[str, int]:
-    """What a command takes: a group, with a power, index or root also one in parentheses or a whole number."""
+    """Return what a command takes: a group, with a power, index or root also one in parentheses or a whole number."""
     while text[start : start + 1] == " ":
         start += 1
     first = text[start : start + 1]
@@ -312,7 +312,7 @@ def _argument(text: str, start: int, name: str | None) -> tuple[str, int]:
 
 
 def closing(text: str, start: int) -> int:
-    """Where the bracket at ``start`` closes; the end of the text if it does not."""
+    """Return where the bracket at ``start`` closes; the end of the text if it does not."""
     pairs = {"{": "}", "(": ")"}
     opened, closed, depth = text[start], pairs[text[start]], 0
     for position in range(start, len(text)):
@@ -325,7 +325,7 @@ def closing(text: str, start: int) -> int:
 
 
 def _fraction(match: re.Match[str]) -> str:
-    """A repeating decimal as a fraction."""
+    """Return a repeating decimal as a fraction."""
     head, repeated = match["head"], match["bar"] or match["one"] or match["round"]
     whole = int((match["whole"] or "0") + head)
     top = whole * (10 ** len(repeated) - 1) + int(repeated)

@@ -66,7 +66,7 @@ class Number:
         return bool(self.decimals) and self.digits >= _MIN_DIGITS
 
     def stands_for(self, value: Fraction) -> bool:
-        """True if this is a decimal with at least 6 significant digits and ``value`` rounds to it."""
+        """Tell whether this is a decimal with at least 6 significant digits and ``value`` rounds to it."""
         if not self.decimals or not self.may_be_rounded:
             return False
         error = abs(self.value - value)
@@ -76,7 +76,7 @@ class Number:
 
 
 def as_number(answer: str) -> Number | None:
-    """Reads an answer that is one number in any notation, with currency, percent sign or unit; else None."""
+    """Read an answer that is one number in any notation, with currency, percent sign or unit; else None."""
     text = _ORDINAL.sub("", _LABEL.sub("", tidy(answer)))
     match = (
         _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text))
@@ -116,7 +116,7 @@ def as_number(answer: str) -> Number | None:
 
 
 def _unit_or_text(match: re.Match[str]) -> str:
-    r"""Replaces ``\text{…}`` behind a number by words that _tail reads as a unit, or keeps words that change the value."""
+    r"""Replace ``\text{…}`` behind a number by words that _tail reads as a unit, or keep words that change the value."""
     content = re.sub(r"(?<![A-Za-z])([aApP])\.? ?[mM]\.?(?![A-Za-z])", r"\1m", match.group(1))
     words = re.findall(r"[a-z]+", content.lower())
     if any(w in NO_UNITS for w in words) or "%" in content:
@@ -126,7 +126,7 @@ def _unit_or_text(match: re.Match[str]) -> str:
 
 
 def _tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
-    """Reads a multiplier, percent sign or unit behind a number: (factor, percent sign?, words), None for anything else."""
+    """Read a multiplier, percent sign or unit behind a number: (factor, percent sign?, words), None for anything else."""
     if percent := _PERCENT.match(text.lstrip()):
         words = percent.string[percent.end() :].split()
         plain = all(word.isalpha() and is_unit(word) for word in words)
@@ -153,7 +153,7 @@ def _tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether two answers are equal; ``None`` if telling takes algebra."""
+    """Tell whether two answers are equal; ``None`` if telling takes algebra."""
     a, b = as_number(gold), as_number(answer)
     labels = {match.group() for text in (gold, answer) if (match := _LABEL.match(tidy(text)))}
     if a is not None and b is not None and len(labels) < 2:
@@ -168,7 +168,7 @@ def compare(gold: str, answer: str) -> bool | None:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Whether two numbers are equal; a percent sign that only one has may be a unit or a division by 100."""
+    """Tell whether two numbers are equal; a percent sign that only one has may be a unit or a division by 100."""
     if exclude_each_other(a.words, b.words):
         return False
     if a.percent != b.percent:
@@ -178,7 +178,7 @@ def same_number(a: Number, b: Number) -> bool:
 
 
 def squeezed(answer: str) -> str:
-    """The text without spaces, but those between digits, and without fonts; letters alone in lower case."""
+    """Return the text without spaces, but those between digits, and without fonts; letters alone in lower case."""
     text = _TEXT_COMMAND.sub(r"\1", tidy(answer)).replace("²", "^2").replace("³", "^3")
     text = re.sub(r"(?<![\d,]) +| +(?!\d)|(?<=,) +(?!\d{3}(?!\d))", "", text)
     text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # (A): a choice

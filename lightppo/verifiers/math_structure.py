@@ -99,7 +99,7 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
 
 def read(text: str) -> Any:
-    """The structure of a canonical text; expressions and words stay texts."""
+    """Return the structure of a canonical text; expressions and words stay texts."""
     text = text.strip().strip(",;").strip()
     if matrix := _MATRIX.fullmatch(text):
         rows = [
@@ -133,7 +133,7 @@ def read(text: str) -> Any:
 
 
 def split_outside(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[re.Match[str]]]:
-    """The parts of a text around what matches outside brackets, and the matches."""
+    """Return the parts of a text around what matches outside brackets, and the matches."""
     depth, outside = 0, set()
     for token in _TOKEN.finditer(text):
         depth -= token.group() in _CLOSES
@@ -147,7 +147,7 @@ def split_outside(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[
 
 
 def _enclosed(text: str) -> tuple[str, str] | None:
-    """The brackets around the whole text and what they enclose."""
+    """Return the brackets around the whole text and what they enclose."""
     first = _TOKEN.match(text)
     if first is None or first.group() not in _OPENS or first.group() == r"\begin":
         return None
@@ -228,7 +228,7 @@ def _related(sides: list[str], signs: list[str]) -> Any:
 
 
 def _ordered(sides: list[str], signs: list[str]) -> Any:
-    """An interval for ``1 < x <= 2``, ``x < 2`` and ``x != 2``; otherwise orders."""
+    """Return an interval for ``1 < x <= 2``, ``x < 2`` and ``x != 2``; otherwise orders."""
     down = all(sign in (">", r"\ge") for sign in signs)
     if down and len(sides) == 3:
         sides, signs = sides[::-1], [FLIPPED[sign] for sign in signs[::-1]]
@@ -261,7 +261,7 @@ def is_variable(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether this may stand before ``=`` as the name of a value: ``x``, ``f(x)``, ``\\angle ABC``, words."""
+    """Tell whether this may stand before ``=`` as the name of a value: ``x``, ``f(x)``, ``\\angle ABC``, words."""
     return bool(_NAME.fullmatch(text)) and text not in ("e", "i")
 
 
@@ -299,7 +299,7 @@ def _bracketed(text: str) -> Any:
 
 
 def _quantities(text: str) -> Any:
-    """Words split a text into quantities: ``2 hours 30 minutes`` are two. Words alone stay a text."""
+    """Split a text into quantities by its words: ``2 hours 30 minutes`` are two. Words alone stay a text."""
     text = re.sub(
         r"(?<=\d)\s*([€£¥])|([€£¥])\s*(?=\d)", lambda m: rf" \text{{{m[1] or m[2]}}} ", text
     )
@@ -320,5 +320,5 @@ def _quantities(text: str) -> Any:
 
 
 def without_text(text: str) -> str:
-    r"""The words of ``\text{…}`` as they are."""
+    r"""Return the words of ``\text{…}`` as they are."""
     return _TEXT.sub(r" \1", text)

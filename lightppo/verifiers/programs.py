@@ -1,16 +1,45 @@
-"""What runs the programs of ``--reward_source code``: a service, or this machine's sandboxes."""
+"""What runs the programs of ``--reward_source code``: sandboxes of this machine, SandboxFusion, or AReaL's service.
+
+A service that fails is asked again with back-off, and then is an error; it never becomes a failed test.
+"""
 
 from __future__ import annotations
 
-from lightppo.rewards.registry import RewardRequest
-from lightppo.verifiers.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier
+import inspect
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from lightppo.errors import RequestError, RewardError
+from lightppo.http_client import HTTPClient
+from lightppo.rewards.reward_source import RewardRequest
+from lightppo.verifiers.code import (
+    CodeCase,
+    CodeReward,
+    CodeTests,
+    CodeVerdict,
+    CodeVerifier,
+    Comparison,
+    SandboxVerifier,
+)
 from lightppo.verifiers.sandbox import SandboxLimits, SandboxPool
-from lightppo.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
+from lightppo.verifiers.sandbox.supervisor import (
+    PRELUDE_MODULES,
+    find_function,
+    make_prelude,
+    plain_value,
+)
 from lightppo.verifiers.thinking import Thinking
+
+T = TypeVar("T")
+
+_MOST_BYTES = 64 << 20
 
 
 def code_reward(request: RewardRequest) -> CodeReward:
-    """``--reward_source code``."""
+    """Return the source of ``--reward_source code``."""
     return CodeReward(
         verifier=_verifier(request),
         thinking=Thinking(request.tokenizer),
@@ -30,3 +59,207 @@ def _verifier(request: RewardRequest) -> CodeVerifier:
     limits = SandboxLimits(**request.options_of(SandboxLimits))
     pool = SandboxPool(limits=limits, **request.options_of(SandboxPool))
     return SandboxVerifier(pool=pool, comparison=comparison, **request.options_of(SandboxVerifier))
+
+
+class _Service:
+    """Ask a service that runs programs."""
+
+    wait_seconds = 30.0  # beyond a program's own limits: the service's queue and the network
+    concurrency: int
+    sleep: Callable[[float], None] | None
+
+    def _connect(self, flag: str, url: str, path: str, seconds: float, retries: int) -> None:
+        """Make the client; ``path`` is added to an address without one."""
+        parts = urlsplit(url)
+        url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
+        options = {
+            "timeout": seconds + self.wait_seconds,
+            "max_bytes": _MOST_BYTES,
+            "sleep": self.sleep,
+        }
+        self._client = HTTPClient(
+            url, flag, retries=retries, max_concurrent=self.concurrency, **options
+        )
+
+    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+        try:
+            return self._client.post("", request, read)
+        except RequestError as error:
+            raise RewardError(str(error)) from None
+
+    def close(self) -> None:
+        """End waits between tries."""
+        self._client.close()
+
+
+def _caller(code: str, function: str, mark: str) -> str:
+    """Return source that calls a function as the sandbox does. All that it prints is the value, behind the mark."""
+    return f"""\
+import collections, importlib, json, site, sys
+from collections.abc import Callable
+from typing import Any
+PRELUDE_MODULES = {PRELUDE_MODULES}
+{inspect.getsource(make_prelude)}
+{inspect.getsource(find_function)}
+{inspect.getsource(plain_value)}
+sys.setrecursionlimit(200000)
+getattr(sys, "set_int_max_str_digits", int)(0)
+arguments = json.loads(sys.stdin.read())
+output, sys.stdout = sys.stdout, sys.stderr
+prelude = make_prelude()
+names = prelude | {{"__name__": "solution"}}
+exec(compile({code!r}, "<program>", "exec"), names)
+value = find_function(names, {function!r}, prelude)(*arguments)
+print({mark!r} + json.dumps(value, default=plain_value), file=output, flush=True)
+"""
+
+
+@dataclass(eq=False)
+class SandboxFusionVerifier(_Service):
+    """Let `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_ run programs, one request per test."""
+
+    sandbox_fusion_url: str  # http://host:port/run_code; a missing path is added
+    comparison: Comparison = field(default_factory=Comparison)
+    sandbox_fusion_max_concurrent: int = 64  # requests at a time
+    sandbox_fusion_memory_limit_mb: int = 1024
+    sandbox_fusion_language: str = "python"  # functions are called in python only
+    sandbox_fusion_retries: int = 3
+    code_timeout: float = 6.0  # seconds of compiling, and of running
+    sleep: Callable[[float], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.concurrency = self.sandbox_fusion_max_concurrent
+        seconds, retries = 2 * self.code_timeout, self.sandbox_fusion_retries
+        self._connect(
+            "--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries
+        )
+
+    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
+        """Run the program on all tests; raise :class:`RewardError` if the service gave no usable answer."""
+        if tests.function is not None and self.sandbox_fusion_language != "python":
+            raise RewardError(
+                f"tests that call {tests.function}() need --sandbox_fusion_language python"
+            )
+        verdict = CodeVerdict()
+        for case in tests.cases:
+            self._judge(code, tests.function, case, verdict)
+            if verdict.compile_error or (first_failure_ends and verdict.timeouts):
+                break
+        return verdict
+
+    def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
+        mark = f"SANDBOX_FUSION_MARK{secrets.token_hex(8)}:"
+        source = code if function is None else _caller(code, function, mark)
+        program = {"code": source, "stdin": case.given, "language": self.sandbox_fusion_language}
+        limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
+        limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
+        request = program | limits | {"files": {}, "fetch_files": []}
+        good, timeout, verdict.compile_error, stdout = self._ask(request, _read_run)
+        verdict.timeouts += timeout
+        if function is None:
+            verdict.passed.append(good and self.comparison.printed(stdout, case))
+        else:
+            answer = stdout.rpartition(mark)[2] if mark in stdout else ""
+            verdict.passed.append(good and self.comparison.returned(answer.strip(), case))
+
+
+_NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
+
+
+def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
+    """Return what SandboxFusion says about a program: it ended well, timed out, is not valid, and what it printed.
+
+    Failures of the service, not of the program, are errors here.
+    """
+    if answer["status"] not in ("Success", "Failed"):
+        raise ValueError(f"status {answer['status']}: {answer.get('message')}")
+    compiled, ran = answer.get("compile_result"), answer.get("run_result")
+    steps = [step for step in (compiled, ran) if step is not None]
+    if not steps or any(step["status"] not in ("Finished", "TimeLimitExceeded") for step in steps):
+        raise ValueError(f"neither finished nor timed out: {str(steps)[:200]}")
+    timeout = any(step["status"] == "TimeLimitExceeded" for step in steps)
+    failed = any(step.get("return_code") != 0 for step in steps)
+    stdout, stderr = (str((ran or {}).get(name) or "") for name in ("stdout", "stderr"))
+    last = stderr.strip().rpartition("\n")[2].partition(":")[0]
+    if answer["status"] == "Success" and (timeout or failed or ran is None):
+        raise ValueError("status Success for a program that did not end well")
+    return (
+        not timeout and not failed,
+        timeout,
+        failed and not timeout and (ran is None or last in _NOT_PYTHON),
+        stdout,
+    )
+
+
+_AREAL = {
+    "language": "PYTHON",
+    "runtime": "python-default",
+    "isFastFail": True,
+    "isRemote": False,
+    "query_index": 0,
+}
+
+
+@dataclass(eq=False)
+class FunctionCallVerifier(_Service):
+    """Let AReaL's function-call service run programs and compare outputs."""
+
+    function_call_url: str  # /apis/functioncalls is added if it has no path
+    function_call_max_concurrent: int = 64  # requests at a time
+    # Tests per request where the first failure ends a program; otherwise each test is a request.
+    function_call_batch_size: int = 1
+    function_call_memory_limit_mb: int = 1024  # rounded up to 256; 0: the service's own limit
+    function_call_retries: int = 3
+    code_timeout: float = 6.0  # seconds per test
+    sleep: Callable[[float], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.function_call_batch_size < 1:
+            raise ValueError(
+                f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}"
+            )
+        self.concurrency = self.function_call_max_concurrent
+        seconds, retries = (
+            self.function_call_batch_size * self.code_timeout,
+            self.function_call_retries,
+        )
+        self._connect(
+            "--function_call_url", self.function_call_url, "/apis/functioncalls", seconds, retries
+        )
+
+    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
+        """Let the service judge the program on all tests; raise :class:`RewardError` if it gave no usable answer."""
+        verdict = CodeVerdict()
+        size = self.function_call_batch_size if first_failure_ends else 1
+        for start in range(0, len(tests.cases), size):
+            cases = tests.cases[start : start + size]
+            request = _AREAL | {
+                "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
+                "code": code,
+                "entryFunction": tests.function or "",
+                "testcases": [
+                    {"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()}
+                    for case in cases
+                ],
+                "timeout": self.code_timeout,
+                "memory": -(-self.function_call_memory_limit_mb // 256) * 256,
+            }
+            passed, timed_out = self._ask(request, _read_verdict)
+            verdict.passed += [passed] * len(cases)
+            verdict.timeouts += timed_out
+            if first_failure_ends and not passed:
+                break
+        return verdict
+
+
+def _read_verdict(answer: dict[str, Any]) -> tuple[bool, bool]:
+    """Tell whether all tests of the request passed, and whether one timed out."""
+    passed, results = answer["success"], answer.get("results") or []
+    if not isinstance(passed, bool) or not all(isinstance(result, dict) for result in results):
+        raise TypeError("'success' must be true or false, 'results' a list of objects")
+    for result in results:
+        if result.get("errorType") == "SystemError":
+            raise ValueError(f"SystemError: {result.get('reason')}")
+    reasons = [f"{result.get('errorType')} {result.get('reason')}".lower() for result in results]
+    timed_out = not passed and any("timeout" in text or "timed out" in text for text in reasons)
+    return passed, timed_out

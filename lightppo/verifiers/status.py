@@ -15,7 +15,7 @@ from lightppo.rewards.reward_source import RewardSource, describe_sample, shown
 def status_check(
     config: PPOConfig, strategy: Ranks, source: RewardSource
 ) -> Callable[[Sequence[Rollout]], None] | None:
-    """What looks at each scored batch of training, where the option asks for it."""
+    """Return what looks at each scored batch of training, where the option asks for it."""
     if not config.verifier.check_verifier_status:
         return None
     minimum = config.verifier.reward_minimum
@@ -30,7 +30,7 @@ def status_check(
 def check_verifier_status(
     rollouts: Sequence[Rollout], *, minimum: float, source_name: str, ranks: Ranks
 ) -> None:
-    """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
+    """Raise if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
 
     The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).
     """

@@ -29,7 +29,7 @@ _OPENER, _CLOSER = THINKING[0]
 
 
 def after_thinking(text: str) -> str | None:
-    """What stands behind the last ``</think>``; ``None`` while the thinking goes on."""
+    """Return what stands behind the last ``</think>``; ``None`` while the thinking goes on."""
     start, end = text.rfind(_OPENER), text.rfind(_CLOSER)
     if start > end:
         return None
@@ -50,7 +50,7 @@ class Thinking:
         self._special = [token.content for token in special if token.special and token.content]
 
     def shown(self, rollout: Rollout) -> str:
-        """The response in the common form; it begins with ``<think>`` where the prompt opens the thinking."""
+        """Return the response in the common form; it begins with ``<think>`` where the prompt opens the thinking."""
         text = rollout.response_text
         if (
             rollout.turns is not None

@@ -39,7 +39,7 @@ def test_what_is_imported_is_there(path):
         f"{module}: {name}"
         for module, name in imported(path)
         # vLLM's own processes import it
-        if not module.startswith("lightppo.plugins.vllm.") and not is_there(module, name)
+        if not module.startswith("lightppo.rollout.vllm.") and not is_there(module, name)
     ]
     assert not missing
 
@@ -47,6 +47,6 @@ def test_what_is_imported_is_there(path):
 def test_a_name_that_is_gone_is_found(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "def late():\n    from lightppo.plugins import no_such_room\n    import lightppo.option\n"
+        "def late():\n    from lightppo.rollout import no_such_room\n    import lightppo.option\n"
     )
     assert [is_there(*one) for one in imported(script)] == [False, True]

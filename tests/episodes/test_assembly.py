@@ -12,7 +12,7 @@ from support.puppet import Puppet
 
 from lightppo.config import PPOConfig
 from lightppo.data.datasets import PromptDataset
-from lightppo.episodes.assembly import around, check_openings
+from lightppo.episodes.assembly import check_openings, with_episodes
 from lightppo.episodes.chat_format import ChatFormat
 from lightppo.episodes.episode import PlainText
 from lightppo.errors import ConfigError
@@ -60,7 +60,9 @@ def engine_of(tmp_path):
         config = PPOConfig.from_flat(
             pretrain="model", prompt_data="rows.jsonl", reward_fn="reward.py", **options
         )
-        engine = around(Puppet(tokenizer, lambda turn: ""), config, FakeStrategy(), tokenizer)
+        engine = with_episodes(
+            Puppet(tokenizer, lambda turn: ""), config, FakeStrategy(), tokenizer
+        )
         made.append(engine)
         return engine
 

@@ -21,7 +21,7 @@ from lightppo.episodes.environments import Environments
 from lightppo.episodes.episode import Limits, PlainText
 from lightppo.episodes.episode_engine import EpisodeEngine
 from lightppo.errors import ConfigError, RolloutError
-from lightppo.rewards.function_styles import BoundFunction
+from lightppo.rewards.reward_styles import BoundFunction
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=600, n=2, seed=3)

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from lightppo.episodes.calls import Reel, packed, unpacked
 from lightppo.episodes.tape import REWARD, KnownEnd, Tape, first_difference
-from lightppo.episodes.tape_episode import Reel, packed, unpacked
 from lightppo.episodes.tape_files import Head, TapeError, file_name, read_strip
 from lightppo.errors import StorageError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.episodes.taped_rewards import TapedReward
+from lightppo.episodes.rewards import TapedReward
 from lightppo.ranks import Alone
-from lightppo.rewards.registry import build_reward
+from lightppo.trainer.build import build_reward
 
 FUNCTION = "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
 

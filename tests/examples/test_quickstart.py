@@ -149,7 +149,7 @@ class TestReward:
 
     def test_as_a_reward_source(self, quickstart):
         from lightppo.data.records import Prompt, Rollout
-        from lightppo.rewards.function_calls import FunctionReward
+        from lightppo.rewards.function import FunctionReward
 
         prompt = Prompt("50+51=", [1, 8, 3, 13, 8, 4, 14], label="101")
         rollouts = [

@@ -12,7 +12,7 @@ from lightppo.algorithms import entries
 from lightppo.episodes import episode_metrics as tally
 from lightppo.logging import metrics_page as metric_names
 from lightppo.logging import step_metrics as metrics
-from lightppo.plugins.supervised import PAIRS, SUPERVISED
+from lightppo.metric_names import PAIRS, SUPERVISED
 
 REWARD = """
 def reward_func(queries, prompts, labels, responses):

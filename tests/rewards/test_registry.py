@@ -17,8 +17,9 @@ from lightppo.rewards import (
     FunctionReward,
     RemoteReward,
 )
-from lightppo.rewards.registry import RewardRequest, build_reward
-from lightppo.rewards.reward_inputs import Retemplated, SameIds
+from lightppo.rewards.reward_model import Retemplated, SameIds
+from lightppo.rewards.reward_source import RewardRequest
+from lightppo.trainer.build import build_reward
 from lightppo.verifiers.formats import has_think
 
 # --- of a whole run

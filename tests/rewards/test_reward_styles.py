@@ -10,9 +10,9 @@ import torch
 from support.fixtures.rollouts import make_rollout, rows
 
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.plugins.reward_sources import REWARD_STYLES
+from lightppo.plugin import REWARD_STYLES
 from lightppo.rewards import FunctionReward, score_rollouts
-from lightppo.rewards.function_styles import BoundFunction, recognise
+from lightppo.rewards.reward_styles import BoundFunction, recognise
 
 __all__ = ["make_rollout", "rows"]
 

@@ -15,7 +15,7 @@ from lightppo.rewards import (
     RewardModelSource,
     build_reward_source,
 )
-from lightppo.rewards.reward_files import check_reward_files
+from lightppo.rewards.function import check_reward_files
 
 URL = "http://127.0.0.1:5000/get_reward"
 

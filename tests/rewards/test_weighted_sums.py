@@ -15,7 +15,7 @@ from lightppo.rewards import (
     RoutedReward,
     score_rollouts,
 )
-from lightppo.rewards.reward_calls import join_outputs
+from lightppo.rewards.reward_source import join_outputs
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightppo.data.example_rows import read_margin, read_pair, resolve_example_f
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import BadRowError, DataError, ModelLoadError, RewardError
 from lightppo.models.critic import RowForm
-from lightppo.rewards.reward_inputs import PlainText, Retemplated, SameIds
+from lightppo.rewards.reward_model import PlainText, Retemplated, SameIds
 from lightppo.supervised.pairs import PairDataset
 from lightppo.supervised.trainer import prompt_flags
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.episodes.turns import Turn
+from lightppo.rollout.engine import Turn
 
 FIRST_TURN = 5  # most tokens of a turn
 OBSERVATION = [4, 9, 17]  # and the last id that was sampled
@@ -43,7 +43,7 @@ class Conversation:
 
 
 class Conversations:
-    """A :class:`lightppo.episodes.turns.TurnSource`; ``late`` turns come only at every third look."""
+    """A :class:`lightppo.rollout.engine.TurnSource`; ``late`` turns come only at every third look."""
 
     def __init__(self, prompts: list[Prompt], turns: int, samples: int = 1, late: bool = False):
         self.all = [

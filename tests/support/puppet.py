@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.episodes.turns import Turn, TurnSource
-from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.engine import Capabilities, SamplingParams, Turn, TurnSource
 
 Script = Callable[[Turn], str]
 

@@ -43,11 +43,11 @@ from lightppo.errors import UserError
 from lightppo.http_client import HTTPClient
 from lightppo.option import Option
 from lightppo.ranks import Alone
-from lightppo.rewards.registry import build_reward
 from lightppo.rewards.reward_source import close_source
 from lightppo.rollout.vllm.colocated import engine_arguments
 from lightppo.supervised.trainer import SupervisedTrainer
 from lightppo.trainer import start_checks
+from lightppo.trainer.build import build_reward
 
 pytestmark = pytest.mark.usefixtures("world")
 

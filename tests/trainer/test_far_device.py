@@ -43,7 +43,7 @@ from lightppo.models import batches
 from lightppo.models.actor import Actor
 from lightppo.models.batches import to_device
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
-from lightppo.rewards.reward_models import RewardModelSource
+from lightppo.rewards.reward_model import RewardModelSource
 from lightppo.supervised import objectives
 
 TINY = {

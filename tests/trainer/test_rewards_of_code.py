@@ -1,4 +1,4 @@
-"""Rewards that are Python: functions and objects in place of paths, and sources and managers of a user's own."""
+"""Rewards that are Python: functions and objects in place of paths, and sources of a user's own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.plugin import REWARDS, RewardEntry
-from lightppo.plugins.reward_sources import REWARD_MANAGERS, RewardManager
 from lightppo.ranks import Alone
-from lightppo.rewards import Outcome, RewardOutput
-from lightppo.rewards.registry import build_reward
+from lightppo.rewards import RewardOutput
+from lightppo.trainer.build import build_reward
 
 
 def ones(queries, prompts, labels):
@@ -134,31 +133,3 @@ def test_a_maker_must_make_a_source(monkeypatch):
         TypeError, match=r"--reward_source mine: register a RewardEntry, as RewardEntry"
     ):
         REWARDS.register("mine", Five)
-
-
-class Backwards:
-    """Calls in the other order."""
-
-    def __init__(self, request):
-        self.request = request
-        self.order = []
-
-    def run(self, calls):
-        self.order += [call.kwargs["solution_str"] for call in reversed(calls)]
-        return [Outcome(self.request.fn(*call.args, **call.kwargs)) for call in calls]
-
-
-def test_a_manager_of_a_plugin_calls_the_function(monkeypatch):
-    monkeypatch.setitem(REWARD_MANAGERS, "backwards", RewardManager(Backwards, calls="sample"))
-
-    def length(solution_str, ground_truth):
-        return len(solution_str)
-
-    source = built(reward_fn=length, reward_manager="backwards")
-    rollouts = [fakes.make_rollout(response_text=text) for text in ("a", "bb")]
-    assert source.score(rollouts).scores == [1.0, 2.0]
-    assert source._runner.order == ["bb", "a"]
-    with pytest.raises(
-        ConfigError, match="--reward_manager backwards: reward function ones takes a whole batch"
-    ):
-        built(reward_fn=ones, reward_manager="backwards")

@@ -5,8 +5,8 @@ from support.fakes import FixedReward
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
+from lightppo.rewards.registry import CombinedReward
 from lightppo.rewards.reward_source import RewardOutput, RewardSource, score_rollouts
-from lightppo.rewards.weighted_sums import CombinedReward
 from lightppo.verifiers.formats import FORMATS, FormatReward, XmlFormatCheck
 
 Make = Callable[..., Rollout]

@@ -7,7 +7,7 @@ import pytest
 
 from lightppo.config import PPOConfig
 from lightppo.ranks import Alone
-from lightppo.rewards.registry import build_reward
+from lightppo.trainer.build import build_reward
 from lightppo.verifiers import programs
 
 

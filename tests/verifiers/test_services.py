@@ -13,7 +13,7 @@ from support.http_server import ok
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.verifiers.code import CodeReward, find_tests
-from lightppo.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
+from lightppo.verifiers.programs import FunctionCallVerifier, SandboxFusionVerifier
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 PAIR_CALLS = {"fn_name": "f", "inputs": ["1"], "outputs": ["[2, 1]"]}

@@ -55,7 +55,7 @@ from lightppo.zero3 import find_whole
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightppo.episodes.turns import Turn, TurnSource
+    from lightppo.rollout.engine import Turn, TurnSource
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from lightppo.verifiers.sandbox.pool import (
     ProgramRun,
     SandboxLimits,
     SandboxPool,
-    default_processes,
 )
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "ProgramRun",
     "SandboxLimits",
     "SandboxPool",
-    "default_processes",
 ]

@@ -17,14 +17,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.ranks import asked_to_stop, ranks_on_node
+from lightppo.processes.groups import ONE_THREAD, closer_of, default_processes
+from lightppo.ranks import asked_to_stop
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ ISOLATIONS = ("namespaces", "bubblewrap", "landlock")  # tried in this order; "n
 _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
     **{"PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"},
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    **ONE_THREAD,
 }
 _START_SECONDS = 60.0
 
@@ -146,7 +146,7 @@ _SPARE_FORKS = 4  # ours, which the limit counts too
 
 
 def _short_folder() -> str:
-    """Where there is room for a socket's path, which has at most 107 bytes: TMPDIR may be long."""
+    """Return where there is room for a socket's path, which has at most 107 bytes: TMPDIR may be long."""
     return min(
         (path for path in (tempfile.gettempdir(), "/tmp", "/dev/shm") if os.access(path, os.W_OK)),
         key=len,
@@ -170,7 +170,7 @@ class Sandbox:
         self.start()
 
     def start(self) -> None:
-        """Starts the process."""
+        """Start the process."""
         orders = {
             "isolation": self.isolation,
             "limits": asdict(self.limits),
@@ -210,7 +210,7 @@ class Sandbox:
         total_seconds: float | None = None,
         output_bytes: int | None = None,
     ) -> ProgramRun:
-        """Runs a program as a script, or loads it and calls a function or a method of its class ``Solution``.
+        """Run a program as a script, or load it and call a function or a method of its class ``Solution``.
 
         Starts a sandbox that has ended again. :class:`SandboxError`: the sandbox failed, not the program.
 
@@ -232,7 +232,7 @@ class Sandbox:
         return ProgramRun(**report)
 
     def attack(self) -> set[str]:
-        """Finds out by trying which of :data:`PROTECTIONS` hold."""
+        """Find out by trying which of :data:`PROTECTIONS` hold."""
 
         def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
             done = self.run(
@@ -279,7 +279,7 @@ class Sandbox:
         return {name for name in PROTECTIONS if not open_doors[name]}
 
     def close(self) -> None:
-        """Ends the process and everything in it."""
+        """End the process and everything in it."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -295,7 +295,7 @@ class Sandbox:
         self._socket.close()
 
     def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """Sends a request, if any, and returns the report. Any failure ends the process."""
+        """Send a request, if any, and return the report. Any failure ends the process."""
         deadline = time.monotonic() + seconds
         # printed bytes grow at most sixfold as JSON
         most = (12 * self.limits.code_output_limit_mb + 1) << 20
@@ -364,7 +364,7 @@ class SandboxPool(contextlib.AbstractContextManager):
         first, self.protections = self._first(isolations, allow_unsafe_code_execution)
         self.isolation, self.layers = first.isolation, first.layers
         self.sandboxes = [first]
-        self._close = weakref.finalize(self, _close_all, self.sandboxes, os.getpid())
+        self._close = closer_of(self, self.sandboxes)
         while len(self.sandboxes) < self.size:
             self.sandboxes.append(Sandbox(self.isolation, self.limits))
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
@@ -420,22 +420,8 @@ class SandboxPool(contextlib.AbstractContextManager):
         raise SandboxError(f"the sandbox failed twice: {failure}")
 
     def close(self) -> None:
-        """Ends all sandboxes."""
+        """End all sandboxes."""
         self._close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
-    if os.getpid() == owner:  # a fork of the trainer must not end what it does not own
-        for sandbox in sandboxes:
-            sandbox.close()
-
-
-def default_processes() -> int:
-    """Worker processes that suit this rank: its share of the available cores, from 1 to 16."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(max(cores // ranks_on_node(1), 1), 16)

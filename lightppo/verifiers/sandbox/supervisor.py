@@ -40,7 +40,7 @@ _SYSTEM = (
 
 
 def main() -> None:
-    """Takes its orders as JSON in the first argument: ``isolation``, ``limits``, ``site_packages``, ``bubblewrap``."""
+    """Take its orders as JSON in the first argument: ``isolation``, ``limits``, ``site_packages``, ``bubblewrap``."""
     orders = json.loads(sys.argv[1])
     os.umask(0o022)
     os.closerange(3, 1 << 16)
@@ -85,7 +85,7 @@ def _refuse(error: BaseException) -> None:
 
 
 def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What programs may read, the interpreter's modules and libraries: real paths, and links (place → target)."""
+    """Return what programs may read, the interpreter's modules and libraries: real paths, and links (place → target)."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in file}
     loaded = {os.path.dirname(path) for path in mapped if path.startswith("/") and ".so" in path}
@@ -121,7 +121,7 @@ def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
 
 
 def _serve(orders: dict[str, Any]) -> None:
-    """Reads requests and answers them until the trainer hangs up."""
+    """Read requests and answer them until the trainer hangs up."""
     try:
         if orders["isolation"] == "namespaces":
             walls.build_root(orders["readable"], orders["links"])
@@ -202,7 +202,7 @@ class _Watch:
         self._readers = {reader: name for name, (reader, _) in pipes.items()}
 
     def report(self) -> dict[str, Any]:
-        """Waits for the program's end, kills what is left of it, and reports."""
+        """Wait for the program's end, kill what is left of it, and report."""
         process = os.pidfd_open(self._process)
         self._watch(process)
         os.close(process)
@@ -254,7 +254,7 @@ class _Watch:
                 self._ended = self._ended or self._walls.excess(self._process)
 
     def _read(self, reader: int) -> bool:
-        """Takes what has arrived; False at the end of the pipe."""
+        """Take what has arrived; False at the end of the pipe."""
         try:
             data = os.read(reader, _READ_BYTES)
         except BlockingIOError:
@@ -273,7 +273,7 @@ class _Watch:
 
 
 def _as_file(text: str) -> int:
-    """Standard input as an unlinked, read-only file in memory."""
+    """Return standard input as an unlinked, read-only file in memory."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     _write_all(descriptor, text.encode("utf-8", "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -283,7 +283,7 @@ def _as_file(text: str) -> int:
 
 
 def _place_descriptors(descriptors: list[int]) -> None:
-    """Makes these descriptors 0, 1, 2, … and closes all others."""
+    """Make these descriptors 0, 1, 2, … and close all others."""
     high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
     for i, descriptor in enumerate(high):
         os.dup2(descriptor, i)
@@ -303,7 +303,7 @@ _BEGUN = "+\n"  # the first line of the answers, from before the code is in cont
 
 
 def make_prelude() -> dict[str, Any]:
-    """The names that every program starts with."""
+    """Return the names that every program starts with."""
     site.setquit()  # exit() and quit(), which the interpreter has only with site-packages
     names: dict[str, Any] = {}
     for name in PRELUDE_MODULES:
@@ -318,7 +318,7 @@ def make_prelude() -> dict[str, Any]:
 
 
 def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.Walls) -> int:
-    """Runs one program in this process, which has only the descriptors above; returns the exit code."""
+    """Run one program in this process, which has only the descriptors above; return the exit code."""
     os.setsid()
     _set_limits(wall.limits, request["total_seconds"])
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -374,7 +374,7 @@ def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> IO[
 
 
 def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
-    """Runs the code as ``python program.py`` would."""
+    """Run the code as ``python program.py`` would."""
     status = 0
     try:
         exec(compiled, names)
@@ -410,7 +410,7 @@ def _run_calls(
     calls: list[str],
     prelude: dict[str, Any],
 ) -> int:
-    """Loads the code once and answers with one line for the loading, then one per call."""
+    """Load the code once and answer with one line for the loading, then one per call."""
     try:
         exec(compiled, names)
         find_function(names, function, prelude)
@@ -432,7 +432,7 @@ def _run_calls(
 def find_function(
     names: dict[str, Any], function: str, prelude: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The method of a new ``Solution``, or the function."""
+    """Return the method of a new ``Solution``, or the function."""
     solution = names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
         return getattr(solution(), function)
@@ -442,7 +442,7 @@ def find_function(
 
 
 def _with_int_keys(argument: Any) -> Any:
-    """Turns keys, which JSON has only as strings, back into integers if all of them are integers."""
+    """Turn keys, which JSON has only as strings, back into integers if all of them are integers."""
     if isinstance(argument, dict) and all(key.removeprefix("-").isdecimal() for key in argument):
         return {int(key): value for key, value in argument.items()}
     return argument
@@ -463,7 +463,7 @@ def _answer(content: dict[str, Any]) -> None:
 
 
 def plain_value(value: Any) -> Any:
-    """Turns values that JSON lacks into lists: queues, views, arrays; a set into an object that says so."""
+    """Turn values that JSON lacks into lists: queues, views, arrays; a set into an object that says so."""
     if isinstance(value, (set, frozenset)):
         return {"lightppo.set": list(value)}
     if isinstance(

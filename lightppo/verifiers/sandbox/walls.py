@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(function: str, *arguments: Any) -> int:
-    """Calls a function of the C library with numbers of the machine's word size; a negative result is an OSError."""
+    """Call a function of the C library with numbers of the machine's word size; a negative result is an OSError."""
     plain = [
         ctypes.c_long(a) if isinstance(a, int) else os.fsencode(a) if isinstance(a, str) else a
         for a in arguments
@@ -65,7 +65,7 @@ def _mount(
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends."""
+    """Have the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -80,14 +80,14 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 def _landlock_version() -> int:
-    """The kernel's Landlock version; 0 without Landlock."""
+    """Return the kernel's Landlock version; 0 without Landlock."""
     with contextlib.suppress(OSError):
         return _call("syscall", _LANDLOCK_CREATE, None, 0, 1)
     return 0
 
 
 def _restrict_files(version: int, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Allows only reading below ``readable``, and reading and writing below ``writable``; nothing can be executed.
+    """Allow only reading below ``readable``, and reading and writing below ``writable``; nothing can be executed.
 
     From version 4 on this also closes TCP, from version 6 signals to outside processes and their abstract sockets.
     """
@@ -178,7 +178,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54
 
 
 def _seccomp_available() -> bool:
-    """True if we know this machine's calls and the kernel can filter them."""
+    """Tell whether we know this machine's calls and the kernel can filter them."""
     if _COLUMN is None or struct.calcsize("P") != 8:
         return False
     # Only a kernel that filters calls knows whether "kill the process" is an answer.
@@ -205,13 +205,13 @@ _REFUSE = _fail(errno.EPERM)
 def _refuse_if(
     position: int, test: int, value: int, holds: bool = True, mask: int = 0xFFFFFFFF
 ) -> bytes:
-    """Refuses the call if the test of an argument's lower half, of its bits in ``mask``, holds, or does not hold."""
+    """Refuse the call if the test of an argument's lower half, of its bits in ``mask``, holds, or does not hold."""
     argument = _step(_LOAD, 16 + 8 * position) + _step(_AND, mask)
     return argument + _step(test, value, int(not holds), int(holds)) + _REFUSE + _CALL_NUMBER
 
 
 def _when(calls: str, *steps: bytes) -> bytes:
-    """Steps for these calls; they end with an answer, or load the call's number again."""
+    """Return the steps for these calls; they end with an answer, or load the call's number again."""
     body = b"".join(steps)
     numbers = [call.split()[1 + _COLUMN] for call in calls.split(", ")]
     return b"".join(
@@ -220,7 +220,7 @@ def _when(calls: str, *steps: bytes) -> bytes:
 
 
 def _filter_calls(own_processes: bool, own_files: bool) -> None:
-    """Filters the calls of this process and its children, for good. Needs ``no_new_privs``.
+    """Filter the calls of this process and its children, for good. Needs ``no_new_privs``.
 
     With ``own_processes`` and ``own_files``, namespaces hide all others, so forks, signals and file modes are allowed.
     """
@@ -281,7 +281,7 @@ _beneath: dict[str, str] = {}  # place to show below it → where it is kept
 
 
 def enter_namespaces() -> None:
-    """Moves this process into new namespaces; the next process that it forks is the first one there."""
+    """Move this process into new namespaces; the next process that it forks is the first one there."""
     process = os.getpid()
     reader, writer = os.pipe()
     mapper = os.fork()
@@ -324,7 +324,7 @@ def _write(process: int, texts: dict[str, str]) -> None:
 
 
 def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
-    """Makes the new root from ``readable`` (real paths) and ``links`` (place → target), with /proc where allowed."""
+    """Make the new root from ``readable`` (real paths) and ``links`` (place → target), with /proc where allowed."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     base = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", "/mnt") if os.path.isdir(path))
     # opened first: the base that is mounted over may be on the way to some of them
@@ -356,7 +356,7 @@ def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
 
 
 def _make_place(source: str, place: str) -> None:
-    """Makes the file or folder that ``source`` is mounted on."""
+    """Make the file or folder that ``source`` is mounted on."""
     if os.path.isdir(source):
         os.makedirs(place, exist_ok=True)
     else:
@@ -386,7 +386,7 @@ def _show_beneath() -> None:
 
 
 def _renew_work_folder(byte_limit: int) -> None:
-    """Mounts a new, empty /tmp for the next program; the old one goes with all it holds."""
+    """Mount a new, empty /tmp for the next program; the old one goes with all it holds."""
     if os.path.ismount(_WORK):
         _call("umount2", _WORK, _MNT_DETACH)
     options = f"size={byte_limit},nr_inodes=1024,mode=0700"
@@ -436,7 +436,7 @@ class Walls:
         self.layers = [name for name, there in layers.items() if there]
 
     def prepare(self) -> None:
-        """Makes an empty folder for the next program, and sets the process limit as the kernel counts it here."""
+        """Make an empty folder for the next program, and set the process limit as the kernel counts it here."""
         if self._own_folder:
             _renew_work_folder(self.limits["code_file_limit_mb"] * _MEBIBYTE)
         self.limits["processes"] = self.limits["code_max_processes"] + _TRUSTED_PROCESSES
@@ -444,7 +444,7 @@ class Walls:
             self.limits["processes"] = _tasks_of(self._user, int(time.monotonic())) + _SPARE_TASKS
 
     def close(self) -> None:
-        """Gives up all rights for good, in a program's process. Raises OSError if a wall that must stand does not."""
+        """Give up all rights for good, in a program's process. Raises OSError if a wall that must stand does not."""
         os.chdir(_WORK if self._own_folder else "/")
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if self._user != os.getuid():
@@ -464,7 +464,7 @@ class Walls:
                 _filter_calls(self._own_processes, self._own_namespaces)
 
     def excess(self, process: int) -> str:
-        """``memory`` or ``processes`` if a program's processes together exceed that limit, else empty."""
+        """Return ``memory`` or ``processes`` if a program's processes together exceed that limit, else empty."""
         if not self._has_proc:
             return ""
         kilobytes = tasks = 0
@@ -478,7 +478,7 @@ class Walls:
         return "memory" if kilobytes > self.limits["code_memory_limit_mb"] * 1024 else ""
 
     def kill(self, process: int, seconds: float) -> int:
-        """Kills a program and all its descendants and waits for them; returns its wait status."""
+        """Kill a program and all its descendants and wait for them; return its wait status."""
         end = time.monotonic() + seconds
         status = None
         while time.monotonic() < end:
@@ -503,7 +503,7 @@ class Walls:
 
 @functools.lru_cache(maxsize=1)
 def _tasks_of(user: int, second: int) -> int:
-    """Threads of a user on the whole machine, counted once a second."""
+    """Count the threads of a user on the whole machine, once a second."""
     statuses = [
         status for status in _statuses() if status.get("Uid", "").split()[:1] == [str(user)]
     ]
@@ -511,7 +511,7 @@ def _tasks_of(user: int, second: int) -> int:
 
 
 def _statuses(processes: Sequence[int] | None = None) -> Iterator[dict[str, str]]:
-    """/proc's status of these processes, or of all processes but this one."""
+    """Yield /proc's status of these processes, or of all processes but this one."""
     for name in map(str, processes) if processes is not None else os.listdir("/proc"):
         if not name.isdecimal() or name == str(os.getpid()):
             continue
@@ -530,7 +530,7 @@ def _take_id(number: int) -> None:
 
 
 def _nobody_can_read(paths: Sequence[str]) -> bool:
-    """Whether a user without any rights can read the interpreter's files."""
+    """Tell whether a user without any rights can read the interpreter's files."""
     process = os.fork()
     if process == 0:
         try:

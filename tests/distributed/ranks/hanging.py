@@ -16,7 +16,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.logging.performance import PhaseTimer
 from lightppo.ranks import heartbeat
-from lightppo.rewards.function_calls import FunctionReward
+from lightppo.rewards.function import FunctionReward
 from lightppo.trainer import run
 from lightppo.user_code import load_python_function
 

@@ -13,7 +13,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource
-from lightppo.rewards.reward_inputs import Retemplated, SameIds
+from lightppo.rewards.reward_model import Retemplated, SameIds
 
 
 def main(folder: Path, plain: str, judge: str, splits: list[int]) -> None:

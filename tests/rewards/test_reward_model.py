@@ -21,12 +21,7 @@ from lightppo.errors import RewardError
 from lightppo.models.critic import RewardModel
 from lightppo.ranks import Alone
 from lightppo.rewards import RewardModelSource, score_rollouts
-from lightppo.rewards.reward_inputs import (
-    PlainText,
-    Retemplated,
-    SameIds,
-    check_same_ids,
-)
+from lightppo.rewards.reward_model import PlainText, Retemplated, SameIds, check_same_ids
 
 PAD = 99
 
@@ -451,3 +446,12 @@ def test_uneven_ranks_under_zero3(judge, other, asked, tmp_path):
         assert mine["scores"] + theirs["scores"] == pytest.approx(total, abs=1e-5)
     for rank in ranks:
         assert rank["sharded"]
+
+
+def test_a_module_scores_in_evaluation_mode(rollouts):
+    class Mode(torch.nn.Module):
+        def forward(self, sequences, attention_mask):
+            return torch.full((len(sequences),), float(self.training))
+
+    source = RewardModelSource([Mode().train()], pad_token_id=9)
+    assert set(source.score(rollouts).scores) == {0.0}

@@ -1,19 +1,16 @@
-"""Runs the calls of a reward function in worker processes that can be killed: ``--reward_manager prime``."""
+"""Worker processes that call a function and can be killed: ``--reward_manager prime``, ``--reward_source math``."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -26,50 +23,27 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.ranks import heartbeat
-from lightppo.rewards.reward_calls import (
-    Call,
-    Outcome,
-    RunnerRequest,
-    awaited,
-    in_daemon_thread,
+from lightppo.processes.groups import (
+    as_json,
+    closer_of,
+    default_processes,
+    end_with,
+    stay_at_sigterm,
 )
-from lightppo.rewards.runners import WATCHED, late
+from lightppo.processes.user_calls import Call, Outcome, awaited, in_daemon_thread, late
+from lightppo.ranks import heartbeat
 from lightppo.user_code import error_text, without_copies
 
 _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
 _LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
-_MAX_ANSWER = 16 << 20  # characters
 _MAX_TRACE = 10_000  # characters
-_PR_SET_PDEATHSIG = 1
 _EXIT_0 = 256  # stands for exit code 0
-
-
-def runner_of(request: RunnerRequest) -> KillablePool:
-    """``--reward_manager prime``."""
-    if request.timeout is None:
-        raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
-    target = request.spec or function_spec(request.fn, request.name)
-    return KillablePool(target, workers=request.workers, timeout=request.timeout)
-
-
-def function_spec(fn: Callable[..., Any], name: str) -> str:
-    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    path = getattr(fn, "__qualname__", "")
-    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
-        raise ValueError(
-            f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
-            "the top level of a module or of a file of its own (--reward_fn path.py:name)"
-        )
-    from_file = module.__name__.startswith("lightppo_file_")
-    return f"{module.__file__ if from_file else module.__name__}:{path}"
 
 
 @dataclass(eq=False)
 class KillablePool:
-    """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
+    """Call one function in worker processes, with limits on wall-clock time and memory that no function can evade.
 
     A limit on processor time is for functions that we trust not to turn off ``signal.ITIMER_PROF``.
 
@@ -92,10 +66,6 @@ class KillablePool:
 
     def __post_init__(self) -> None:
         if self.workers is None:
-            from lightppo.verifiers.sandbox import (
-                default_processes,  # here, because worker processes import this file
-            )
-
             self.workers = default_processes()
         if self.workers < 1 or not self.timeout > 0:
             got = f"got {self.workers} and {self.timeout}"
@@ -104,10 +74,10 @@ class KillablePool:
             raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
         self._lock = threading.Lock()
         self._running: list[_RunningPool] = []  # at most one
-        self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
+        self._closer = closer_of(self, self._running)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Calls the target with each of ``calls``; one outcome each, in order."""
+        """Call the target with each of ``calls``; one outcome each, in order."""
         try:
             payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
         except Exception as error:  # whatever __reduce__ of a user's object raises
@@ -129,13 +99,13 @@ class KillablePool:
                 with self._lock:
                     if running in self._running:
                         self._running.remove(running)
-                running.end()
+                running.close()
                 if isinstance(error, WorkerStartError):
                     raise
         raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
 
     def close(self) -> None:
-        """Kills the workers; running calls fail. May be called again."""
+        """Kill the workers; running calls fail. May be called again."""
         self._closer()
 
     def _start(self) -> _RunningPool:
@@ -146,12 +116,6 @@ class KillablePool:
                 setup = (self.target, tuple(self.preload), self.quiet, self.cpu_seconds)
                 self._running.append(_RunningPool(self.workers, self.memory_mb, setup))
             return self._running[0]
-
-
-def _end_all(pools: list[_RunningPool], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child: the workers are its parent's
-        for pool in pools:
-            pool.end()
 
 
 class _RunningPool(SpawnContext):
@@ -168,7 +132,7 @@ class _RunningPool(SpawnContext):
         self._started.wait()
 
     def Process(self, **options: Any) -> _Worker:
-        """Called by pebble."""
+        """Make a process for pebble."""
         self._workers.append(_Worker(self._memory_mb, **options))
         return self._workers[-1]
 
@@ -180,7 +144,7 @@ class _RunningPool(SpawnContext):
         self._ended.wait()
 
     def outcomes(self, payloads: Sequence[bytes], timeout: float) -> Iterator[Outcome]:
-        """One per payload, in order; a ``RuntimeError`` if the pool has ended."""
+        """Yield one per payload, in order; a ``RuntimeError`` if the pool has ended."""
         for future in [
             self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads
         ]:
@@ -222,7 +186,7 @@ class _RunningPool(SpawnContext):
             "no process could be started",
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._pool.stop()
         self._ended.set()
         with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool itself
@@ -266,7 +230,7 @@ class _Worker(SpawnProcess):
         return True
 
     def terminate(self) -> None:
-        """Kills the worker and its process group at once."""
+        """Kill the worker and its process group at once."""
         self._mourned = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -280,7 +244,7 @@ class _Worker(SpawnProcess):
 
     @property
     def end(self) -> str:
-        """How the worker ended; empty while it runs."""
+        """Say how the worker ended; empty while it runs."""
         code = self.exitcode
         if self._excess or code is None:
             return self._excess
@@ -288,7 +252,7 @@ class _Worker(SpawnProcess):
 
 
 def _data_for_worker(name: str) -> dict[str, Any]:
-    """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
+    """Return what multiprocessing tells a new process; our workers do not get the script, which they would run again."""
     data = _data_for_process(name)
     ours = getattr(_starting, "worker", False)
     return {
@@ -307,20 +271,13 @@ _cpu_seconds: float | None = None  # of each call
 
 
 def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float | None) -> None:
-    """Prepares a worker process and loads its target."""
+    """Prepare a worker process and load its target."""
     global _loaded, _cpu_seconds
     _cpu_seconds = cpu_seconds
-    for name in WATCHED:
-        setattr(signal, name, getattr(signal, name).__wrapped__)
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
-    if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # the trainer has ended already
-        os._exit(1)
-    # DeepSpeed's launch.py signals what ranks have started too, while the trainer ends its step. Not ignored: programs
-    # that the function starts would inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    end_with(0 if parent is None else parent.pid)  # with the trainer, however that ends
+    stay_at_sigterm()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if quiet:
@@ -344,7 +301,7 @@ def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float |
 
 
 def _answer(payload: bytes) -> str:
-    """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
+    """Make one call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
     with without_copies("the reward function"):
@@ -357,10 +314,7 @@ def _called(target: Callable[..., Any], payload: bytes) -> str:
         signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
     try:
         args, kwargs = pickle.loads(payload)
-        answer = json.dumps({"value": awaited(target(*args, **kwargs))}, default=_plain)
-        if len(answer) > _MAX_ANSWER:
-            raise ValueError(f"the answer has {len(answer)} bytes")
-        return answer
+        return as_json({"value": awaited(target(*args, **kwargs))}, "a reward function")
     except BaseException as error:  # SystemExit too: a function that exits has no answer
         # The trace is for --debug. No exception leaves a worker.
         trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
@@ -368,10 +322,3 @@ def _called(target: Callable[..., Any], payload: bytes) -> str:
     finally:
         if _cpu_seconds is not None:
             signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch, for JSON."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")

@@ -6,36 +6,21 @@ import queue
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, replace
 
-from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
-from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
-from lightppo.rewards.reward_calls import in_daemon_thread, join_outputs
+from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.rewards.reward_source import (
     RewardOutput,
     RewardSource,
     check_output,
+    join_outputs,
     write_output,
 )
-from lightppo.rollout.engine import RolloutEngine, capabilities_of
-
-
-def scorer_of(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> AsyncScorer | None:
-    """Return the scorer of a run with ``--async_rewards``."""
-    if not config.verifier.async_rewards:
-        return None
-    if not capabilities_of(engine).reports_finished:
-        raise ConfigError(
-            "--async_rewards: this rollout engine gives its samples all at once; leave it out"
-        )
-    try:
-        return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 @dataclass(eq=False)
 class AsyncScorer:
-    """Scores finished samples in threads, part by part, while the engine still generates the others.
+    """Score finished samples in threads, part by part, while the engine still generates the others.
 
     The source is called once per part, so it must judge each sample by itself, and with more than one worker it must be
     thread-safe. It must not act on all ranks together, as reward models do: the ranks' threads would meet in any order,

@@ -1,0 +1,1 @@
+"""Calls of a user's code, in threads and in worker processes that can be killed."""

@@ -1,0 +1,77 @@
+"""Calls of a user's function: what one call gets, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lightppo.user_code import error_text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Hold the arguments of one call of a function."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Say how a call ended: one try, or all tries (:func:`lightppo.rewards.runners.settle`)."""
+
+    value: Any = None  # after settle: of the last answer that could be read, even if only in part
+    error: str | None = None  # why the last try gave no full answer
+    # The exception. If the call was in another process, it is one that holds its trace.
+    cause: BaseException | None = None
+    timeouts: int = 0  # tries that ran past the time limit
+    failures: int = 0  # tries without a full answer, time-outs included
+
+
+def late(timeout: float) -> Outcome:
+    """Return the outcome of a call that ran past its limit."""
+    return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
+
+
+def raised(error: BaseException) -> Outcome:
+    """Return the outcome of a call that raised."""
+    return Outcome(error=error_text(error), cause=error)
+
+
+def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Call a function in a thread of its own, which does not keep the program alive if the function hangs."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            # SystemExit of a user's function too: it would end this thread unseen
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return future
+
+
+def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    """Tell whether a call gives what must be awaited, be it a function or an object with ``__call__``."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        getattr(fn, "__call__", None)  # noqa: B004
+    )  # noqa: B004, RUF100
+
+
+def awaited(value: Any) -> Any:
+    """Return the value, awaited to its end if it is awaitable."""
+
+    async def run() -> Any:
+        return await value
+
+    return asyncio.run(run()) if inspect.isawaitable(value) else value

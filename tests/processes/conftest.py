@@ -1,0 +1,5 @@
+"""What tests of this room share with those of other folders."""
+
+from support.fixtures.rollouts import _servers, make_rollout, make_server, rollouts, server
+
+__all__ = ["_servers", "make_rollout", "make_server", "rollouts", "server"]
