@@ -303,16 +303,15 @@ def problem_of_loss(result: Any, inputs: LossInputs, **_: Any) -> str:
 class PolicyLoss:
     """The policy loss of one micro batch. Refuses unknown names and values out of range."""
 
-    # above 0, at most 1 (no lower bound); None: the loss's default, 0.2 for ppo
-    clip_eps_low: float | None = None
-    # above 0; None: clip_eps_low where that is given, else the loss's default
-    clip_eps_high: float | None = None
+    # of both sides, where clip_eps_low and clip_eps_high say nothing else; None: the loss's default, 0.2 for ppo
+    clip_eps: InitVar[float | None] = None
+    clip_eps_high: float | None = None  # above 0
     policy_loss: str | Callable = "ppo"  # one of entries.POLICY_LOSSES, path.py:name, or a function
     # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
     loss_agg_mode: str = "token-mean"
     # by flag name; missing or None: the default
     options: Mapping[str, float | None] = field(default_factory=dict)
-    clip_eps: InitVar[float | None] = None  # LightRFT's name of an epsilon of both sides
+    clip_eps_low: float | None = None  # above 0, at most 1 (no lower bound)
     horizon: float = 1.0  # of seq-mean-token-sum-norm without a normalizer, in tokens
     # what the names above stand for
     of_tokens: PolicyLossFn = field(init=False, repr=False, compare=False)
@@ -321,8 +320,8 @@ class PolicyLoss:
     def __post_init__(self, clip_eps: float | None) -> None:
         entry, name = self.entry, shown_object(self.policy_loss)
         aggregate = LOSS_AGG_MODES.find(self.loss_agg_mode).fn
-        low = self.clip_eps_low if clip_eps is None else clip_eps
-        given = (low, low if self.clip_eps_high is None else self.clip_eps_high)
+        sides = (self.clip_eps_low, self.clip_eps_high)
+        given = tuple(clip_eps if side is None else side for side in sides)
         if entry.eps_clip is None and given != (None, None):
             raise ValueError(
                 f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out"
