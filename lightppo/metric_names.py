@@ -133,6 +133,10 @@ _ROLLOUT = {
     "before training and --high_entropy_token_ratio",
     "loss_weight_zero": "share of trained tokens where this factor is 0",
     "logp_diff_on_policy": "rollout/logp_diff_mean without stale groups; only if there are any",
+}
+
+# Of dynamic sampling, the filter of prompts and distillation, where they are in use.
+_SOME_ROLLOUTS = {
     "not_best": "samples left out by best of n (--generation_size)",
     "num_gen_batches": "generation batches in this step (--dynamic_sampling, --gen_batch_size)",
     "trained_groups": "groups (prompts) trained on",
@@ -267,6 +271,7 @@ PAIRS = {  # the same, of training on pairs
 
 METRICS = MetricTable()
 METRICS.register("rollout", _ROLLOUT, about="the samples of this step, before training")
+METRICS.register("rollout", _SOME_ROLLOUTS)
 METRICS.register(
     "reward",
     _REWARD,

@@ -220,10 +220,12 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if "fit" in vars(cls):
             cls.fit = own_fit(vars(cls)["fit"])
 
-    @classmethod
-    def overrides(cls, *methods: str) -> bool:
-        """Whether a subclass has one of these methods of its own."""
-        return any(getattr(cls, name) is not getattr(PPOTrainer, name) for name in methods)
+    def overrides(self, *methods: str) -> bool:
+        """Tell whether a subclass, or this object, has one of these methods of its own."""
+        return any(
+            name in vars(self) or getattr(type(self), name) is not getattr(PPOTrainer, name)
+            for name in methods
+        )
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

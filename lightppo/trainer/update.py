@@ -293,11 +293,11 @@ class Update:
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any) -> None:
         """Add the gradient of a loss that is its micro batch's share of the step, however losses of scripts count."""
-        engine, weights = find_engine(model), self.strategy.loss_weights
-        weight = None if engine is None else weights.pop(engine, None)
+        engine = find_engine(model)
+        weight = None if engine is None else self.strategy.loss_weights.pop(engine, None)
         self.strategy.backward(loss, model, optimizer)
         if weight is not None:
-            weights[engine] = weight
+            self.strategy.loss_weights[engine] = weight
 
     def summarise(self) -> None:
         """Take in what is known of log probs that only a training pass has made."""

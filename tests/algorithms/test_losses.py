@@ -62,7 +62,10 @@ class TestPolicyLoss:
             assert loss_fn.options == traits.defaults
         assert PolicyLoss(clip_eps_high=0.28).clip_eps_low == 0.2
         assert PolicyLoss(clip_eps_low=0.1).clip_eps_high == 0.2
-        for loss in (PolicyLoss(0.1), PolicyLoss(clip_eps=0.1)):  # one of both sides, as scripts give it
+        for loss in (
+            PolicyLoss(0.1),
+            PolicyLoss(clip_eps=0.1),
+        ):  # one of both sides, as scripts give it
             assert (loss.clip_eps_low, loss.clip_eps_high) == (0.1, 0.1)
         assert (
             PolicyLoss(policy_loss="sapo", options={"sapo_tau_neg": 2.0}).options["sapo_tau_pos"]

@@ -25,7 +25,6 @@ from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.normalisation import ValueNorm
 from lightppo.experience.token_selection import select_tokens
 from lightppo.logging import step_metrics as m
-from lightppo.logging import summaries
 from lightppo.models.actor import ActionScores, Actor
 
 GROUPS, SAMPLES = 6, 3
@@ -116,10 +115,8 @@ def experience_numbers(
             strategy,
             step,
         )
-        local = summaries.rollout_summaries(buffer.items)
-        status = summaries.rollout_status(
-            summaries.merge_summaries(strategy.all_gather_object(local))
-        )
+        local = m.rollout_summaries(buffer.items)
+        status = m.rollout_status(m.merge_summaries(strategy.all_gather_object(local)))
         kl_ctl.update(status["policy_kl"], int(status["samples"]))
         rows = {
             (r.prompt.index, r.sample_index): {
