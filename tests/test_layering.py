@@ -122,6 +122,7 @@ STRUCTURE = (
     "circles of imports, with those for type checkers",
     "names of files in several rooms",
     "functions of more than 70 lines",
+    "names with two classes",
     "public classes replaced at import",
     "entries of tables that are replaced",
 )

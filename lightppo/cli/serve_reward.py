@@ -97,7 +97,7 @@ def reward_model(args: argparse.Namespace) -> Any:
     from lightppo.models.critic import RewardModel
     from lightppo.models.loading import get_tokenizer
     from lightppo.rewards import RewardModelSource
-    from lightppo.rewards.reward_model import PlainText, Retemplated
+    from lightppo.rewards.reward_model import Retemplated, Retokenized
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = RewardModel(
@@ -117,7 +117,7 @@ def reward_model(args: argparse.Namespace) -> Any:
         raise ValueError(
             f"--apply_chat_template: the tokenizer of {args.reward_pretrain} has no chat template"
         )
-    reads = Retemplated if args.apply_chat_template else PlainText
+    reads = Retemplated if args.apply_chat_template else Retokenized
     return RewardModelSource(
         [model.to(device)],
         device=device,

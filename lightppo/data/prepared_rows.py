@@ -139,7 +139,7 @@ def prepare_rows(
     ``num_workers`` processes of each rank encode, and the ``ranks`` share the rows out. Collective if there are several.
     """
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
-    rows = Rows(dataset, columns, encode_chunk, on_bad_row)
+    rows = DatasetRows(dataset, columns, encode_chunk, on_bad_row)
     arrays, dropped, bad = encode_by_shares(rows, num_workers, ranks or Alone())
     lengths, truncated = arrays.pop("lengths"), int(arrays["truncated"].sum())
     report = DatasetReport(len(dataset), len(lengths), truncated, dict(dropped), bad)
@@ -153,7 +153,7 @@ EncodedRows = tuple[dict[str, np.ndarray], Counter[str], list[str]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class DatasetRows:
     """All rows of a dataset, and how one of them is encoded."""
 
     dataset: Dataset
@@ -212,7 +212,7 @@ class Rows:
 # -- by ranks and processes ------------------------------------------------------------------------------------------
 
 
-def encode_by_shares(rows: Rows, num_workers: int, ranks: Ranks) -> EncodedRows:
+def encode_by_shares(rows: DatasetRows, num_workers: int, ranks: Ranks) -> EncodedRows:
     """Encode a share of the rows on each rank, and give it to the others. Collective if there are several.
 
     Raises:
@@ -248,7 +248,7 @@ def encode_by_shares(rows: Rows, num_workers: int, ranks: Ranks) -> EncodedRows:
     return arrays, sum(dropped_each, Counter()), [*chain(*skipped_each)]
 
 
-def _outcomes(rows: Rows, share: range, num_workers: int) -> Iterator[Outcome]:
+def _outcomes(rows: DatasetRows, share: range, num_workers: int) -> Iterator[Outcome]:
     if num_workers <= 1:
         yield from rows.outcomes(share)
         return

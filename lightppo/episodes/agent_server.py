@@ -68,7 +68,7 @@ class Door:
             max_output_tokens=None,  # the run's options say it
             admin_key=secrets.token_urlsafe(),  # of the routes that list and read all sessions
         )
-        app.state.inference = Models()
+        app.state.inference = ServedModels()
         app.state.upstreams = Engines(default_client=app.state.inference, default_level="tokens")
         self.registry = app.state.registry
         self._connections = Connections(_STRANGERS, _STRANGER_SECONDS, _CONNECTIONS)
@@ -155,7 +155,7 @@ class Counting:
             await _error(400, problem)(scope, receive, send)
 
 
-class Models:
+class ServedModels:
     """For sessions without an engine, of which there are none; it names the model."""
 
     api_key = None

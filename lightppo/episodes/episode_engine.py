@@ -22,7 +22,7 @@ from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Reco
 from lightppo.episodes.env_failures import EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session
 from lightppo.episodes.episode import Episode, Format, FormatsByTools, Limits
-from lightppo.episodes.episode_metrics import Tally
+from lightppo.episodes.episode_metrics import EpisodeSums
 from lightppo.episodes.hf_turns import generate_turns
 from lightppo.episodes.rewards import has_failed
 from lightppo.episodes.tape import Tape
@@ -83,7 +83,7 @@ class EpisodeEngine:
         self.keeps_rewards = keeps_rewards
         self.tape = tape
         self.batch_invariant = batch_invariant
-        self.tally = Tally()  # of episodes since it was last asked
+        self.episode_sums = EpisodeSums()  # of episodes since it was last asked
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
         self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
@@ -155,7 +155,7 @@ class EpisodeEngine:
             self._generate_turns(stage, sampling)
         finally:
             stage.end()
-        self.tally.generated(time.monotonic() - begin, stage.waited)
+        self.episode_sums.generated(time.monotonic() - begin, stage.waited)
         rollouts = [stage.rollouts[key] for key in streams]
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
@@ -210,7 +210,7 @@ class EpisodeEngine:
         finally:
             episode.calls.flush()
         rollout.extras |= _counts(tries)
-        self.tally.add(rollout, tries, time.monotonic() - begin)
+        self.episode_sums.add(rollout, tries, time.monotonic() - begin)
         return rollout
 
     async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:

@@ -59,7 +59,7 @@ def clocked_names() -> dict[str, str]:
     return CLOCKED | of_evaluations
 
 
-class Tally:
+class EpisodeSums:
     """Sums over the episodes of this rank since they were last taken."""
 
     def __init__(self) -> None:
@@ -146,18 +146,18 @@ def _ratio(part: float, whole: float) -> float:
 
 def episode_metrics(run: Any) -> EpisodeMetrics | None:
     """Return the callback of a run with episodes."""
-    tally = getattr(getattr(run, "rollout_engine", None), "tally", None)
-    return EpisodeMetrics(tally) if isinstance(tally, Tally) else None
+    episode_sums = getattr(getattr(run, "rollout_engine", None), "episode_sums", None)
+    return EpisodeMetrics(episode_sums) if isinstance(episode_sums, EpisodeSums) else None
 
 
 class EpisodeMetrics(Callback):
     """Adds the numbers of the episodes that were played in a step, or in an evaluation."""
 
-    def __init__(self, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, episode_sums: EpisodeSums) -> None:
+        self.episode_sums = episode_sums
 
     def around_step(self, run: Any, step: int) -> Any:
-        self.tally.take()  # of an evaluation that was left out
+        self.episode_sums.take()  # of an evaluation that was left out
         return super().around_step(run, step)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -167,6 +167,6 @@ class EpisodeMetrics(Callback):
         return self._taken(run, "eval/episode/", "perf/eval_")
 
     def _taken(self, run: Any, counted: str, clocked: str) -> dict[str, float]:
-        sums = run.strategy.all_reduce(self.tally.take(), "sum")
+        sums = run.strategy.all_reduce(self.episode_sums.take(), "sum")
         numbers = {f"{counted}{name}": value for name, value in numbers_of(sums).items()}
         return numbers | {f"{clocked}{name}": x for name, x in clocked_numbers(sums).items()}

@@ -202,7 +202,7 @@ def summary(path: Path) -> str:
     return "\n".join(told)
 
 
-class Summary(Callback):
+class RunSummary(Callback):
     """Says at the end of a run what it did, and draws it."""
 
     def __init__(self, run: Any) -> None:

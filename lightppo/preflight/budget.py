@@ -217,7 +217,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PassRows:
     """What one pass takes: ``batch`` rows of ``length`` positions, ``read`` of all of them; ``packed``: one row."""
 
     batch: int
@@ -294,7 +294,7 @@ def sizes(shape: Shape) -> Sizes:
 @lru_cache(maxsize=256)
 def pass_bytes(
     shape: Shape,
-    rows: Rows,
+    rows: PassRows,
     *,
     kind: str,
     trains: bool = False,
@@ -341,7 +341,7 @@ def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
 
 
 def _scores(
-    shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool
+    shape: Shape, rows: PassRows, places: Tensor, kind: str, entropy: bool
 ) -> tuple[Tensor, tuple[int, int]]:
     """Return log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
     model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
@@ -710,7 +710,7 @@ def _joint(config: PPOConfig) -> bool:
     return rules.needs_critic(config) and actor == critic
 
 
-def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
+def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str]:
     """Return a full micro batch of a call, and how it attends."""
     training = config.training
     prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
@@ -740,15 +740,15 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
     )
     count = min(fitting, per_rank)
     if not packed:
-        return Rows(count, prompt + response, count * response, False), "masked"
+        return PassRows(count, prompt + response, count * response, False), "masked"
     fused = attention == "flash_attention_2" or (
         machine.gpus and rules.compute_dtype(config) != "float32"
     )
     tokens = math.ceil(count / shared) * prompt + count * response
-    return Rows(1, tokens, count * response, True), "fused" if fused else "apart"
+    return PassRows(1, tokens, count * response, True), "fused" if fused else "apart"
 
 
-def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
+def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
     """Of an optimizer step, on a rank."""
     rollout, training = config.rollout, config.training
     samples = min(
@@ -794,7 +794,7 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
         ),
     )
     prompts = max(1, slots // rollout.n_samples_per_prompt)
-    run = pass_bytes(shape, Rows(prompts, prompt, prompts, False), kind="cache")
+    run = pass_bytes(shape, PassRows(prompts, prompt, prompts, False), kind="cache")
     of_token = run.cache / (prompts * prompt)
     if engine.rollout_engine == "vllm":
         sleeps = engine.free_cache_engine and machine.gpus

@@ -30,7 +30,7 @@ from lightppo.processes.groups import (
     end_with,
     stay_at_sigterm,
 )
-from lightppo.processes.user_calls import Call, Outcome, awaited, in_daemon_thread, late
+from lightppo.processes.user_calls import Outcome, UserCall, awaited, in_daemon_thread, late
 from lightppo.ranks import heartbeat
 from lightppo.user_code import error_text, without_copies
 
@@ -76,7 +76,7 @@ class KillablePool:
         self._running: list[_RunningPool] = []  # at most one
         self._closer = closer_of(self, self._running)
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[UserCall]) -> list[Outcome]:
         """Call the target with each of ``calls``; one outcome each, in order."""
         try:
             payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UserCall:
     """Hold the arguments of one call of a function."""
 
     args: tuple[Any, ...] = ()

@@ -264,7 +264,7 @@ class SameIds:
         return rows_of_ids(rollouts, self.form)
 
 
-class PlainText:
+class Retokenized:
     """Read prompt + response as text, in the ids of another tokenizer, with end-of-text behind a finished answer.
 
     For a model that was trained on chats the text is one, written by its template up to the answer.
@@ -312,7 +312,7 @@ class PlainText:
         ]
 
 
-class Retemplated(PlainText):
+class Retemplated(Retokenized):
     """Read prompt and response as a chat, in the template and the ids of another tokenizer.
 
     The response is the assistant's last message, or continues it. Rows are written as in the model's training, if it

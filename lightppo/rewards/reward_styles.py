@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.plugin import REWARD_STYLES
-from lightppo.processes.user_calls import Call
+from lightppo.processes.user_calls import UserCall
 from lightppo.rewards.reward_source import (
     POSITIONAL,
     RewardOutput,
@@ -208,7 +208,7 @@ class BoundFunction:
         self._own_names = self.style.renames(parameters)
         self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
 
-    def calls(self, rollouts: list[Rollout]) -> list[Call]:
+    def calls(self, rollouts: list[Rollout]) -> list[UserCall]:
         """Return the calls that score the samples: one per sample, or one with lists."""
         rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
         if self.style.per_sample:
@@ -234,7 +234,7 @@ class BoundFunction:
                     f"{self._style_name}'s"
                 )
 
-    def _call(self, values: Values) -> Call:
+    def _call(self, values: Values) -> UserCall:
         renamed = {own: values[name] for own, name in self._own_names.items() if name in values}
         values = self.style.always | values | renamed
         args = tuple(values.pop(name) for name in self.style.positional)
@@ -247,7 +247,7 @@ class BoundFunction:
                 f"reward function {self.name}{self.signature}: {error}; called as f{self.style.shape}, "
                 f"--reward_fn_style {self._style_name}, it could get {', '.join((*self.style.positional, *values))}"
             ) from None
-        return Call(args, kwargs)
+        return UserCall(args, kwargs)
 
 
 def _filled(fn: RewardFunction) -> set[str]:

@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol, get_args
 
 from lightppo.errors import RewardError
 from lightppo.processes.user_calls import (
-    Call,
     Outcome,
+    UserCall,
     awaited,
     in_daemon_thread,
     is_coroutine_function,
@@ -41,7 +41,7 @@ OnFailure = Literal["error", "unscored"]
 class Runner(Protocol):
     """Make the calls of a reward function; may have a ``close``."""
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[UserCall]) -> list[Outcome]:
         """Return one outcome per call, in their order. What a call raises is in its outcome."""
         ...
 
@@ -100,8 +100,8 @@ def check_failure_options(
 
 
 def settle(
-    run: Callable[[Sequence[Call]], list[Outcome]],
-    calls: Sequence[Call],
+    run: Callable[[Sequence[UserCall]], list[Outcome]],
+    calls: Sequence[UserCall],
     read: Callable[[int, Any], tuple[Any, str | None]],
     retries: int,
 ) -> list[Outcome]:
@@ -178,7 +178,7 @@ class ThreadRunner:
     def __post_init__(self) -> None:
         self._stuck: list[Future[Outcome]] = []
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[UserCall]) -> list[Outcome]:
         """Return one outcome per call, in order; raise :class:`RewardError` if too many calls hang."""
         if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
             return [self._call(call) for call in calls]
@@ -205,7 +205,7 @@ class ThreadRunner:
                     del running[future]
         return [outcomes[i] for i in range(len(calls))]
 
-    def _call(self, call: Call) -> Outcome:
+    def _call(self, call: UserCall) -> Outcome:
         with without_copies("the reward function"), _without_timers():
             try:
                 return Outcome(awaited(self.fn(*call.args, **call.kwargs)))
@@ -237,7 +237,7 @@ class LoopRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._blocked = 0
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[UserCall]) -> list[Outcome]:
         """Return one outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
         if self._blocked > _MAX_BLOCKED:
             raise RewardError(
@@ -258,10 +258,10 @@ class LoopRunner:
             self._blocked += 1
             return [late(self.timeout) for _ in calls]
 
-    async def _gather(self, calls: Sequence[Call]) -> list[Outcome]:
+    async def _gather(self, calls: Sequence[UserCall]) -> list[Outcome]:
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def one(call: Call) -> Outcome:
+        async def one(call: UserCall) -> Outcome:
             async with slots:
                 task = asyncio.ensure_future(self._call(call))
                 # Not wait_for, which waits until a cancelled coroutine has ended; a coroutine may refuse to.
@@ -273,7 +273,7 @@ class LoopRunner:
 
         return await asyncio.gather(*(one(call) for call in calls))
 
-    async def _call(self, call: Call) -> Outcome:
+    async def _call(self, call: UserCall) -> Outcome:
         with without_copies("the reward function"), _without_timers():
             try:
                 return Outcome(await self.fn(*call.args, **call.kwargs))

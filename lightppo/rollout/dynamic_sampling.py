@@ -72,7 +72,7 @@ class GroupFilter:
 
 
 @dataclass
-class Tally:
+class StepCounts:
     """Count what happened to the samples of this step on this rank."""
 
     batches: int = 0
@@ -106,7 +106,7 @@ class GroupCollector(BatchCollector):
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """See :meth:`collect`; RewardError also where no sample has the filter's metric, or on ``"raise"``."""
-        tally = Tally()
+        tally = StepCounts()
         while True:
             available, exhausted, judged, not_finite = self._agree(source, tally, step)
             total = sum(available)
@@ -140,7 +140,7 @@ class GroupCollector(BatchCollector):
         extra = [i % shares[rank] for i in range(repeats[rank])]
         return self._finish(step, tally, shares[rank], extra, total - sum(shares))
 
-    def _generate(self, source: PromptSource, step: int, tally: Tally) -> None:
+    def _generate(self, source: PromptSource, step: int, tally: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
         batch = self.sample(source.take(), step, tally.batches)
         tally.batches += 1
@@ -160,7 +160,7 @@ class GroupCollector(BatchCollector):
                 tally.counts[reason] += 1
 
     def _agree(
-        self, source: PromptSource, tally: Tally, step: int
+        self, source: PromptSource, tally: StepCounts, step: int
     ) -> tuple[list[int], bool, int, int]:
         """Agree on what every decision of a step rests on. Collective.
 
@@ -181,7 +181,7 @@ class GroupCollector(BatchCollector):
         return list(available), any(exhausted), total["judged"], total["not_finite"]
 
     def _finish(
-        self, step: int, tally: Tally, share: int, extra: list[int], surplus: int
+        self, step: int, tally: StepCounts, share: int, extra: list[int], surplus: int
     ) -> CollectedStep:
         """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
         chosen, self.surplus = self.surplus[:share], self.surplus[share:]

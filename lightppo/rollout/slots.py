@@ -290,7 +290,7 @@ class PromptQueue(RequestQueue):
         return Prefilled([ids for ids, _ in groups], cache, logits, waiting)
 
 
-class Rows:
+class SlotRows:
     """The responses in the slots; row r of every tensor is row r of the cache."""
 
     def __init__(
@@ -414,7 +414,7 @@ class SlotDecoder(Decoder):
             max_columns=queue.columns,
             tight=tight,
         )
-        self.rows = Rows(
+        self.rows = SlotRows(
             self.slots,
             self.max_new_tokens,
             self.device,

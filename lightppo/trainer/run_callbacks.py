@@ -12,7 +12,7 @@ from lightppo.logging.alarms import AlarmBell
 from lightppo.logging.evaluations import Evaluations
 from lightppo.logging.performance import GPUMemory, Profiles, Speeds
 from lightppo.logging.recorder import Recorder
-from lightppo.logging.report_page import Summary
+from lightppo.logging.report_page import RunSummary
 from lightppo.logging.run_notes import ClosingLines
 from lightppo.logging.samples import Samples
 from lightppo.logging.skipped_batches import skipped_in_a_row
@@ -59,7 +59,7 @@ def run_callbacks(run: Any, yours: Iterable[Callback]) -> list[Callback]:
     last = [
         None if run.keeps else DryRun(),
         Recorder(run),
-        Summary(run),
+        RunSummary(run),
         StopAtSignal(run),
         *(entry.fn(run) for entry in CALLBACKS.values() if entry.after_yours),
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.processes.killable_pool import KillablePool
-from lightppo.processes.user_calls import Call
+from lightppo.processes.user_calls import UserCall
 from lightppo.rewards.function import NO_LABELS
 from lightppo.rewards.reward_source import RewardOutput, describe_sample
 from lightppo.rewards.runners import OnFailure, check_failure_options, settle
@@ -99,7 +99,9 @@ class MathReward:
         settled = dict(
             zip(
                 asked,
-                settle(self._pool.run, [Call(pair) for pair in asked], _read, self.reward_retries),
+                settle(
+                    self._pool.run, [UserCall(pair) for pair in asked], _read, self.reward_retries
+                ),
             )
         )
         found = {"pred": [answer and tidy(answer) for answer in answers]}

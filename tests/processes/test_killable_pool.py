@@ -19,7 +19,7 @@ import pytest
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.processes.groups import default_processes
 from lightppo.processes.killable_pool import KillablePool
-from lightppo.processes.user_calls import Call
+from lightppo.processes.user_calls import UserCall
 
 MOST_SECONDS = 60  # until what never comes fails a test
 TARGETS = Path(__file__).parents[1] / "support" / "fixtures" / "runner_targets.py"
@@ -56,11 +56,11 @@ def pool() -> Iterator[KillablePool]:
 
 @pytest.fixture
 def behave(pool: KillablePool) -> Behave:
-    return lambda *hows: pool.run([Call((how,), {"value": 0.5}) for how in hows])
+    return lambda *hows: pool.run([UserCall((how,), {"value": 0.5}) for how in hows])
 
 
 def test_answers_in_order(pool: KillablePool) -> None:
-    outcomes = pool.run([Call(("ok", float(i))) for i in range(50)])
+    outcomes = pool.run([UserCall(("ok", float(i))) for i in range(50)])
     assert [outcome.value for outcome in outcomes] == [float(i) for i in range(50)]
     assert pool.run([]) == []
 
@@ -81,15 +81,15 @@ def test_what_exceeds_the_limit_is_killed() -> None:
     hows = ["sleep", "loop", "hold_the_lock", "deaf", "stop"]
     others = workers()
     with closing(KillablePool(f"{TARGETS}:behave", workers=2, timeout=0.7)) as pool:
-        pool.run([Call(("ok",))] * 8)
+        pool.run([UserCall(("ok",))] * 8)
         before = workers() - others
-        outcomes = pool.run([Call((how,)) for how in hows] + [Call(("ok", 0.5))])
+        outcomes = pool.run([UserCall((how,)) for how in hows] + [UserCall(("ok", 0.5))])
         assert [outcome.value for outcome in outcomes] == [None] * 5 + [0.5]
         assert all(outcome.timeouts for outcome in outcomes[:5])
         assert len(before) == 2
         assert all(ended(pid) for pid in before)
         # the dead ones were replaced
-        assert pool.run([Call(("pid",))])[0].value in workers() - before - others
+        assert pool.run([UserCall(("pid",))])[0].value in workers() - before - others
 
 
 def test_processor_time_is_no_time_of_waiting() -> None:
@@ -98,7 +98,7 @@ def test_processor_time_is_no_time_of_waiting() -> None:
         KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, cpu_seconds=0.3)
     ) as pool:
         outcomes = pool.run(
-            [Call((how, 0.9)) for how in ["nap", "loop", "hold_the_lock", "ok", "exit"]]
+            [UserCall((how, 0.9)) for how in ["nap", "loop", "hold_the_lock", "ok", "exit"]]
         )
         late = "no answer within 0.3 s of processor time"
         reasons = [None, late, late, None, "the worker process died (exit code 3)"]
@@ -106,7 +106,7 @@ def test_processor_time_is_no_time_of_waiting() -> None:
             (r, int(r == late)) for r in reasons
         ]
         # each has a new limit
-        assert [outcome.value for outcome in pool.run([Call(("nap", 0.0))] * 30)] == [0.0] * 30
+        assert [outcome.value for outcome in pool.run([UserCall(("nap", 0.0))] * 30)] == [0.0] * 30
     with pytest.raises(ValueError, match="--reward_timeout must be > 0"):
         KillablePool("operator:mul", timeout=1.0, cpu_seconds=0.0)
 
@@ -159,7 +159,7 @@ def test_children_of_a_killed_call_are_killed(
 ) -> None:
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
     with closing(KillablePool(f"{TARGETS}:behave", workers=1, timeout=1.0)) as pool:
-        assert pool.run([Call(("with_child",))])[0].timeouts
+        assert pool.run([UserCall(("with_child",))])[0].timeouts
         assert ended(int((tmp_path / "pid").read_text()))
 
 
@@ -171,9 +171,9 @@ def test_workers_are_light_and_have_no_gpu(behave: Behave) -> None:
 
 def test_modules_and_coroutines_are_targets_too() -> None:
     with closing(KillablePool("operator:mul", workers=1, timeout=10.0)) as pool:
-        assert pool.run([Call((3, 4))])[0].value == 12
+        assert pool.run([UserCall((3, 4))])[0].value == 12
     with closing(KillablePool(f"{TARGETS}:double_later", workers=1, timeout=10.0)) as pool:
-        assert pool.run([Call((3.0,))])[0].value == 6.0
+        assert pool.run([UserCall((3.0,))])[0].value == 6.0
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_target_that_cannot_be_loaded_is_an_error_at_once(target: str, reason:
         closing(KillablePool(target, workers=2, timeout=10.0)) as pool,
         pytest.raises(WorkerStartError, match=reason),
     ):
-        pool.run([Call((1,))] * 3)
+        pool.run([UserCall((1,))] * 3)
 
 
 def test_a_target_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
@@ -198,22 +198,22 @@ def test_a_target_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
         closing(KillablePool(f"{tmp_path / 'bad.py'}:f", workers=1, timeout=10.0)) as pool,
         pytest.raises(WorkerStartError, match=r"^3 worker processes .*exit code 7"),
     ):
-        pool.run([Call(())])
+        pool.run([UserCall(())])
 
 
 def test_arguments_that_cannot_be_sent(pool: KillablePool) -> None:
     with pytest.raises(RewardError, match=r"worker process: .*lambda"):
-        pool.run([Call((lambda: 0,))])
+        pool.run([UserCall((lambda: 0,))])
 
 
 def test_closed_collected_and_out_of_range() -> None:
     others = workers()
     pool = KillablePool("time:sleep", workers=2, timeout=60.0)
-    pool.run([Call((0,))] * 8)
+    pool.run([UserCall((0,))] * 8)
     pids = workers() - others
     assert pids
     with ThreadPoolExecutor(1) as threads:
-        under_way = threads.submit(pool.run, [Call((600,))])
+        under_way = threads.submit(pool.run, [UserCall((600,))])
         time.sleep(0.2)
         pool.close()
         pool.close()
@@ -221,10 +221,10 @@ def test_closed_collected_and_out_of_range() -> None:
             under_way.result(MOST_SECONDS)
     assert all(ended(pid) for pid in pids)
     with pytest.raises(RewardError, match="closed"):
-        pool.run([Call((1,))])
+        pool.run([UserCall((1,))])
 
     pool = KillablePool("operator:neg", workers=1, timeout=60.0)
-    pool.run([Call((1,))])
+    pool.run([UserCall((1,))])
     pids = workers() - others
     assert pids
     del pool
@@ -240,15 +240,15 @@ SCRIPT = """
 import os, sys, threading, time
 import psutil
 from lightppo.processes.killable_pool import KillablePool
-from lightppo.processes.user_calls import Call
+from lightppo.processes.user_calls import UserCall
 
 def workers():
     return [child.pid for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
 
 pool = KillablePool(sys.argv[1], workers=2, timeout=300)
 open(sys.argv[3], "a").write("run;")
-pool.run([Call(("ok",))] * 4)
-calls = threading.Thread(target=pool.run, args=([Call(("loop",)), Call(("loop",))],), daemon=True)
+pool.run([UserCall(("ok",))] * 4)
+calls = threading.Thread(target=pool.run, args=([UserCall(("loop",)), UserCall(("loop",))],), daemon=True)
 calls.start()
 while len(workers()) < 2:  # both are there, and soon busy
     time.sleep(0.02)

@@ -21,7 +21,7 @@ from lightppo.errors import RewardError
 from lightppo.models.critic import RewardModel
 from lightppo.ranks import Alone
 from lightppo.rewards import RewardModelSource, score_rollouts
-from lightppo.rewards.reward_model import PlainText, Retemplated, SameIds, check_same_ids
+from lightppo.rewards.reward_model import Retemplated, Retokenized, SameIds, check_same_ids
 
 PAD = 99
 
@@ -359,9 +359,9 @@ def test_plain_text_in_other_ids(judge, other, asked, tmp_path):
     texts = ["<s>question 0 a longer answer</s>", "<s>question 1 cut off her"]
     # a template put begin-of-text there: still once
     asked[1].prompt.text = "<s>" + asked[1].prompt.text
-    rows = PlainText(other).encode(asked[:2])
+    rows = Retokenized(other).encode(asked[:2])
     assert [other.decode(row) for row in rows] == texts
-    assert judged(judge, PlainText(other), asked[:2]) == pytest.approx(
+    assert judged(judge, Retokenized(other), asked[:2]) == pytest.approx(
         scored_directly(judge, texts), abs=1e-5
     )
     # a tokenizer without a template reads plain-text prompts that way

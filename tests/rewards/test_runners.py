@@ -17,7 +17,7 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.processes.user_calls import Call, Outcome
+from lightppo.processes.user_calls import Outcome, UserCall
 from lightppo.rewards.async_scorer import AsyncScorer
 from lightppo.rewards.function import FunctionReward
 from lightppo.rewards.reward_source import score_rollouts
@@ -192,7 +192,7 @@ def test_too_many_hanging_threads_are_an_error(release: threading.Event) -> None
     with pytest.raises(
         RewardError, match=r"^65 calls .*--reward_timeout 0.05.*--reward_manager prime"
     ):
-        runner.run([Call()] * 200)
+        runner.run([UserCall()] * 200)
 
 
 async def stubborn(how: str) -> float:
@@ -210,7 +210,7 @@ async def stubborn(how: str) -> float:
 
 def test_coroutines_have_a_limit_that_they_cannot_refuse() -> None:
     runner = LoopRunner(stubborn, concurrency=2, timeout=0.3)
-    outcomes = runner.run([Call((how,)) for how in ("ok", "refuses", "exits", "refuses", "ok")])
+    outcomes = runner.run([UserCall((how,)) for how in ("ok", "refuses", "exits", "refuses", "ok")])
     assert [outcome.value for outcome in outcomes] == [1.0, None, None, None, 1.0]
     assert [outcome.timeouts for outcome in outcomes] == [0, 1, 0, 1, 0]
     assert outcomes[2].error.startswith("SystemExit: 0 (")
@@ -219,15 +219,15 @@ def test_coroutines_have_a_limit_that_they_cannot_refuse() -> None:
 def test_a_blocked_event_loop_is_left_behind() -> None:
     runner = LoopRunner(stubborn, concurrency=2, timeout=0.05, grace=0.05)
     for _ in range(5):
-        assert all(outcome.timeouts for outcome in runner.run([Call(("blocks",))]))
+        assert all(outcome.timeouts for outcome in runner.run([UserCall(("blocks",))]))
     with pytest.raises(RewardError, match=r"event loop 5 times.*--reward_manager prime"):
-        runner.run([Call(("ok",))])
+        runner.run([UserCall(("ok",))])
 
 
 def test_settle_tries_again_only_what_failed() -> None:
     tries: Counter[int] = Counter()
 
-    def run(calls: list[Call]) -> list[Outcome]:
+    def run(calls: list[UserCall]) -> list[Outcome]:
         outcomes = []
         for (i,) in (call.args for call in calls):
             tries[i] += 1
@@ -236,7 +236,9 @@ def test_settle_tries_again_only_what_failed() -> None:
         return outcomes
 
     read = {0: ("a", None), 1: ("b", None), 2: ("part", "not all of it")}
-    settled = settle(run, [Call((i,)) for i in range(3)], lambda i, value: read[value], retries=2)
+    settled = settle(
+        run, [UserCall((i,)) for i in range(3)], lambda i, value: read[value], retries=2
+    )
     assert dict(tries) == {0: 1, 1: 2, 2: 3}
     assert [(s.value, s.error, s.failures, s.timeouts) for s in settled] == [
         ("a", None, 0, 0),

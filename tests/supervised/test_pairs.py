@@ -17,7 +17,7 @@ from lightppo.data.example_rows import read_margin, read_pair, resolve_example_f
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import BadRowError, DataError, ModelLoadError, RewardError
 from lightppo.models.critic import RowForm
-from lightppo.rewards.reward_model import PlainText, Retemplated, SameIds
+from lightppo.rewards.reward_model import Retemplated, Retokenized, SameIds
 from lightppo.supervised.pairs import PairDataset
 from lightppo.supervised.trainer import prompt_flags
 
@@ -252,7 +252,7 @@ def test_a_server_reads_texts_of_chats_as_in_training(eos):
     pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     rows = PairDataset(Dataset.from_list([pair]), tokenizer, 64, apply_chat_template=True)
     asked = PromptTemplate(tokenizer, apply_chat_template=True).render("2+2=")
-    reads = PlainText(tokenizer, rows.row_form)  # a request has no messages
+    reads = Retokenized(tokenizer, rows.row_form)  # a request has no messages
     trained = torch.cat([rows[0]["prompt"], rows[0]["chosen"]]).tolist()
     for answer in ("4", "4<end>"):
         rollout = Rollout(Prompt(asked.text, []), 0, [], answer, "stop")

@@ -38,7 +38,7 @@ from lightppo.rollout.vllm.lora_adapters import ADAPTERS, GENERATE, pushes_adapt
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     Broadcasts,
-    Files,
+    WeightFiles,
     adapter_names,
     adapter_weights,
     architecture,
@@ -391,7 +391,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _travel(
         self,
-        way: Files | Broadcasts,
+        way: WeightFiles | Broadcasts,
         weights: Iterator[tuple[str, Tensor]],
         each: Callable[[Callable[[VLLMServer], object]], dict[int, Future]],
         lost: dict[int, str],
@@ -539,7 +539,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
             server.close()
 
 
-def _open(way: Files | Broadcasts, version: str, server: VLLMServer) -> None:
+def _open(way: WeightFiles | Broadcasts, version: str, server: VLLMServer) -> None:
     """Have a server wait for weights."""
     server.pause()
     way.open(server, version=version)

@@ -212,16 +212,16 @@ def has_towers(config: Any) -> bool:
 # -- how they travel ---------------------------------------------------------------------------------------------------
 
 
-def open_transport(engine: EngineConfig, device: torch.device) -> Files | Broadcasts:
+def open_transport(engine: EngineConfig, device: torch.device) -> WeightFiles | Broadcasts:
     """Open what brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
     # ``open`` begins with a server, and tells its workers more; ``pack`` prepares a bucket once for all servers, and
     # all but the last one may be forgotten; ``send`` returns when the server has loaded it.
     if engine.vllm_server_sync == "collective":
         return Broadcasts(engine.vllm_server_sync_address, engine.vllm_server_timeout, device)
-    return Files(engine.vllm_server_sync, engine.vllm_server_sync_dir)
+    return WeightFiles(engine.vllm_server_sync, engine.vllm_server_sync_dir)
 
 
-class Files:
+class WeightFiles:
     """safetensors files, one per bucket, that this user alone can read; "auto" is memory with room for two buckets."""
 
     def __init__(self, where: str, shared_folder: str | None) -> None:
@@ -349,7 +349,7 @@ class Broadcasts:
         self._groups.clear()
 
 
-class Group:
+class BroadcastGroup:
     """What both kinds of group share: ``begin`` and ``wait`` are theirs."""
 
     device: torch.device | str = "cpu"  # where they send from, and receive
@@ -373,7 +373,7 @@ class Group:
                 yield tensor.to(self.device).view(-1).view(torch.uint8)
 
 
-class GlooGroup(Group):
+class GlooGroup(BroadcastGroup):
     """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
@@ -437,7 +437,7 @@ class GlooGroup(Group):
             threading.Thread(target=held.clear, name="weight-group", daemon=True).start()
 
 
-class NCCLGroup(Group):
+class NCCLGroup(BroadcastGroup):
     """The same by vLLM's NCCL communicator, from GPU to GPU. ``message`` is what :meth:`Broadcasts.open` tells the server.
 
     NCCL has no time-outs: whoever calls ``begin`` need not wait for the others, and ``close`` ends what hangs.

@@ -44,7 +44,7 @@ _WRAPPED = ".base_layer."  # in the names of layers that may have adapters
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-class RolloutSampler(Sampler):
+class RecordingSampler(Sampler):
     """Records log softmax(logits / temperature) over the valid vocabulary, before every filter, as training needs it.
 
     vLLM's own log probs are either of the raw logits (no temperature) or of the filtered distribution. Ids from
@@ -105,16 +105,16 @@ def install_sampler(
     valid_vocab_size: int | None,
     log_prob_vocab_size: int | None,
 ) -> None:
-    """Put a :class:`RolloutSampler` into a worker of vLLM; a RuntimeError where this vLLM samples in another way."""
+    """Put a :class:`RecordingSampler` into a worker of vLLM; a RuntimeError where this vLLM samples in another way."""
     runner = worker.model_runner
     old = getattr(runner, "sampler", None)
-    if type(old) is not Sampler and not isinstance(old, RolloutSampler):
+    if type(old) is not Sampler and not isinstance(old, RecordingSampler):
         raise RuntimeError(
             f"this vLLM samples by {type(old).__module__}.{type(old).__name__}, whose log probs cannot be those of "
             "the trainer: unset VLLM_USE_V2_MODEL_RUNNER, or use another version of vLLM"
         )
     options = {"use_fp64_gumbel": getattr(old, "use_fp64_gumbel", False)}
-    runner.sampler = RolloutSampler(valid_vocab_size, log_prob_vocab_size, **options)
+    runner.sampler = RecordingSampler(valid_vocab_size, log_prob_vocab_size, **options)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
