@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightppo.errors import ConfigError
 from lightppo.option import Option, out_of_order
@@ -20,7 +20,10 @@ from lightppo.user_code import error_text, is_users_fault, load_python_function
 class Entry:
     """What all entries have."""
 
-    function: str | Callable  # "module:name" or "path.py:name", or the function itself
+    home: ClassVar[str] = ""  # the module of functions that are given by their name alone
+
+    # "module:name", "path.py:name", the name of a function in ``home``, or the function itself
+    function: str | Callable
     # Options of its own. Beside another entry they would do nothing, so they are refused.
     options: tuple[Option, ...] = ()
     # The names that it adds to train/ → their meanings.
@@ -29,7 +32,10 @@ class Entry:
     @functools.cached_property
     def fn(self) -> Callable:
         """The function, imported on first use."""
-        return load(self.function)
+        function = self.function
+        if self.home and isinstance(function, str) and ":" not in function:
+            function = f"{self.home}:{function}"
+        return load(function)
 
     @property
     def defaults(self) -> dict[str, Any]:

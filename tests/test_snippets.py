@@ -201,7 +201,6 @@ os.chdir(os.path.dirname(__file__))
 sys.path.insert(0, os.getcwd())
 from lightppo import Actor, get_strategy, get_tokenizer
 from lightppo.algorithms import advantages
-from lightppo.table import load
 from argparse import Namespace
 
 strategy = get_strategy(Namespace(train_batch_size=1, micro_train_batch_size=1))
@@ -220,7 +219,7 @@ for name, text in json.load(open("fragments.json")).items():
         open(first[2:], "w").write(text)
     if text.split("\\n")[1].startswith(\'"\'):  # entries of a table
         for entry in eval("{" + text + "}", space).values():
-            assert callable(load(entry.function))
+            assert callable(entry.fn)
     else:
         exec(text, space)
 

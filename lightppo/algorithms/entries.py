@@ -16,11 +16,21 @@ from lightppo.table import Entry, Table
 
 F = TypeVar("F", bound=Callable)
 
+# Where the functions are. An entry names one of its own module (``home``) by its name alone.
+_ADVANTAGES = "lightppo.algorithms.advantages"
+_CORRECTION = "lightppo.algorithms.correction"
+_KL = "lightppo.algorithms.kl"
+_LOSSES = "lightppo.algorithms.losses"
+_MASKING = "lightppo.algorithms.masking"
+_PREFERENCES = "lightppo.algorithms.preferences"
+_SELECTION = "lightppo.algorithms.selection"
+
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
     """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
+    home = _ADVANTAGES
     # The function gives one number per sample, and all tokens of the sample get it, see advantages.advantage_fn.
     per_sample: bool = False
     needs_critic: bool = False  # it reads values
@@ -48,6 +58,7 @@ class EstimatorEntry(Entry):
 class PolicyLossEntry(Entry):
     """A policy loss; the function is a :data:`lightppo.algorithms.losses.PolicyLossFn`."""
 
+    home = _LOSSES
     # The low and the high bound where the flags give none. None: the loss clips nothing.
     eps_clip: tuple[float, float] | None = (0.2, 0.2)
     loss_agg_mode: str = "token-mean"  # the aggregation that it is defined with
@@ -59,6 +70,7 @@ class PolicyLossEntry(Entry):
 class KLEntry(Entry):
     """A KL estimator; the function is one of d at the sampled tokens."""
 
+    home = _KL
     # What makes a loss of the limited estimate: a function of the estimate, of d, and of log π / π_old (B, A), which is
     # None where π_old is not known.
     as_loss: str | None = None
@@ -71,6 +83,7 @@ class KLEntry(Entry):
 class CorrectionEntry(Entry):
     """An off-policy correction; the function is a :data:`.correction.CorrectionFn`."""
 
+    home = _CORRECTION
     # The lower bound of the weight where --correction_low says nothing. None: the weight has none.
     low: float | None = None
     high: float | None = None
@@ -80,6 +93,7 @@ class CorrectionEntry(Entry):
 class RejectionEntry(Entry):
     """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
 
+    home = _CORRECTION
     # What is bounded at a token: "ratio", or the estimate of KL(π_rollout ‖ π_old) by one of KL_ESTIMATORS; "k3r"
     # estimates KL(π_old ‖ π_rollout).
     measure: str = "k1"
@@ -93,6 +107,7 @@ class RejectionEntry(Entry):
 class PreferenceLossEntry(Entry):
     """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
 
+    home = _PREFERENCES
     # log probs of an answer are means over its tokens, where --average_log_probs says nothing
     of_means: bool = False
 
@@ -138,52 +153,40 @@ def _with_traits(traits: Mapping[str, Any], function: F) -> F:
 
 # -- the tables ------------------------------------------------------------------------------------------------------
 
-_ADVANTAGES = "lightppo.algorithms.advantages"
-_CORRECTION = "lightppo.algorithms.correction"
-_KL = "lightppo.algorithms.kl"
-_LOSSES = "lightppo.algorithms.losses"
-_MASKING = "lightppo.algorithms.masking"
-_PREFERENCES = "lightppo.algorithms.preferences"
-_SELECTION = "lightppo.algorithms.selection"
-
-_REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
+_REINFORCE = EstimatorEntry("reinforce", whiten=True, discounted=True)
 _of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
 _over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
-_GROUP_NORM = _over_std(f"{_ADVANTAGES}:group_norm")
-_REINFORCE_BASELINE = _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True)
+_GROUP_NORM = _over_std("group_norm")
+_REINFORCE_BASELINE = _of_group("reinforce_baseline", whiten=True)
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
     "--advantage_estimator",
     {
-        "gae": EstimatorEntry(
-            f"{_ADVANTAGES}:gae", needs_critic=True, whiten=True, discounted=True
-        ),
+        "gae": EstimatorEntry("gae", needs_critic=True, whiten=True, discounted=True),
         "reinforce": _REINFORCE,
         "reinforce++": _REINFORCE,
         "reinforce++_baseline": _REINFORCE_BASELINE,
         "reinforce_baseline": _REINFORCE_BASELINE,  # the name that OpenRLHF and LightRFT give it
-        "rloo": _of_group(f"{_ADVANTAGES}:rloo"),
+        "rloo": _of_group("rloo"),
         "grpo": _GROUP_NORM,
         "group_norm": _GROUP_NORM,
-        "dr_grpo": _of_group(f"{_ADVANTAGES}:dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
-        "remax": EstimatorEntry(
-            f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True
-        ),
-        "opo": _of_group(f"{_ADVANTAGES}:opo"),
-        "gpg": _of_group(f"{_ADVANTAGES}:gpg", policy_loss="gpg"),
+        "dr_grpo": _of_group("dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
+        "remax": EstimatorEntry("remax", needs_greedy_baseline=True, discounted=True),
+        "opo": _of_group("opo"),
+        "gpg": _of_group("gpg", policy_loss="gpg"),
         "optimal_token_baseline": EstimatorEntry(
-            f"{_ADVANTAGES}:optimal_token_baseline",
+            "optimal_token_baseline",
             min_group_size=2,
             discounted=True,
             needs_score_norms=True,
         ),
-        "grpo_passk": _over_std(f"{_ADVANTAGES}:grpo_passk"),
-        "cpgd": _over_std(f"{_ADVANTAGES}:cpgd", policy_loss="cpgd"),
+        "grpo_passk": _over_std("grpo_passk"),
+        "cpgd": _over_std("cpgd", policy_loss="cpgd"),
         "group_adv_norm": EstimatorEntry(
-            f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
+            "group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
         ),
         "gdpo": EstimatorEntry(
-            f"{_ADVANTAGES}:gdpo",
+            "gdpo",
             inputs=f"{_ADVANTAGES}:parts_of_rewards",
             min_group_size=2,
             whiten=True,
@@ -191,7 +194,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
             kl_in_loss=True,
         ),
         "on_policy_distill": EstimatorEntry(
-            f"{_ADVANTAGES}:on_policy_distill", ignores_scores=True, kl_in_loss=True
+            "on_policy_distill", ignores_scores=True, kl_in_loss=True
         ),
     },
     decorator="estimator",
@@ -199,7 +202,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
 )
 
 _PPO = PolicyLossEntry(
-    f"{_LOSSES}:ppo_policy_loss",
+    "ppo_policy_loss",
     options=(
         Option(
             "dual_clip", float | None, None,
@@ -225,24 +228,24 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
     {
         "ppo": _PPO,
         "gspo": PolicyLossEntry(
-            f"{_LOSSES}:gspo_policy_loss",
+            "gspo_policy_loss",
             eps_clip=(3e-4, 4e-4),
             loss_agg_mode="seq-mean-token-mean",
             options=_PPO.options,
             metrics=_PPO.metrics,
         ),
         "cispo": PolicyLossEntry(
-            f"{_LOSSES}:cispo_policy_loss",
+            "cispo_policy_loss",
             eps_clip=(1.0, 4.0),
             metrics={
                 "weight_clip_ratio": "share of trained tokens whose importance weight cispo clips"
             },
         ),
         "gmpo": PolicyLossEntry(
-            f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
+            "gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
         ),
         "sapo": PolicyLossEntry(
-            f"{_LOSSES}:sapo_policy_loss",
+            "sapo_policy_loss",
             eps_clip=None,
             loss_agg_mode="seq-mean-token-mean",
             options=(
@@ -252,7 +255,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             metrics={"sapo_gate": "mean share of the gradient that sapo's gate lets through"},
         ),
         "clip_cov": PolicyLossEntry(
-            f"{_LOSSES}:clip_cov_policy_loss",
+            "clip_cov_policy_loss",
             eps_clip=(1.0, 1.0),
             options=(
                 Option(
@@ -271,7 +274,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             metrics=_SELECTED,
         ),
         "kl_cov": PolicyLossEntry(
-            f"{_LOSSES}:kl_cov_policy_loss",
+            "kl_cov_policy_loss",
             eps_clip=None,
             options=(
                 Option(
@@ -287,14 +290,14 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             selection=f"{_SELECTION}:select_kl_cov",
             metrics=_SELECTED,
         ),
-        "gpg": PolicyLossEntry(f"{_LOSSES}:gpg_policy_loss", eps_clip=None),
+        "gpg": PolicyLossEntry("gpg_policy_loss", eps_clip=None),
         "cpgd": PolicyLossEntry(
-            f"{_LOSSES}:cpgd_policy_loss",
+            "cpgd_policy_loss",
             options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),
             metrics={"cpgd_drift": "policy drift of cpgd, before its coefficient"},
         ),
-        "dppo_tv": _dppo(f"{_LOSSES}:dppo_tv_policy_loss", eps_clip=(0.15, 0.15)),
-        "dppo_kl": _dppo(f"{_LOSSES}:dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
+        "dppo_tv": _dppo("dppo_tv_policy_loss", eps_clip=(0.15, 0.15)),
+        "dppo_kl": _dppo("dppo_kl_policy_loss", eps_clip=(0.05, 0.05)),
     },
     decorator="policy_loss",
     kind=PolicyLossEntry,
@@ -305,15 +308,15 @@ TIMES_RATIO = f"{_KL}:times_ratio"
 KL_ESTIMATORS: Table[KLEntry] = Table(
     "--kl_estimator",
     {
-        "k1": KLEntry(f"{_KL}:k1"),
-        "k2": KLEntry(f"{_KL}:k2"),
-        "k3": KLEntry(f"{_KL}:k3"),
-        "abs": KLEntry(f"{_KL}:absolute"),
-        "full": KLEntry(f"{_KL}:kl_of_models", over_vocabulary=True),
-        "k1+": KLEntry(f"{_KL}:k1", as_loss=f"{_KL}:with_gradient_of_k2"),
-        "k3+": KLEntry(f"{_KL}:k3", as_loss=f"{_KL}:with_gradient_of_k2"),
-        "k1_ratio": KLEntry(f"{_KL}:k1", as_loss=TIMES_RATIO),
-        "k3_ratio": KLEntry(f"{_KL}:k3", as_loss=TIMES_RATIO),
+        "k1": KLEntry("k1"),
+        "k2": KLEntry("k2"),
+        "k3": KLEntry("k3"),
+        "abs": KLEntry("absolute"),
+        "full": KLEntry("kl_of_models", over_vocabulary=True),
+        "k1+": KLEntry("k1", as_loss=f"{_KL}:with_gradient_of_k2"),
+        "k3+": KLEntry("k3", as_loss=f"{_KL}:with_gradient_of_k2"),
+        "k1_ratio": KLEntry("k1", as_loss=TIMES_RATIO),
+        "k3_ratio": KLEntry("k3", as_loss=TIMES_RATIO),
     },
 )
 
@@ -331,16 +334,16 @@ LOSS_AGG_MODES: Table = Table(
 CORRECTIONS: Table[CorrectionEntry] = Table(
     "--rollout_correction",
     {
-        "none": CorrectionEntry(f"{_CORRECTION}:none"),
-        "tis": CorrectionEntry(f"{_CORRECTION}:tis", low=0.0, high=2.0),
-        "seq_tis": CorrectionEntry(f"{_CORRECTION}:seq_tis", low=0.0, high=2.0),
-        "geo_tis": CorrectionEntry(f"{_CORRECTION}:geo_tis", low=0.0, high=2.0),
-        "icepop": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.5, high=5.0),
-        "seq_mis": CorrectionEntry(f"{_CORRECTION}:seq_mis", low=0.0, high=2.0),
-        "geo_mis": CorrectionEntry(f"{_CORRECTION}:geo_mis", low=0.0, high=2.0),
-        "seq_mask": CorrectionEntry(f"{_CORRECTION}:seq_mask", low=0.999, high=1.001),
-        "seq_mask_tis": CorrectionEntry(f"{_CORRECTION}:seq_mask_tis", low=0.5, high=5.0),
-        "decoupled": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.0, high=5.0),
+        "none": CorrectionEntry("none"),
+        "tis": CorrectionEntry("tis", low=0.0, high=2.0),
+        "seq_tis": CorrectionEntry("seq_tis", low=0.0, high=2.0),
+        "geo_tis": CorrectionEntry("geo_tis", low=0.0, high=2.0),
+        "icepop": CorrectionEntry("icepop", low=0.5, high=5.0),
+        "seq_mis": CorrectionEntry("seq_mis", low=0.0, high=2.0),
+        "geo_mis": CorrectionEntry("geo_mis", low=0.0, high=2.0),
+        "seq_mask": CorrectionEntry("seq_mask", low=0.999, high=1.001),
+        "seq_mask_tis": CorrectionEntry("seq_mask_tis", low=0.5, high=5.0),
+        "decoupled": CorrectionEntry("icepop", low=0.0, high=5.0),
     },
 )
 
@@ -355,14 +358,14 @@ REJECTIONS: Table[RejectionEntry] = Table(
     "--rollout_rejection",
     {
         f"{level}_{measure}": RejectionEntry(
-            f"{_CORRECTION}:{function}", measure=measure, two_sided=measure in ("ratio", "k1")
+            function, measure=measure, two_sided=measure in ("ratio", "k1")
         )
         for level, function in _LEVELS.items()
         for measure in ("ratio", "k1", "k2", "k3", "k3r")
     }
     | {
-        "opsm": RejectionEntry(f"{_CORRECTION}:opsm", in_training=True),
-        "m2po": RejectionEntry(f"{_CORRECTION}:m2po", measure="k2", over_rollout=True),
+        "opsm": RejectionEntry("opsm", in_training=True),
+        "m2po": RejectionEntry("m2po", measure="k2", over_rollout=True),
     },
 )
 
@@ -371,7 +374,7 @@ PREFERENCE_LOSSES: Table[PreferenceLossEntry] = Table(
     "--preference_loss",
     {
         "dpo": PreferenceLossEntry(
-            f"{_PREFERENCES}:dpo_loss",
+            "dpo_loss",
             options=(
                 Option(
                     "label_smoothing", float, 0.0, "assumed share of pairs with swapped answers; above 0: cDPO.",
@@ -379,7 +382,7 @@ PREFERENCE_LOSSES: Table[PreferenceLossEntry] = Table(
                 ),
             ),
         ),
-        "ipo": PreferenceLossEntry(f"{_PREFERENCES}:ipo_loss", of_means=True),
+        "ipo": PreferenceLossEntry("ipo_loss", of_means=True),
     },
 )  # fmt: skip
 

@@ -42,27 +42,6 @@ class ToolFormat(Entry):
     markers: tuple[str, ...] = ()
 
 
-TOOL_FORMATS: Table[ToolFormat] = Table(
-    "--tool_format",
-    {
-        TEMPLATE_FORMAT: ToolFormat(f"{__name__}:read_by_template"),
-        "hermes": ToolFormat(f"{__name__}:read_hermes", markers=("<tool_call>", "</tool_call>")),
-        "qwen_xml": ToolFormat(
-            f"{__name__}:read_qwen_xml",
-            markers=("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter="),
-        ),
-        "mistral": ToolFormat(
-            f"{__name__}:read_mistral", markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-        ),
-        "llama3": ToolFormat(f"{__name__}:read_llama3", markers=("<|python_tag|>",)),
-    },
-    kind=ToolFormat,
-    files=True,
-)
-"""Formats of calls, by the names that ``--tool_format`` takes beside ``auto`` and the names of vLLM's parsers. ``auto``
-takes the first one that reads what the tokenizer's chat template writes."""
-
-
 def find_format(name: str) -> ToolFormat:
     """Return the format of a name in the table, of ``path.py:name``, or of one of vLLM's parsers.
 
@@ -336,3 +315,24 @@ def _typed(value: str, schema: Any) -> Any:
         return _DECODER.decode(as_json.strip())
     except (ValueError, RecursionError):
         return value
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+TOOL_FORMATS: Table[ToolFormat] = Table(
+    "--tool_format",
+    {
+        TEMPLATE_FORMAT: ToolFormat(read_by_template),
+        "hermes": ToolFormat(read_hermes, markers=("<tool_call>", "</tool_call>")),
+        "qwen_xml": ToolFormat(
+            read_qwen_xml,
+            markers=("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter="),
+        ),
+        "mistral": ToolFormat(read_mistral, markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+        "llama3": ToolFormat(read_llama3, markers=("<|python_tag|>",)),
+    },
+    kind=ToolFormat,
+    files=True,
+)
+"""Formats of calls, by the names that ``--tool_format`` takes beside ``auto`` and the names of vLLM's parsers. ``auto``
+takes the first one that reads what the tokenizer's chat template writes."""
