@@ -77,7 +77,7 @@ def _watched(main: Callable[[], None], name: str, debug: bool) -> None:
 
 def _explain(error: Exception, name: str, debug: bool, watchdog: Watchdog) -> None:
     """Raise SystemExit where a signal or another rank's end is the cause of an error."""
-    number = signals.asked()
+    number = signals.stop_signal()
     lost = None if number or isinstance(error, UserError) else watchdog.lost_rank(error)
     if not number and lost is None:
         return

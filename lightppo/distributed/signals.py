@@ -251,12 +251,12 @@ def safe_points(grace: float = GRACE) -> Iterator[None]:
         watch.deferred, watch.number = False, 0  # a signal that came at the end has nothing to stop
 
 
-def asked() -> int:
+def stop_signal() -> int:
     """Return the number of the signal that asks this process to stop; 0: none."""
     return 0 if _watch is None else _watch.number
 
 
-stop_signs.append(asked)
+stop_signs.append(stop_signal)
 
 
 def request(number: int) -> None:
@@ -267,7 +267,7 @@ def request(number: int) -> None:
 
 def votes() -> dict[str, int]:
     """Return what this rank brings to a collective whose sum or mean :func:`elected` reads."""
-    return {name: int(asked() == number) for name, number in SIGNALS.items()}
+    return {name: int(stop_signal() == number) for name, number in SIGNALS.items()}
 
 
 def elected(counts: Mapping[str, float]) -> int:

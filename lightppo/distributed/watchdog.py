@@ -62,7 +62,7 @@ class Watchdog:
             moves = now != seen or (works and heartbeat.phase in _WORKING) or _in_debugger()
             # Looks, not a clock: a process that was stopped for a while is not late.
             seen, idle = now, 0.0 if moves else idle + pause
-            if idle >= heartbeat.limit or self._asked():
+            if idle >= heartbeat.limit or self._peer_hangs():
                 self._end(idle)
         faulthandler.cancel_dump_traceback_later()  # it may have been set since __exit__
 
@@ -102,7 +102,7 @@ class Watchdog:
         except (RuntimeError, ValueError):  # the run ends already, or a rank is no run of ours
             self._store = None
 
-    def _asked(self) -> bool:
+    def _peer_hangs(self) -> bool:
         """Whether another rank hangs, as far as the store answers."""
         if 0 in self._peers and _how_it_ended(self._peers[0]) is not None:
             self._store = None  # torch would tell the lost connection at length

@@ -54,24 +54,24 @@ def adapted(prefix: str, rest: str) -> Adapted:
     return makers[prefix](rest)
 
 
-def adapter_of(found: Any) -> Adapted | None:
+def adapter_of(target: Any) -> Adapted | None:
     """For a class of another style, given as ``file.py:Class``: its maker, the adapter, and the contract of that."""
-    if not isinstance(found, type):
+    if not isinstance(target, type):
         return None
     gymnasium = sys.modules.get("gymnasium")
-    if gymnasium is not None and issubclass(found, gymnasium.Env):
-        return partial(GymEnvironment, found), GymEnvironment, "lightppo"
+    if gymnasium is not None and issubclass(target, gymnasium.Env):
+        return partial(GymEnvironment, target), GymEnvironment, "lightppo"
     base = getattr(sys.modules.get("skyrl_gym.envs.base_text_env"), "BaseTextEnv", None)
-    if base is not None and issubclass(found, base):
-        return partial(SkyRLEnvironment, found), SkyRLEnvironment, "lightppo"
-    if is_program(found):
-        name = f"--env {found.__name__}"
+    if base is not None and issubclass(target, base):
+        return partial(SkyRLEnvironment, target), SkyRLEnvironment, "lightppo"
+    if is_program(target):
+        name = f"--env {target.__name__}"
         _installed(
             "openenv.core.harness.capture", f"{name}: an agent program asks openenv's server"
         )
-        return (kind := environment_of(found)), kind, "lightppo"
-    if _is_agent(found):
-        return partial(_make_agent, found), OpenRLHFAgent, "lightppo"
+        return (kind := environment_of(target)), kind, "lightppo"
+    if _is_agent(target):
+        return partial(_make_agent, target), OpenRLHFAgent, "lightppo"
     return None
 
 
@@ -306,16 +306,16 @@ class TextWorldEnvironment:
         """Return the first observation."""
         self._shows = bool((config or {}).get("commands"))
         names = ("won", "lost", "score", "max_score", "objective")
-        asked = dict.fromkeys([*names, *["admissible_commands"] * self._shows], True)
+        infos = dict.fromkeys([*names, *["admissible_commands"] * self._shows], True)
         if self._path.is_dir() and not game:
             raise ValueError(f"{self._path} is a folder: the row's column game must name one in it")
         path = self._path / game if self._path.is_dir() else self._path
         with self._one_at_a_time:
-            self._env = self._package.start(str(path), self._package.EnvInfos(**asked))
+            self._env = self._package.start(str(path), self._package.EnvInfos(**infos))
             self._env.seed(seed % _MOST_SEED)
             state = self._env.reset()
         self._score = state.score or 0
-        return self._told(state, state.feedback[self._begin(state) :], self._shows)
+        return self._observation(state, state.feedback[self._begin(state) :], self._shows)
 
     def step(self, text: str) -> Step:
         """Return one command."""
@@ -326,8 +326,8 @@ class TextWorldEnvironment:
             raise ValueError("the game tells no score, which would be the reward")
         reward, self._score = (score - self._score) / (state.max_score or 1), score
         metrics = {name: float(bool(state[name])) for name in ("won", "lost") if name in state}
-        told = self._told(state, state.feedback, self._shows and not done)
-        return Step(told, reward, bool(done), metrics if done else {})
+        observation = self._observation(state, state.feedback, self._shows and not done)
+        return Step(observation, reward, bool(done), metrics if done else {})
 
     def close(self) -> None:
         """End the game."""
@@ -340,7 +340,7 @@ class TextWorldEnvironment:
         return max(state.feedback.find(state.objective), 0) if state.objective else 0
 
     @staticmethod
-    def _told(state: Any, text: str, with_commands: bool) -> str:
+    def _observation(state: Any, text: str, with_commands: bool) -> str:
         text = _GAME_PROMPT.sub("", text).strip()
         if with_commands and state.admissible_commands:
             text += f"\n\nCommands: {', '.join(state.admissible_commands)}"
@@ -432,9 +432,9 @@ async def _make_agent(kind: type) -> OpenRLHFAgent:
     return OpenRLHFAgent(agent)
 
 
-def _is_agent(found: Any) -> bool:
-    return isinstance(found, type) and any(
-        base.__name__ == "AgentInstanceBase" for base in found.__mro__[1:]
+def _is_agent(target: Any) -> bool:
+    return isinstance(target, type) and any(
+        base.__name__ == "AgentInstanceBase" for base in target.__mro__[1:]
     )
 
 

@@ -184,18 +184,18 @@ class Engine:
             raise self._error(400, _refusal(f"{constraint} cannot be trained: leave it out"))
         if problem := problem_of(request):
             raise self._error(400, _refusal(problem))
-        asked = {"messages": request["messages"], "tools": request.get("tools") or []}
+        query = {"messages": request["messages"], "tools": request.get("tools") or []}
         try:
-            return completion_of(await self._conversation.ask(asked))
+            return completion_of(await self._conversation.ask(query))
         except EnvFailure as error:
             raise self._error(400, _refusal(str(error))) from error
 
 
 def constraint_of(request: Mapping[str, Any]) -> str | None:
     """Return what of a request would have the model say something else than it would by itself."""
-    found = next((name for name in _CONSTRAINTS if request.get(name)), None)
-    if found is not None:
-        return found
+    constraint = next((name for name in _CONSTRAINTS if request.get(name)), None)
+    if constraint is not None:
+        return constraint
     form = request.get("response_format") or {"type": "text"}
     if not isinstance(form, Mapping) or form.get("type", "text") != "text":
         return "response_format"

@@ -29,10 +29,10 @@ _LAST_WORDS = 500  # characters of a program's output in an error
 _LAST_WAIT = 10.0  # seconds for the pipe of a killed program to end
 
 
-def is_program(found: Any) -> bool:
+def is_program(target: Any) -> bool:
     """Tell whether a class has ``run(base_url, api_key, …)``, and is no environment otherwise."""
-    run = getattr(found, "run", None)
-    if not isinstance(found, type) or not callable(run) or hasattr(found, "reset"):
+    run = getattr(target, "run", None)
+    if not isinstance(target, type) or not callable(run) or hasattr(target, "reset"):
         return False
     return set(_GIVEN) <= inspect.signature(run).parameters.keys()
 

@@ -17,11 +17,11 @@ def with_episodes(
     engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any
 ) -> RolloutEngine:
     """Return the engine itself, or the one of episodes around it if ``--env`` or ``--tools`` asks for them."""
-    asked = config.episodes
-    if not asked.env and not asked.tools:
+    options = config.episodes
+    if not options.env and not options.tools:
         return engine
     # Imported here, because most runs play no episodes.
-    from lightppo.episodes.calls import AnsweredEnvironments, told_of
+    from lightppo.episodes.calls import AnsweredEnvironments, description_of
     from lightppo.episodes.environments import Environments
     from lightppo.episodes.episode import Limits
     from lightppo.episodes.episode_engine import EpisodeEngine
@@ -32,14 +32,14 @@ def with_episodes(
         environments = AnsweredEnvironments(tape.environments)
     else:
         environments = Environments(
-            asked.env,
-            tools=asked.tools,
-            contract=asked.env_contract,
-            timeout=asked.env_timeout,
-            workers=asked.env_workers,
+            options.env,
+            tools=options.tools,
+            contract=options.env_contract,
+            timeout=options.env_timeout,
+            workers=options.env_workers,
         )
         if tape is not None:
-            tape.environments = told_of(environments)
+            tape.environments = description_of(environments)
     return EpisodeEngine(
         engine,
         tokenizer,
@@ -48,18 +48,18 @@ def with_episodes(
         limits=Limits(
             budget=config.rollout.generate_max_len,
             max_opening=config.data.prompt_max_len,
-            max_turns=asked.max_turns,
-            max_turn_tokens=asked.max_turn_tokens,
-            max_tool_calls=asked.max_tool_calls,
-            max_observation_len=asked.max_observation_len,
-            seconds=asked.episode_timeout,
+            max_turns=options.max_turns,
+            max_turn_tokens=options.max_turn_tokens,
+            max_tool_calls=options.max_tool_calls,
+            max_observation_len=options.max_observation_len,
+            seconds=options.episode_timeout,
         ),
         formats={
             name: format_of(name, environments, tokenizer, config) for name in environments.names
         },
-        retries=asked.env_retries,
-        failure_limit=0.0 if asked.on_env_failure == "error" else asked.env_failure_limit,
-        keeps_rewards=asked.env_reward != "none",
+        retries=options.env_retries,
+        failure_limit=0.0 if options.on_env_failure == "error" else options.env_failure_limit,
+        keeps_rewards=options.env_reward != "none",
         tape=tape,
         batch_invariant=config.flat().get("batch_invariant", False),
     )
@@ -70,8 +70,8 @@ def check_openings(building: Any) -> None:
 
     What a ``reset`` adds to the row is seen in the episode alone.
     """
-    asked = building.config.flat()
-    if not asked.get("env") and not asked.get("tools"):
+    options = building.config.flat()
+    if not options.get("env") and not options.get("tools"):
         return
     from lightppo.data.rows import template_options
     from lightppo.episodes.chat_format import ChatFormat

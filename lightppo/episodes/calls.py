@@ -47,9 +47,9 @@ class Direct:
         finally:
             self.seconds = time.monotonic() - begin
 
-    async def sample(self, asked: Turn, sample: Sample) -> Rollout:
+    async def sample(self, turn: Turn, sample: Sample) -> Rollout:
         """Return what the engine samples."""
-        return await sample(asked)
+        return await sample(turn)
 
 
 class Recording(Direct):
@@ -81,11 +81,11 @@ class Recording(Direct):
     def _write(self, place: Place, turn: int, given: Mapping[str, Any], **answer: Any) -> None:
         self.reel.write("call", turn, place=place, **given, **answer, seconds=self.seconds)
 
-    async def sample(self, asked: Turn, sample: Sample) -> Rollout:
-        rollout = await sample(asked)
+    async def sample(self, turn: Turn, sample: Sample) -> Rollout:
+        rollout = await sample(turn)
         said = {"tokens": rollout.response_ids, "log_probs": packed(rollout.log_probs)}
-        said |= {"finish": rollout.finish_reason, "context": digest_of(asked.token_ids)}
-        self.reel.write("turn", asked.number + 1, **said)
+        said |= {"finish": rollout.finish_reason, "context": digest_of(turn.token_ids)}
+        self.reel.write("turn", turn.number + 1, **said)
         return rollout
 
 
@@ -111,11 +111,11 @@ class Answered(Direct):
             raise EnvironmentFailed(**entry["failure"])
         return _restored(place, entry["reply"])
 
-    async def sample(self, asked: Turn, sample: Sample) -> Rollout:
-        context = digest_of(asked.token_ids)
-        entry = self.reel.read("turn", asked.number + 1, context=context)
+    async def sample(self, turn: Turn, sample: Sample) -> Rollout:
+        context = digest_of(turn.token_ids)
+        entry = self.reel.read("turn", turn.number + 1, context=context)
         log_probs = unpacked(entry["log_probs"])
-        place = (asked.prompt, asked.sample_index)
+        place = (turn.prompt, turn.sample_index)
         return Rollout(*place, entry["tokens"], "", entry["finish"], log_probs)
 
 
@@ -165,10 +165,10 @@ class AnsweredEnvironments:
 
     timeout = 0.0  # seconds of a call: there are none
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.contract: Contract = told["contract"]
-        self._tools: dict[str, list[dict[str, Any]]] = told["tools"]
-        self._agents: list[str] = told.get("agents", [])
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self.contract: Contract = description["contract"]
+        self._tools: dict[str, list[dict[str, Any]]] = description["tools"]
+        self._agents: list[str] = description.get("agents", [])
 
     @property
     def names(self) -> list[str]:
@@ -190,7 +190,7 @@ class AnsweredEnvironments:
         """Do nothing: nothing is open."""
 
 
-def told_of(environments: Environments) -> dict[str, Any]:
+def description_of(environments: Environments) -> dict[str, Any]:
     """Return what a tape keeps of environments, for :class:`AnsweredEnvironments`."""
     tools = {name: environments.tools(name) for name in environments.names}
     agents = [name for name in environments.names if environments.is_agent(name)]
@@ -269,9 +269,9 @@ class Reel:
         Raises:
             TapeError: it is another one, or there is none.
         """
-        asked = {**self._place, "try": self.number, "turn": turn, **content}
+        requested = {**self._place, "try": self.number, "turn": turn, **content}
         if self._next >= len(self.taken):
-            raise self.tape.lacks(described({"kind": kind, **asked}))
+            raise self.tape.lacks(described({"kind": kind, **requested}))
         entry = self.taken[self._next]
         wanted = {"kind": kind, "try": self.number, "turn": turn, **content}
         for name, value in wanted.items():

@@ -433,10 +433,10 @@ class ChatFormat:
         while any(sentinel in str(message.get("content")) for message in messages):
             sentinel += "z"
         conversation = [_QUESTION, writing.message(sentinel, calls), *messages]
-        before, found, behind = self._render(conversation, generation=generation).rpartition(
+        before, separator, behind = self._render(conversation, generation=generation).rpartition(
             sentinel
         )
-        if not found:
+        if not separator:
             raise _Refused("the model's turn before the messages is dropped")
         return before, behind
 
@@ -589,7 +589,7 @@ class ChatFormat:
     # Messages from outside.
 
     def _harmless(self, messages: Sequence[dict], roles: Sequence[str] | None) -> list[dict]:
-        found = []
+        harmless_messages = []
         for message in messages:
             role = message.get("role")
             if roles is not None and role not in roles:
@@ -598,8 +598,8 @@ class ChatFormat:
                 )
             text, escapes = self._breaker(text_of(message.get("content")))
             self._count(escapes)
-            found.append({"role": role, "content": text})
-        return found
+            harmless_messages.append({"role": role, "content": text})
+        return harmless_messages
 
     def _count(self, escapes: int) -> None:
         with self._lock:
@@ -620,14 +620,16 @@ class ChatFormat:
             writing = self._bridge(1, ("tool",)).writing
             behind = self._written(writing, _probes(("tool",), writing, 1), generation=True)[1]
             texts.append(_QUESTION["content"] + behind)
-        found: set[str] = set()
+        markers: set[str] = set()
         for text in texts:
             # The text before the first message describes the tools.
             text = text.partition(_QUESTION["content"])[2]
-            found |= set(re.findall(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]", text))
-            found |= set(re.findall(r"^\W*[A-Za-z][\w ]{1,30}:(?=\s*$|\s+qz)", text, re.MULTILINE))
+            markers |= set(re.findall(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]", text))
+            markers |= set(
+                re.findall(r"^\W*[A-Za-z][\w ]{1,30}:(?=\s*$|\s+qz)", text, re.MULTILINE)
+            )
         own = (_SENTINEL, _PROBE, _QUESTION["content"])
-        return {each.strip() for each in found if not any(word in each for word in own)}
+        return {each.strip() for each in markers if not any(word in each for word in own)}
 
     # Thinking.
 
@@ -665,9 +667,9 @@ class ChatFormat:
         thoughts: list[str] = []
         outside: list[str] = []
         while True:
-            piece, found, text = text.partition(closer if is_open else opener)
+            piece, mark, text = text.partition(closer if is_open else opener)
             (thoughts if is_open else outside).append(piece)
-            if not found:
+            if not mark:
                 break
             is_open = not is_open
         return "\n".join(thoughts) if thoughts else None, "".join(outside), is_open
@@ -811,7 +813,7 @@ def _probes(roles: Sequence[str], writing: _Writing, calls: int) -> list[dict]:
 def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call]) -> list[dict]:
     """Return messages of tools with the names and ids of the calls that they answer."""
     answers = itertools.count()
-    found = []
+    result = []
     for message in messages:
         if message["role"] == "tool":
             place = next(answers)
@@ -822,8 +824,8 @@ def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call
             )
             id = ids[min(place, len(ids) - 1)] if ids else made_id(place)
             message = {**message, "name": name, "tool_call_id": id}
-        found.append(message)
-    return found
+        result.append(message)
+    return result
 
 
 def _shared(left: Any, right: Any) -> Any:

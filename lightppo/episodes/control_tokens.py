@@ -32,17 +32,17 @@ class Strings:
         """Return the text with ``breaker`` behind the first character of each string, and how many there were."""
         total = 0
         for _ in range(len(text) + 1):  # what stands between two halves may become whole
-            found = [
+            matches = [
                 string
                 for beginning, strings in self._by_beginning.items()
                 if beginning in text
                 for string in strings
                 if string in text
             ]
-            if not found:
+            if not matches:
                 break
-            found.sort(key=len, reverse=True)
-            pattern = "|".join(map(re.escape, found))
+            matches.sort(key=len, reverse=True)
+            pattern = "|".join(map(re.escape, matches))
             text, count = re.subn(pattern, lambda match: _broken(match[0], breaker), text)
             total += count
         return text, total
@@ -114,11 +114,11 @@ class ControlTokens:
 def _own(tokenizer: Any) -> Any:
     """Return a copy that nobody else uses: another thread that truncates or pads would do so to these texts, too."""
     with _LOCK:
-        found = _COPIES.get(tokenizer)
-        if found is None or len(found) != len(tokenizer):
-            found = _COPIES[tokenizer] = copy.deepcopy(tokenizer)
-            found("", add_special_tokens=False)  # sets neither from now on
-        return found
+        own_copy = _COPIES.get(tokenizer)
+        if own_copy is None or len(own_copy) != len(tokenizer):
+            own_copy = _COPIES[tokenizer] = copy.deepcopy(tokenizer)
+            own_copy("", add_special_tokens=False)  # sets neither from now on
+        return own_copy
 
 
 _COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a copy takes seconds

@@ -74,18 +74,18 @@ class History:
         Raises:
             EnvFailure: it does not go on from what was said.
         """
-        told = [plain_message(message) for message in request["messages"]]
+        messages = [plain_message(message) for message in request["messages"]]
         for i, known in enumerate(self._known):
-            if i >= len(told) or told[i] != known:
-                found = _shown(told[i]) if i < len(told) else "nothing"
+            if i >= len(messages) or messages[i] != known:
+                current = _shown(messages[i]) if i < len(messages) else "nothing"
                 raise EnvFailure(
                     "the agent program changes what was said before, so its tokens cannot be trained: "
-                    f"message {i} was {_shown(known)}, it is now {found}"
+                    f"message {i} was {_shown(known)}, it is now {current}"
                 )
         if list(request.get("tools") or []) != self._tools:
             raise EnvFailure("the agent program changes its tools between two requests")
-        new = [dict(one) for one in told[len(self._known) :]]
-        self._known = told
+        new = [dict(one) for one in messages[len(self._known) :]]
+        self._known = messages
         if not new:
             raise EnvFailure("the agent program asks again, with nothing new behind the last turn")
         answered = [one.pop("answers", None) for one in new if one["role"] == "tool"]

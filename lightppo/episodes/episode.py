@@ -243,7 +243,7 @@ class Episode:
         """Return one turn of the model and one of the environment; why the episode has ended, or None."""
         said = self.transcript
         before = self.opened.token_ids + said.ids
-        asked = Turn(
+        request = Turn(
             self.prompt,
             self.stream,
             before,
@@ -252,7 +252,7 @@ class Episode:
             sampled=said.sampled,
             final=len(said.turns) + 1 == self.limits.max_turns,
         )
-        sampled = await self.calls.sample(asked, self.sample)
+        sampled = await self.calls.sample(request, self.sample)
         said.add_sampled(sampled)
         stopped = sampled.finish_reason == "stop"
         turn = self.spoken.parse(sampled.response_ids, stopped=stopped, prompt=before)
@@ -262,7 +262,7 @@ class Episode:
             return "length"
         closing = self.spoken.closing(sampled.response_ids, stopped=stopped, prompt=before)
         if session.is_agent:
-            answer, done = await self._answer_of_agent(session, turn, asked, sampled)
+            answer, done = await self._answer_of_agent(session, turn, request, sampled)
         else:
             answer, done = await self._answer(session, turn)
         if done is not None:
@@ -300,7 +300,7 @@ class Episode:
         return messages, done or self._too_many_calls()
 
     async def _answer_of_agent(
-        self, session: Session, turn: AssistantTurn, asked: Turn, sampled: Rollout
+        self, session: Session, turn: AssistantTurn, request: Turn, sampled: Rollout
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Return the same of an agent program: what its next request adds. It never sees a turn with an unreadable call."""
         now = self.transcript.turns[-1]
@@ -309,14 +309,14 @@ class Episode:
         if now["errors"]:
             answers = [tool_message(call, call.problem or _NOT_EXECUTED) for call in turn.calls]
             return answers, self._too_many_calls()
-        told = {
+        completion = {
             "message": self.transcript.messages[-1],
             "finish_reason": sampled.finish_reason,
-            "prompt_ids": asked.token_ids,
+            "prompt_ids": request.token_ids,
             "ids": sampled.response_ids,
             "log_probs": sampled.log_probs,
         }
-        step = await self._in_time("step", lambda: session.step(told))
+        step = await self._in_time("step", lambda: session.step(completion))
         now["reward"] += step.reward
         self._note(step.metrics)
         messages = as_messages(step.observation, "user")

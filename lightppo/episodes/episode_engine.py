@@ -86,7 +86,7 @@ class EpisodeEngine:
         self.episode_sums = EpisodeSums()  # of episodes since it was last asked
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
-        self._kept: deque[list[Session]] = deque([[], []], maxlen=2)
+        self._last_sessions: deque[list[Session]] = deque([[], []], maxlen=2)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -145,7 +145,7 @@ class EpisodeEngine:
                 sample=stage.sample,
                 shortened=self.shortened,
                 keeps_rewards=self.keeps_rewards,
-                keep_open=self._kept[-1].append if self._keeps_objects else None,
+                keep_open=self._last_sessions[-1].append if self._keeps_objects else None,
                 calls=self._calls((batch, *streams[number]), sample_index),
             )
             episodes[streams[number]] = self._played(episode)
@@ -175,8 +175,8 @@ class EpisodeEngine:
 
     def _close_kept(self, following: list[Session]) -> None:
         """Close the sessions of the call before the last one."""
-        oldest = self._kept[0]
-        self._kept.append(following)
+        oldest = self._last_sessions[0]
+        self._last_sessions.append(following)
         for error in self._done(_all_closed(oldest), "to close environments") if oldest else ():
             logger.warning("%s", error)  # its episode has been scored
 
@@ -235,9 +235,9 @@ class EpisodeEngine:
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
         """Raise on every rank if too many episodes failed on all of them. Collective."""
         failures = [rollout.texts["failure"] for rollout in rollouts if has_failed(rollout)]
-        told = self.strategy.all_gather_object((len(rollouts), failures))
-        total = sum(count for count, _ in told)
-        texts = Counter(text for _, failures in told for text in failures)
+        per_rank = self.strategy.all_gather_object((len(rollouts), failures))
+        total = sum(count for count, _ in per_rank)
+        texts = Counter(text for _, failures in per_rank for text in failures)
         failed = texts.total()
         if failed and self.strategy.is_rank_0():
             logger.warning(

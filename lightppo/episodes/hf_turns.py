@@ -77,7 +77,7 @@ class TurnQueue(PromptQueue):
         # By prompt and sample, the last turn of each conversation: its number, and the ids so far.
         self._last: dict[tuple[int, int], tuple[int, list[int]]] = {}
         self._follows: dict[int, int] = {}  # the turn that another one goes on from
-        self._kept = KeptRows(
+        self._kept_rows = KeptRows(
             partial(free_bytes, device), lambda number: source.goes_on(self.turns[number])
         )
         self._gathers_since: int | None = (
@@ -104,7 +104,7 @@ class TurnQueue(PromptQueue):
         if turn.token_ids[: len(ids)] == ids:
             self._follows[number] = before
         else:  # it began anew
-            self._kept.remove(before)
+            self._kept_rows.remove(before)
 
     def end(self, number: int, rollout: Rollout) -> None:
         """Bring a turn and its tokens to the source."""
@@ -155,7 +155,7 @@ class TurnQueue(PromptQueue):
 
     def _known(self, number: int) -> int:
         """Return tokens at the beginning of a turn whose keys and values are kept."""
-        return self._kept.length(self._follows.get(number, -1))
+        return self._kept_rows.length(self._follows.get(number, -1))
 
     def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
         first = [numbers[0] for _, numbers in groups]
@@ -164,16 +164,16 @@ class TurnQueue(PromptQueue):
             prompts = [ids for ids, _ in groups]
             ids, mask, positions, used = new_tokens(prompts, known, self.device)
             past = [self._follows.get(number, -1) for number in first]
-            inputs = ids, mask, positions, self._kept.cache(self.forward.config, past, used)
+            inputs = ids, mask, positions, self._kept_rows.cache(self.forward.config, past, used)
         else:
             inputs = super().inputs(groups)
         for _, numbers in groups:
             for number in numbers:
-                self._kept.remove(self._follows.pop(number, -1))
+                self._kept_rows.remove(self._follows.pop(number, -1))
         return inputs
 
     def keep(self, number: int, cache: SlotCache, slot: int, start: int, length: int) -> None:
-        self._kept.add(number, SlotRow(cache, slot, start, length))
+        self._kept_rows.add(number, SlotRow(cache, slot, start, length))
 
     def give_way(self, slots: range) -> None:
-        self._kept.give_way(slots)
+        self._kept_rows.give_way(slots)

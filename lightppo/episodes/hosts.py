@@ -666,7 +666,7 @@ class LocalRoom:
         self.blocked_loops = 0
         self._abandoned: list[CallThread] = []  # whose call hangs
         self._loop: UserLoop | None = None
-        self._kept: dict[str, list[LocalSeat]] = {}
+        self._free_seats: dict[str, list[LocalSeat]] = {}
         # Threads of sessions that have ended. To start one costs as much as two calls.
         self._idle: list[CallThread] = []
         self._is_closed = False
@@ -686,9 +686,9 @@ class LocalRoom:
 
     async def take(self, spec: EnvironmentSpec) -> LocalSeat:
         with self._lock:
-            kept = self._kept.get(spec.name, [])
-            while kept:
-                seat = kept.pop()
+            seats = self._free_seats.get(spec.name, [])
+            while seats:
+                seat = seats.pop()
                 if seat._used_loop is None or not seat._used_loop.lost.has_happened:
                     return seat
                 seat.end()
@@ -696,7 +696,7 @@ class LocalRoom:
 
     def keep(self, seat: LocalSeat) -> None:
         with self._lock:
-            self._kept.setdefault(seat.spec.name, []).append(seat)
+            self._free_seats.setdefault(seat.spec.name, []).append(seat)
 
     def loop(self) -> UserLoop:
         """Return the present loop; a new one after one that was blocked."""
@@ -720,12 +720,12 @@ class LocalRoom:
 
     def close(self) -> None:
         with self._lock:
-            kept, self._kept = self._kept, {}
+            free_seats, self._free_seats = self._free_seats, {}
             idle, self._idle, self._is_closed = self._idle, [], True
             loop, self._loop = self._loop, None
         for thread in idle:
             thread.end()
-        for seat in (seat for seats in kept.values() for seat in seats):
+        for seat in (seat for seats in free_seats.values() for seat in seats):
             seat.end()
         if loop is not None:
             loop.end("the environments were closed")

@@ -149,8 +149,8 @@ def _method(tool: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
         raise ValueError(f"the server has a tool named {name!r}, which cannot be called")
 
     async def call(self: OpenEnvEnvironment, **arguments: Any) -> Reply:
-        asked = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        result = await self._client.step(asked)
+        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        result = await self._client.step(action)
         error = result.observation.get("error")
         if error and error["error_type"] in _WORLD_ERRORS:
             raise EnvFailure(f"{error['error_type']}: {error['message']}")

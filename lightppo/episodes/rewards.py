@@ -70,8 +70,8 @@ def _token_scores(rollout: Rollout) -> list[float] | None:
 
 def unless_failed(source: RewardSource, request: RewardRequest) -> RewardSource:
     """Return the source that does not see failed episodes, in a run that plays any."""
-    asked = request.config.episodes
-    plays = asked.env or asked.tools
+    options = request.config.episodes
+    plays = options.env or options.tools
     return UnlessFailed(source) if plays and not isinstance(source, EnvironmentReward) else source
 
 
@@ -172,7 +172,7 @@ class TapedReward:
         if self._are_there(rollouts, entries):
             self.tape.answered += len(entries)
             return _output_of(entries)
-        return self._asked(rollouts, keys)
+        return self._ask_source(rollouts, keys)
 
     def close(self) -> None:
         if self.source is not None:
@@ -207,7 +207,7 @@ class TapedReward:
             f"{self.tape.step}{differs}. Another machine or version rounds otherwise; --skip_rollout keeps samples"
         )
 
-    def _asked(self, rollouts: list[Rollout], keys: Sequence[Key]) -> RewardOutput:
+    def _ask_source(self, rollouts: list[Rollout], keys: Sequence[Key]) -> RewardOutput:
         """Return what the source answers; it is written down, failures too."""
         try:
             output = check_output(self.source.score(rollouts), rollouts, self.source.name)

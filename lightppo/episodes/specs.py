@@ -110,10 +110,12 @@ class EnvironmentSpec:
         if reset is None:
             return set(), set(), False
         static = isinstance(inspect.getattr_static(self.kind, "reset"), staticmethod)
-        found = list(inspect.signature(reset).parameters.values())[not static :]
-        named = [one for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        parameters = list(inspect.signature(reset).parameters.values())[not static :]
+        named = [
+            one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        ]
         needed = {one.name for one in named if one.default is one.empty}
-        others = any(one.kind == one.VAR_KEYWORD for one in found)
+        others = any(one.kind == one.VAR_KEYWORD for one in parameters)
         return needed, {one.name for one in named}, others
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -167,9 +169,9 @@ def _objects_by_file(entries: Sequence[Any], tools: Sequence[Any]) -> Files:
             for path, name in _names_of(text, option):
                 wanted.setdefault(path, (option, {}))[1][name] = None
     return {
-        (path, name): found
+        (path, name): target
         for path, (option, names) in wanted.items()
-        for name, found in zip(names, load_python_objects(path, list(names), option=option))
+        for name, target in zip(names, load_python_objects(path, list(names), option=option))
     }
 
 
@@ -193,8 +195,8 @@ def _names_of(entry: Any, option: str) -> list[tuple[Path, str]]:
 
 
 def _split_name(entry: str) -> tuple[str | None, str]:
-    found = re.fullmatch(r"([\w.-]+)=(.+)", entry)
-    return (found[1], found[2]) if found else (None, entry)
+    match = re.fullmatch(r"([\w.-]+)=(.+)", entry)
+    return (match[1], match[2]) if match else (None, entry)
 
 
 def _load_functions(tools: Sequence[Any], files: Files) -> dict[str, Tool]:
@@ -203,15 +205,15 @@ def _load_functions(tools: Sequence[Any], files: Files) -> dict[str, Tool]:
         if entry == PYTHON_TOOL:
             from lightppo.episodes.python_tool import python
 
-            found = [(python, PYTHON_TOOL)]
+            candidates = [(python, PYTHON_TOOL)]
         elif isinstance(entry, str):
-            found = [
+            candidates = [
                 (files[path, name], f"{path.name}:{name}")
                 for path, name in _names_of(entry, "--tools")
             ] or [(_from_module(entry, "--tools"), entry)]
         else:
-            found = [(entry, getattr(entry, "__qualname__", str(entry)))]
-        for function, where in found:
+            candidates = [(entry, getattr(entry, "__qualname__", str(entry)))]
+        for function, where in candidates:
             if not callable(function) or isinstance(function, type):
                 raise ConfigError(f"--tools: {where} is of type {type(function).__name__}")
             tool = Tool(getattr(function, "__name__", where), function, where=where)
@@ -250,42 +252,42 @@ def _from_module(spec: str, option: str) -> Any:
     if not colon or not re.fullmatch(r"[\w.]+", module):
         raise ConfigError(f"{option}: {spec!r} is not of the form file.py:Name or package:Name")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except BaseException as error:  # whatever importing it raises
         if not is_users_fault(error):
             raise
         raise ConfigError(f"{option} {spec}: {error_text(error)}") from error
-    return found
+    return target
 
 
 def _specs_of(
-    found: Any, name: str | None, where: str, functions: dict[str, Tool], contract: Contract
+    target: Any, name: str | None, where: str, functions: dict[str, Tool], contract: Contract
 ) -> list[EnvironmentSpec]:
-    if isinstance(found, Mapping):  # TRL's: name → class, or a function that makes one
+    if isinstance(target, Mapping):  # TRL's: name → class, or a function that makes one
         if name:
             raise ConfigError(f"--env: {where} has names of its own; leave out {name}=")
         return [
             one
-            for key, made in found.items()
+            for key, made in target.items()
             for one in _specs_of(made, str(key), f"{where}[{key!r}]", functions, contract)
         ]
-    if not callable(found):
-        raise ConfigError(f"--env: {where} is of type {type(found).__name__}, not a class")
+    if not callable(target):
+        raise ConfigError(f"--env: {where} is of type {type(target).__name__}, not a class")
     from lightppo.episodes.adapters import adapter_of
 
-    make, kind, own_contract = adapter_of(found) or (found, _kind_of(found, where), contract)
-    own_name = getattr(found, "__name__", where)
+    make, kind, own_contract = adapter_of(target) or (target, _kind_of(target, where), contract)
+    own_name = getattr(target, "__name__", where)
     return [EnvironmentSpec(name or own_name, where, own_contract, make, kind, functions)]
 
 
-def _kind_of(found: Any, where: str) -> type | None:
+def _kind_of(target: Any, where: str) -> type | None:
     """Return the class itself, or the one that a function says it returns."""
-    if isinstance(found, type):
-        return found
+    if isinstance(target, type):
+        return target
     try:
-        hint = typing.get_type_hints(found).get("return")
+        hint = typing.get_type_hints(target).get("return")
     except Exception as error:
         raise ConfigError(f"--env: {where}: {error_text(error)}") from error
     return hint if isinstance(hint, type) and hasattr(hint, "reset") else None

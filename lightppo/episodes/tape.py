@@ -130,7 +130,7 @@ class Tape:
                 path = self.folder / file_name(step, self.rank, self.ranks)
                 if path.is_file():
                     self._take_up(path)
-            self.phase, self._batches, self._asked = phase, 0, Counter()
+            self.phase, self._batches, self._question_counts = phase, 0, Counter()
 
     def next_batch(self) -> int:
         """Return the number of a call of the engine in this step, from 0."""
@@ -184,7 +184,7 @@ class Tape:
 
     def _forget(self) -> None:
         self._batches = 0
-        self._asked: Counter[tuple[Any, ...]] = Counter()
+        self._question_counts: Counter[tuple[Any, ...]] = Counter()
         # phase, batch, prompt, sample → number of the take → its entries
         self._takes: dict[tuple[Any, ...], dict[int, list[Entry]]] = defaultdict(dict)
         self._rewards: dict[tuple[Any, ...], Entry] = {}  # the last one of each
@@ -396,8 +396,8 @@ class Tape:
     def number_of_asking(self, source: str, prompt: int, sample: int) -> int:
         """Return how often a source was asked for this sample in this step before; counts."""
         with self._lock:
-            self._asked[source, prompt, sample] += 1
-            return self._asked[source, prompt, sample] - 1
+            self._question_counts[source, prompt, sample] += 1
+            return self._question_counts[source, prompt, sample] - 1
 
     def reward(self, source: str, prompt: int, sample: int, number: int) -> Entry | None:
         """Return the last answer of a source about a sample."""

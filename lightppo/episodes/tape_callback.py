@@ -58,8 +58,8 @@ class Keeper(Callback):
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if self.tape.plays and error is None:
-            told = run.strategy.all_reduce(self.tape.answered, "sum")
-            run.strategy.print(f"the tape in {self.tape.folder} gave {int(told)} answers")
+            count = run.strategy.all_reduce(self.tape.answered, "sum")
+            run.strategy.print(f"the tape in {self.tape.folder} gave {int(count)} answers")
         # All ranks are in this step: no other has gone on with what failed.
         if isinstance(error, RewardError | RolloutError):
             self.tape.give_up()

@@ -97,7 +97,7 @@ def read_by_template(
 ) -> tuple[str, list[Call]]:
     """Read a turn with the tokenizer's ``response_template``."""
     try:
-        found = tokenizer.parse_response(text + end, prefix="", tools=list(tools) or None)
+        message = tokenizer.parse_response(text + end, prefix="", tools=list(tools) or None)
     except Exception as error:
         return "", [_unreadable(" ".join(str(error).split())[:_SHOWN])]
     calls = [
@@ -106,9 +106,9 @@ def read_by_template(
             call.get("function", call).get("arguments"),
             call.get("id"),
         )
-        for call in found.get("tool_calls") or ()
+        for call in message.get("tool_calls") or ()
     ]
-    return found.get("content") or "", calls
+    return message.get("content") or "", calls
 
 
 def read_by_vllm(
@@ -121,11 +121,13 @@ def read_by_vllm(
     request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
-        found = parser.extract_tool_calls(text, request=request)
+        extraction = parser.extract_tool_calls(text, request=request)
     except Exception as error:
         return "", [_unreadable(" ".join(str(error).split())[:_SHOWN])]
-    calls = [make_call(call.function.name, call.function.arguments) for call in found.tool_calls]
-    return found.content or "", calls
+    calls = [
+        make_call(call.function.name, call.function.arguments) for call in extraction.tool_calls
+    ]
+    return extraction.content or "", calls
 
 
 def read_hermes(text: str, **_: Any) -> tuple[str, list[Call]]:

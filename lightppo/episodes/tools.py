@@ -36,19 +36,19 @@ class Tool:
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Return what the model gives, by name."""
-        found = list(inspect.signature(self.function).parameters.values())[self.is_method :]
-        for one in found:
+        parameters = list(inspect.signature(self.function).parameters.values())[self.is_method :]
+        for one in parameters:
             if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
                 raise ConfigError(
                     f"{self.where}: a model gives arguments by name, so {one} cannot be filled"
                 )
-        return {one.name: one for one in found if one.kind != one.VAR_KEYWORD}
+        return {one.name: one for one in parameters if one.kind != one.VAR_KEYWORD}
 
     @cached_property
     def takes_others(self) -> bool:
         """Tell whether it has ``**kwargs``."""
-        found = inspect.signature(self.function).parameters.values()
-        return any(one.kind == one.VAR_KEYWORD for one in found)
+        parameters = inspect.signature(self.function).parameters.values()
+        return any(one.kind == one.VAR_KEYWORD for one in parameters)
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -202,10 +202,10 @@ def _rewritten(text: str, names: list[str]) -> str:
         (sections.pop(name) for name in ("Args", "Arguments", "Parameters") if name in sections), ""
     )
     known = "|".join(map(re.escape, names))
-    found = re.split(rf"(?:^|(?<=[\s,;]))({known})\s*(?:\([^)]*\))?:(?=\s)", arguments)
+    pieces = re.split(rf"(?:^|(?<=[\s,;]))({known})\s*(?:\([^)]*\))?:(?=\s)", arguments)
     lines = [
         f"    {name}: {' '.join(what.split()).rstrip(',;')}"
-        for name, what in zip(found[1::2], found[2::2])
+        for name, what in zip(pieces[1::2], pieces[2::2])
     ]
     block = "\n".join(["", "", "Args:", *lines]) if lines else ""
     returns = " ".join(sections.get("Returns", "").split())

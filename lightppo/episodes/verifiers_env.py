@@ -55,8 +55,8 @@ class VerifiersEnvironment:
             raise EnvFailure("the episode ended before the model was asked")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}] if prompt else []
-        opening, asked = self._history.first(answer), list(map(plain_message, prompt or ()))
-        if opening.messages[: len(asked)] != asked:
+        opening, row_messages = self._history.first(answer), list(map(plain_message, prompt or ()))
+        if opening.messages[: len(row_messages)] != row_messages:
             raise EnvFailure("a row needs the messages that its task begins with")
         return opening
 

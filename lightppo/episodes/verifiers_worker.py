@@ -35,12 +35,12 @@ def load(taskset: str) -> Any:
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    asked: dict[str, Any] = {"taskset": {"id": taskset}}
-    agents = list(agent_config_fields(resolve_env_config(asked)))
+    config: dict[str, Any] = {"taskset": {"id": taskset}}
+    agents = list(agent_config_fields(resolve_env_config(config)))
     if len(agents) != 1:
         raise ValueError(f"{taskset} has the agents {', '.join(agents)}; only one can be trained")
-    asked[agents[0]] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-    return load_environment(resolve_env_config(asked))
+    config[agents[0]] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+    return load_environment(resolve_env_config(config))
 
 
 def rows(env: Any) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ class Desk:
         self.write = write
         self.sessions: dict[str, str] = {}  # by id of verifiers' trace
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._futures: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._iterator = iter(env.taskset.load())
         self._loaded: list[Any] = []
 
@@ -75,9 +75,9 @@ class Desk:
             playing = self._play(message["open"], message["task"])
             self._tasks[message["open"]] = asyncio.ensure_future(playing)
         elif "say" in message:
-            asked = self._asked.pop(message["say"], None)
-            if asked is not None and not asked.done():  # otherwise the episode has just failed
-                asked.set_result(message)
+            future = self._futures.pop(message["say"], None)
+            if future is not None and not future.done():  # otherwise the episode has just failed
+                future.set_result(message)
         elif task := self._tasks.pop(message["close"], None):
             task.cancel()
 
@@ -92,11 +92,11 @@ class Desk:
     async def turn(self, trace: str, **request: Any) -> dict[str, Any]:
         """Return what the model says to a conversation."""
         session = self.sessions[trace]
-        if session in self._asked:
+        if session in self._futures:
             raise ValueError("the program asks twice at the same time; it must ask in turn")
-        self._asked[session] = asyncio.get_running_loop().create_future()
+        self._futures[session] = asyncio.get_running_loop().create_future()
         self.write({"id": session} | request)
-        return await asyncio.wait_for(self._asked[session], _MOST_SECONDS)
+        return await asyncio.wait_for(self._futures[session], _MOST_SECONDS)
 
     async def _play(self, session: str, number: int) -> None:
         from verifiers.v1.clients import ModelContext
@@ -113,7 +113,7 @@ class Desk:
             self.write({"id": session, "failure": f"{type(error).__name__}: {error}"})
         finally:
             self._tasks.pop(session, None)
-            self._asked.pop(session, None)
+            self._futures.pop(session, None)
             for trace in [key for key, value in self.sessions.items() if value == session]:
                 del self.sessions[trace]
 
@@ -147,10 +147,10 @@ def attach(desk: Desk) -> None:
             self, dialect, body, sampling, session_id=None, turn=None, headers=None
         ):
             request = turn if turn is not None else dialect.parse_request(body)
-            asked = turn.prompt if turn is not None else request.messages
+            messages = turn.prompt if turn is not None else request.messages
             said = await desk.turn(
                 session_id,
-                messages=[message_to_wire(one) for one in asked],
+                messages=[message_to_wire(one) for one in messages],
                 tools=[tool_to_wire(one) for one in request.tools or ()],
             )
             calls = [

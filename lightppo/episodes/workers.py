@@ -309,7 +309,7 @@ class _Worker:
         self.names: set[str] = set()  # environments that it had
         self.pid = 0  # as yet unknown
         self._process = 0  # that answers; the first one to do so is the worker
-        self._asked = 0  # questions so far
+        self._questions = 0  # questions so far
         self.ended = Once()  # how
         self.is_ending = False
         self._socket = channel
@@ -373,8 +373,8 @@ class _Worker:
         return {"kind": "lost", "text": text}
 
     async def _ask(self, question: bytes) -> Answer:
-        self._asked += 1
-        head = _QUESTION.pack(len(question), self._asked)
+        self._questions += 1
+        head = _QUESTION.pack(len(question), self._questions)
         await asyncio.get_running_loop().sock_sendall(self._socket, head + question)
         return await self._receive()
 
@@ -383,10 +383,10 @@ class _Worker:
         if length > 2 * MOST_BYTES:
             raise ValueError(f"an answer of {length} bytes")
         self._process = self._process or pid
-        if (number, pid) != (self._asked, self._process):
+        if (number, pid) != (self._questions, self._process):
             raise ValueError(
                 f"process {pid} answered question {number}, where process {self._process} is to answer question "
-                f"{self._asked}: a process that the environment forks must end with os._exit"
+                f"{self._questions}: a process that the environment forks must end with os._exit"
             )
         return json.loads(await self._read(length))
 

@@ -95,17 +95,20 @@ class MathReward:
             [] if right[i] else [p for p in row if verdicts[p] is None]
             for i, row in enumerate(pairs)
         ]
-        asked = list(dict.fromkeys(pair for row in unknown for pair in row))
+        open_pairs = list(dict.fromkeys(pair for row in unknown for pair in row))
         settled = dict(
             zip(
-                asked,
+                open_pairs,
                 settle(
-                    self._pool.run, [UserCall(pair) for pair in asked], _read, self.reward_retries
+                    self._pool.run,
+                    [UserCall(pair) for pair in open_pairs],
+                    _read,
+                    self.reward_retries,
                 ),
             )
         )
-        found = {"pred": [answer and tidy(answer) for answer in answers]}
-        output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []}, texts=found)
+        texts = {"pred": [answer and tidy(answer) for answer in answers]}
+        output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []}, texts=texts)
         for i, row in enumerate(unknown):
             states = [settled[pair] for pair in row]
             equal = right[i] or any(state.value for state in states)
@@ -207,13 +210,13 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
         return None
     tags = _ANSWER_TAG.findall(text)
     text = _EMPTY_BOX.sub(" ", tags[-1] if tags else text)
-    found = (
+    answer = (
         _boxed(text)
         or _after_hashes(text)
         or _after_phrase(text)
         or (text.strip() if tags else None)
     )
-    return found or (_last_formula_or_number(text) if unmarked else None) or None
+    return answer or (_last_formula_or_number(text) if unmarked else None) or None
 
 
 def _boxed(text: str) -> str | None:

@@ -170,20 +170,20 @@ def _by_name(node: Listing) -> Listing:
 
 
 def _distinct(parts: Sequence[Any]) -> tuple[Any, ...]:
-    found: list[Any] = []
+    members: list[Any] = []
     for part in parts:
-        if not any(_same(part, other) for other in found):
-            found.append(part)
-    return tuple(found)
+        if not any(_same(part, other) for other in members):
+            members.append(part)
+    return tuple(members)
 
 
 def _matched(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
     left = list(theirs)
     for part in ours:
-        found = next((i for i, other in enumerate(left) if same(part, other)), None)
-        if found is None:
+        index = next((i for i, other in enumerate(left) if same(part, other)), None)
+        if index is None:
             return False
-        del left[found]
+        del left[index]
     return True
 
 
@@ -191,7 +191,7 @@ def _if_possible(function: Callable[..., T]) -> Callable[..., T | None]:
     """Return None where sympy raises: kinds that cannot be compared, such as a number and a matrix."""
 
     @functools.wraps(function)
-    def told(*values: Any) -> T | None:
+    def attempt(*values: Any) -> T | None:
         try:
             return function(*values)
         except (MemoryError, RecursionError):
@@ -199,7 +199,7 @@ def _if_possible(function: Callable[..., T]) -> Callable[..., T | None]:
         except Exception:  # sympy's have no common class
             return None
 
-    return told
+    return attempt
 
 
 def _region(node: Any) -> list[Interval] | None:
@@ -278,18 +278,18 @@ def _intersection(parts: Sequence[Any], either: bool) -> list[Interval] | None:
 def _intervals(region: Any, name: str = "") -> list[Interval] | None:
     import sympy
 
-    found: list[Interval] = []
+    intervals: list[Interval] = []
     for part in region.args if isinstance(region, sympy.Union) else [region]:
         if isinstance(part, sympy.Interval):
             brackets = ("(" if part.left_open else "[") + (")" if part.right_open else "]")
-            found.append(Interval(part.start, part.end, brackets, name))
+            intervals.append(Interval(part.start, part.end, brackets, name))
         elif isinstance(part, sympy.FiniteSet):
-            found += [Interval(point, point, "[]", name) for point in part.args]
+            intervals += [Interval(point, point, "[]", name) for point in part.args]
         elif part is sympy.S.Reals:
-            found.append(Interval(-sympy.oo, sympy.oo, "()", name))
+            intervals.append(Interval(-sympy.oo, sympy.oo, "()", name))
         elif part is not sympy.S.EmptySet:
             return None
-    return found
+    return intervals
 
 
 @_if_possible
@@ -407,8 +407,8 @@ def _value(text: Any) -> Any:
     """Return the expression of a canonical text, or ``None``."""
     from sympy import Expr, MatrixExpr
 
-    found = _parsed(text)
-    return found if isinstance(found, Expr) and not found.has(MatrixExpr) else None
+    value = _parsed(text)
+    return value if isinstance(value, Expr) and not value.has(MatrixExpr) else None
 
 
 def _matrix(rows: Listing) -> Any:
@@ -438,17 +438,17 @@ def _parsed(text: Any) -> Any:
     if _UNREADABLE.search(_RANGE.sub("", text)):
         return None
     try:
-        found = latex2sympy(
+        expression = latex2sympy(
             _for_parser(text),
             normalization_config=None,
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
-        if not isinstance(found, (Basic, MatrixBase)):
+        if not isinstance(expression, (Basic, MatrixBase)):
             return None
-        found = found.doit()
-        names = {call: Symbol(str(call)) for call in found.atoms(AppliedUndef)}
-        units = {symbol: I for symbol in found.free_symbols if symbol.name == "i"}
-        return found.xreplace(names).xreplace(units)
+        expression = expression.doit()
+        names = {call: Symbol(str(call)) for call in expression.atoms(AppliedUndef)}
+        units = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
+        return expression.xreplace(names).xreplace(units)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # the parser has no exception of its own
@@ -488,9 +488,11 @@ def _same_value(a: Any, b: Any) -> bool:
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     if not symbols:
         return _same_constant(a, b)
-    told = [outcome for point in _points(symbols) if (outcome := _same_at(a, b, point)) is not None]
-    if len(told) >= 3:
-        return all(told)
+    outcomes = [
+        outcome for point in _points(symbols) if (outcome := _same_at(a, b, point)) is not None
+    ]
+    if len(outcomes) >= 3:
+        return all(outcomes)
     import sympy
 
     return sympy.simplify(a - b) == 0

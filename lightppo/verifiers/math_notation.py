@@ -113,10 +113,11 @@ _COMMANDS = {
 
 def words_in(text: str) -> tuple[str, ...]:
     """Return the words, with their powers as in ``cm^2``, and signs of money."""
-    found = re.findall(r"([€£¥]|[^\W\d_²³]+)(?: *\^ *\{? *(-?\d) *\}?|([²³]))?", text.casefold())
+    matches = re.findall(r"([€£¥]|[^\W\d_²³]+)(?: *\^ *\{? *(-?\d) *\}?|([²³]))?", text.casefold())
     powers = {"²": "2", "³": "3"}
     return tuple(
-        word + (f"^{power or powers[sign]}" if power or sign else "") for word, power, sign in found
+        word + (f"^{power or powers[sign]}" if power or sign else "")
+        for word, power, sign in matches
     )
 
 

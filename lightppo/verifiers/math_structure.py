@@ -107,13 +107,13 @@ def read(text: str) -> Any:
         ]
         return Listing("matrix", tuple(Listing("row", tuple(map(read, row))) for row in rows))
     text = _joined_thousands(text)
-    parts, found = split_outside(text, _SEPARATOR)
-    if {";", ","} <= {match.group() for match in found}:  # x = 1, y = 2; x = 3, y = 4
-        parts, found = split_outside(text, re.compile(";"))
+    parts, separators = split_outside(text, _SEPARATOR)
+    if {";", ","} <= {match.group() for match in separators}:  # x = 1, y = 2; x = 3, y = 4
+        parts, separators = split_outside(text, re.compile(";"))
     parts = [part for part in parts if part]
-    if found and len(parts) > 1:
-        return _listed(parts, "".join(match.group() for match in found))
-    if found and parts:
+    if separators and len(parts) > 1:
+        return _listed(parts, "".join(match.group() for match in separators))
+    if separators and parts:
         return read(parts[0])
     sides, signs = split_outside(text, _RELATION)
     if signs and not sides[0]:
@@ -140,10 +140,10 @@ def split_outside(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[
         if depth == 0:
             outside.add(token.start())
         depth += token.group() in _OPENS
-    found = [match for match in pattern.finditer(text) if match.start() in outside]
-    ends = [0, *(match.end() for match in found)]
-    starts = [*(match.start() for match in found), len(text)]
-    return [text[end:start].strip() for end, start in zip(ends, starts)], found
+    matches = [match for match in pattern.finditer(text) if match.start() in outside]
+    ends = [0, *(match.end() for match in matches)]
+    starts = [*(match.start() for match in matches), len(text)]
+    return [text[end:start].strip() for end, start in zip(ends, starts)], matches
 
 
 def _enclosed(text: str) -> tuple[str, str] | None:
@@ -179,11 +179,13 @@ def _joined_thousands(text: str) -> str:
 def _listed(parts: list[str], joints: str) -> Any:
     expanded = [one for part in parts for one in _both_signs(part)]
     items = [read(part) for part in expanded]
-    kept = [one for one in items if not (isinstance(one, Order) and one.sign == r"\in")] or items
-    if len(kept) == 1:
-        return kept[0]
-    found = re.search("(or|vee)|(and|wedge)", joints)
-    return Listing("", tuple(kept), "," if found is None else "or" if found[1] else "and")
+    members = [one for one in items if not (isinstance(one, Order) and one.sign == r"\in")] or items
+    if len(members) == 1:
+        return members[0]
+    conjunction = re.search("(or|vee)|(and|wedge)", joints)
+    return Listing(
+        "", tuple(members), "," if conjunction is None else "or" if conjunction[1] else "and"
+    )
 
 
 def _both_signs(text: str) -> list[str]:
@@ -282,10 +284,10 @@ def _bracketed(text: str) -> Any:
     if _MATRIX.fullmatch(content):
         return read(content)
     if brackets == "{}":
-        (name, *condition), found = split_outside(content, _SUCH_THAT)
+        (name, *condition), separators = split_outside(content, _SUCH_THAT)
         name = re.sub(r"\s*\\in\s*\\mathbb\{R\}$", "", name)
-        if found and condition and is_name(name):
-            conditions = read(content[found[0].end() :])
+        if separators and condition and is_name(name):
+            conditions = read(content[separators[0].end() :])
             return conditions
     parts = [part for part in split_outside(content, re.compile("[,;]"))[0] if part]
     if brackets == "{}" and text[0] == "{":  # group of LaTeX
@@ -307,16 +309,16 @@ def _quantities(text: str) -> Any:
     pieces = _WORDS.split(text)
     words = [words_in(without_text(piece)) for piece in pieces[1::2]]
     values = [piece.strip() for piece in pieces[::2]]
-    kept = [i for i, value in enumerate(values) if re.search(r"[\w\\]", value)]
-    if not words or not kept or any(word in NO_UNITS for some in words for word in some):
+    places = [i for i, value in enumerate(values) if re.search(r"[\w\\]", value)]
+    if not words or not places or any(word in NO_UNITS for some in words for word in some):
         return text
-    groups: list[list[str]] = [[] for _ in kept]
+    groups: list[list[str]] = [[] for _ in places]
     for i, some in enumerate(
         words
     ):  # to the quantity before; what stands before the first one, to that
-        groups[max((n for n, at in enumerate(kept) if at <= i), default=0)] += some
-    found = tuple(Quantity(values[at], tuple(some)) for at, some in zip(kept, groups))
-    return found[0] if len(found) == 1 else Listing("", found, "and")
+        groups[max((n for n, at in enumerate(places) if at <= i), default=0)] += some
+    quantities = tuple(Quantity(values[at], tuple(some)) for at, some in zip(places, groups))
+    return quantities[0] if len(quantities) == 1 else Listing("", quantities, "and")
 
 
 def without_text(text: str) -> str:

@@ -79,9 +79,9 @@ def _marked(text: str, opener: str, closer: str, is_open: bool) -> str:
     is_open = is_open or closer in text.partition(opener)[0]  # the opening was left out
     parts = []
     while text:
-        piece, found, text = text.partition(closer if is_open else opener)
+        piece, mark, text = text.partition(closer if is_open else opener)
         parts.append(piece)
-        if found:
+        if mark:
             parts.append(_CLOSER if is_open else _OPENER)
             is_open = not is_open
     whole = "".join(parts)

@@ -131,7 +131,7 @@ from lightppo.errors import RewardError
 def main():
     with signals.safe_points():
         ready()
-        while not signals.asked():
+        while not signals.stop_signal():
             time.sleep(0.01)
         raise RewardError("a program that the reward runs was ended")
 run(main, "trainer")
@@ -161,7 +161,7 @@ def main():
         os.kill(child, signal.SIGTERM)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         ready()
-        print(ended, signals.asked(), flush=True)
+        print(ended, signals.stop_signal(), flush=True)
 run(main)
 """
     with python(source) as program:
@@ -193,15 +193,15 @@ def test_handlers_of_the_program_stay_and_the_others_come_back():
             signal.signal(number, handler)
         with watched(), safe_points():
             signal.raise_signal(signal.SIGINT)
-            assert not signals.asked()
+            assert not signals.stop_signal()
             assert signal.getsignal(signal.SIGUSR1) is not before[signal.SIGUSR1]
             signal.raise_signal(signal.SIGTERM)
-            assert signals.asked() == signal.SIGTERM
+            assert signals.stop_signal() == signal.SIGTERM
             assert signals.votes() == {"SIGINT": 0, "SIGUSR1": 0, "SIGTERM": 1}
         assert asked == [None]
         assert signal.getsignal(signal.SIGTERM) is mine[signal.SIGTERM]
         assert signal.getsignal(signal.SIGUSR1) is before[signal.SIGUSR1]
-        assert signals.asked() == 0
+        assert signals.stop_signal() == 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -292,7 +292,7 @@ def main():
         while os.getppid() == parent:
             time.sleep(0.01)
         time.sleep(0.2)
-        print("parent ended, asked:", signals.asked(), flush=True)
+        print("parent ended, asked:", signals.stop_signal(), flush=True)
 run(main)
 """
     with started(launched("anything", source)) as program:
@@ -314,7 +314,7 @@ def notebook(monkeypatch):
 
 def test_an_interrupt_of_a_notebook_waits_for_the_end_of_the_step(notebook, capsys):
     with safe_points():
-        assert signals.asked() == 0
+        assert signals.stop_signal() == 0
         signal.raise_signal(signal.SIGINT)
         assert signals.elected(signals.votes()) == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):

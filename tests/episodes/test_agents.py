@@ -30,7 +30,7 @@ from lightppo import EnvFailure, PPOTrainer, run_program
 from lightppo.cli.tiny_model import save, small_llama
 from lightppo.episodes import agent_server as door
 from lightppo.episodes import agents, hosts
-from lightppo.episodes.calls import AnsweredEnvironments, told_of
+from lightppo.episodes.calls import AnsweredEnvironments, description_of
 from lightppo.episodes.chat_format import ChatFormats
 from lightppo.episodes.conversation import Conversation, History
 from lightppo.episodes.environments import EnvironmentFailed, Environments
@@ -505,7 +505,7 @@ def test_a_tape_answers_in_place_of_the_program(build, tokenizer, tmp_path):
     texts, prompts = (call(3), call(42), f"done{END}"), [prompt_of("?", tokenizer, index=7, n=42)]
     environments = Environments([Guesser], timeout=30)
     tape = Tape(tmp_path, 0, 1, plays=False)
-    tape.environments = told_of(environments)
+    tape.environments = description_of(environments)
     tape.go_to(1, "train")
     rollouts = build(Guesser, texts, environments=environments, tape=tape).generate(
         prompts, SAMPLING

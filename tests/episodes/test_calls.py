@@ -13,7 +13,7 @@ from support.fakes import FakeStrategy
 from support.puppet import Puppet, prompt_of
 
 from lightppo import EnvFailure, Reply, ToolError
-from lightppo.episodes.calls import AnsweredEnvironments, told_of
+from lightppo.episodes.calls import AnsweredEnvironments, description_of
 from lightppo.episodes.chat_format import ChatFormat
 from lightppo.episodes.environments import Environments
 from lightppo.episodes.episode import Limits
@@ -76,7 +76,7 @@ def engine_of(tokenizer, tmp_path):
             environments = AnsweredEnvironments(tape.environments)
         else:
             environments = Environments([kind], contract=contract, timeout=30)
-            tape.environments = told_of(environments)
+            tape.environments = description_of(environments)
         tape.go_to(1, "train")
         formats = {n: ChatFormat(tokenizer, environments.tools(n)) for n in environments.names}
         made.append(

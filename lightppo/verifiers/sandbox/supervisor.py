@@ -260,10 +260,10 @@ class _Watch:
         except BlockingIOError:
             return True
         name = self._readers[reader]
-        kept = self._output[name]
-        if len(kept) + len(data) > self._most and name != "stderr":
+        output = self._output[name]
+        if len(output) + len(data) > self._most and name != "stderr":
             self._ended = "output"
-        kept += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(kept)]
+        output += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(output)]
         # A line ends a call, and the next call has its own time.
         if name == "answers" and b"\n" in data and self._marks > 0:
             self._since, self._marks = time.monotonic(), self._marks - data.count(b"\n")

@@ -374,15 +374,15 @@ def _show(descriptor: int, place: str) -> None:
         attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
         _call("syscall", _MOUNT_SETATTR, -1, place, _AT_RECURSIVE, attributes, len(attributes))
     # What the outer mount forbids must stay forbidden, otherwise the kernel refuses.
-    kept = os.fstatvfs(descriptor).f_flag & (_MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    kept |= _MS_NOSUID | (0 if place.endswith(DEVICES) else _MS_NODEV | _MS_RDONLY)
-    _mount("none", place, None, _MS_REMOUNT | _MS_BIND | kept)
+    flags = os.fstatvfs(descriptor).f_flag & (_MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    flags |= _MS_NOSUID | (0 if place.endswith(DEVICES) else _MS_NODEV | _MS_RDONLY)
+    _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
 
 
 def _show_beneath() -> None:
-    for place, kept in _beneath.items():
-        _make_place(kept, place)
-        _mount(kept, place, None, _MS_BIND | _MS_REC)  # read-only, like its source
+    for place, source in _beneath.items():
+        _make_place(source, place)
+        _mount(source, place, None, _MS_BIND | _MS_REC)  # read-only, like its source
 
 
 def _renew_work_folder(byte_limit: int) -> None:
@@ -423,8 +423,10 @@ class Walls:
         self._landlock = _landlock_version()
         self._seccomp = _seccomp_available()
         if isolation == "landlock" and not (self._landlock >= _LEAST_LANDLOCK and self._seccomp):
-            found = f"Landlock {self._landlock} and {'' if self._seccomp else 'no '}seccomp"
-            raise OSError(f"needs Landlock {_LEAST_LANDLOCK} (Linux 6.2) and seccomp, has {found}")
+            support = f"Landlock {self._landlock} and {'' if self._seccomp else 'no '}seccomp"
+            raise OSError(
+                f"needs Landlock {_LEAST_LANDLOCK} (Linux 6.2) and seccomp, has {support}"
+            )
         self._user = INNER_ID if self._own_folder else os.getuid()
         if not self._own_namespaces and os.geteuid() == 0 and _nobody_can_read(self._readable):
             self._user = _NOBODY
