@@ -24,7 +24,7 @@ from lightppo.distributed.device import (
     on_cuda,
     share_host,
 )
-from lightppo.distributed.rendezvous import ensure_launcher_variables, meeting
+from lightppo.distributed.rendezvous import ensure_launcher_variables, join_ranks
 from lightppo.errors import LaunchError, UserError
 from lightppo.ranks import heartbeat
 from lightppo.redaction import without_secrets
@@ -79,7 +79,7 @@ class DistributedStrategy:
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
             # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        with meeting(self):
+        with join_ranks(self):
             timeout = timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)
         check_type(self)

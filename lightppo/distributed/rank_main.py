@@ -65,7 +65,7 @@ def _watched(main: Callable[[], None], name: str, debug: bool) -> None:
                 main()
                 meet_and_part()
         except signals.Stopped as stop:
-            if stop.together:
+            if stop.on_all_ranks:
                 meet_and_part()
             elif os.environ.get("RANK", "0") == "0":
                 tell(f"{name}: stopped by {stop.name}; there was nothing to save")

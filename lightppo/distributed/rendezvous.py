@@ -42,7 +42,7 @@ def ensure_launcher_variables() -> None:
 
 
 @contextmanager
-def meeting(strategy: Any) -> Iterator[None]:
+def join_ranks(strategy: Any) -> Iterator[None]:
     """Prepare this rank to join the others inside, and watch it from then on; LaunchError where a port is in use."""
     quiet_third_parties()
     try:

@@ -40,11 +40,11 @@ _LAUNCHER = re.compile(  # python -u -m MODULE, python FOLDER/PROGRAM, PROGRAM
 
 
 class Stopped(SystemExit):
-    """Ends the process for a signal, with exit code 128 + its number; ``together``: all ranks raise it."""
+    """Ends the process for a signal, with exit code 128 + its number; ``on_all_ranks``: all ranks raise it."""
 
-    def __init__(self, number: int, together: bool = False) -> None:
+    def __init__(self, number: int, on_all_ranks: bool = False) -> None:
         super().__init__(128 + number)
-        self.name, self.together = signal.Signals(number).name, together
+        self.name, self.on_all_ranks = signal.Signals(number).name, on_all_ranks
 
 
 class _Watch:
@@ -318,7 +318,7 @@ class StopAtSignal(Callback):
     def stop(self, run: Any, step: int, number: int) -> None:
         """Save and end the process. Collective."""
         self.stopping = True
-        checkpoint, stop = run.config.checkpoint, Stopped(number, together=True)
+        checkpoint, stop = run.config.checkpoint, Stopped(number, on_all_ranks=True)
         saved = "nothing is saved"
         if run.keeps and not checkpoint.disable_ds_ckpt:
             run.save_checkpoint(step)
@@ -330,7 +330,7 @@ class StopAtSignal(Callback):
         raise stop
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
-        if isinstance(error, Stopped) and error.together:
+        if isinstance(error, Stopped) and error.on_all_ranks:
             run.strategy.barrier()  # a launcher ends the others when the first one has ended
         if self.safe_points is not None:
             self.safe_points.__exit__(None if error is None else type(error), error, None)

@@ -55,17 +55,17 @@ class Direct:
 class Recording(Direct):
     """Asks, and writes down what comes."""
 
-    def __init__(self, reel: Reel) -> None:
-        self.reel = reel
+    def __init__(self, episode_tape: EpisodeTape) -> None:
+        self.episode_tape = episode_tape
 
     def begin_try(self, number: int) -> None:
-        self.reel.begin_try(number)
+        self.episode_tape.begin_try(number)
 
     def end(self) -> None:
-        self.reel.end()
+        self.episode_tape.end()
 
     def flush(self) -> None:
-        self.reel.flush()
+        self.episode_tape.flush()
 
     async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
         try:
@@ -79,13 +79,13 @@ class Recording(Direct):
         return result
 
     def _write(self, place: Place, turn: int, given: Mapping[str, Any], **answer: Any) -> None:
-        self.reel.write("call", turn, place=place, **given, **answer, seconds=self.seconds)
+        self.episode_tape.write("call", turn, place=place, **given, **answer, seconds=self.seconds)
 
     async def sample(self, turn: Turn, sample: Sample) -> Rollout:
         rollout = await sample(turn)
         said = {"tokens": rollout.response_ids, "log_probs": packed(rollout.log_probs)}
         said |= {"finish": rollout.finish_reason, "context": digest_of(turn.token_ids)}
-        self.reel.write("turn", turn.number + 1, **said)
+        self.episode_tape.write("turn", turn.number + 1, **said)
         return rollout
 
 
@@ -95,17 +95,17 @@ class Answered(Direct):
     What the run asks must be what was asked then; TapeError names the first call that is not.
     """
 
-    def __init__(self, reel: Reel) -> None:
-        self.reel = reel
-        self.tries = reel.tries
+    def __init__(self, episode_tape: EpisodeTape) -> None:
+        self.episode_tape = episode_tape
+        self.tries = episode_tape.tries
 
     def begin_try(self, number: int) -> None:
-        self.reel.begin_try(number)
+        self.episode_tape.begin_try(number)
 
     async def ask(self, place: Place, turn: int, call: Call, **given: Any) -> Any:
-        if place == "close" and not self.reel.is_next(kind="call", place=place):
+        if place == "close" and not self.episode_tape.is_next(kind="call", place=place):
             return None  # the run broke the episode off, and an error is on its way
-        entry = self.reel.read("call", turn, place=place, **given)
+        entry = self.episode_tape.read("call", turn, place=place, **given)
         self.seconds = entry["seconds"]
         if "failure" in entry:
             raise EnvironmentFailed(**entry["failure"])
@@ -113,7 +113,7 @@ class Answered(Direct):
 
     async def sample(self, turn: Turn, sample: Sample) -> Rollout:
         context = digest_of(turn.token_ids)
-        entry = self.reel.read("turn", turn.number + 1, context=context)
+        entry = self.episode_tape.read("turn", turn.number + 1, context=context)
         log_probs = unpacked(entry["log_probs"])
         place = (turn.prompt, turn.sample_index)
         return Rollout(*place, entry["tokens"], "", entry["finish"], log_probs)
@@ -200,7 +200,7 @@ def description_of(environments: Environments) -> dict[str, Any]:
 # -- one sample's episode on the tape ------------------------------------------------------------------------------------
 
 
-class Reel:
+class EpisodeTape:
     """The entries of one episode, tried once or more often.
 
     Entries are written together at the end of a try, as an episode that breaks off is played again, and a write of each

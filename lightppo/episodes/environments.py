@@ -25,7 +25,7 @@ from lightppo.episodes.env_failures import (
 from lightppo.episodes.hosts import (
     Answer,
     CallThread,
-    LocalRoom,
+    LocalPool,
     Seat,
     failure_of,
     opening_calls,
@@ -83,12 +83,12 @@ class Environments:
         self.timeout = timeout
         self.workers = workers
         self._specs = load_specs(entries, tools, contract)
-        self._local = LocalRoom()
-        self._room: Any = self._local
+        self._local = LocalPool()
+        self._pool: Any = self._local
         if workers:
-            from lightppo.episodes.workers import WorkerRoom
+            from lightppo.episodes.workers import WorkerPool
 
-            self._room = WorkerRoom(
+            self._pool = WorkerPool(
                 [_text_of(entry, "--env") for entry in entries],
                 [_text_of(tool, "--tools") for tool in tools],
                 contract,
@@ -149,7 +149,7 @@ class Environments:
     def warm_up(self) -> None:
         """Start what worker processes come from, while something else happens."""
         if self.workers:
-            self._room.start()
+            self._pool.start()
 
     async def close(self) -> None:
         """End all threads, loops and processes."""
@@ -158,8 +158,8 @@ class Environments:
     def end(self) -> None:
         """:meth:`close` without an event loop."""
         self._local.close()
-        if self._room is not self._local:
-            self._room.close()
+        if self._pool is not self._local:
+            self._pool.close()
         if self._python is not None:
             self._python.close()
 
@@ -174,19 +174,19 @@ class Environments:
         return {
             "hung_threads": self._local.hung_threads,
             "blocked_loops": self._local.blocked_loops,
-            "lost_workers": getattr(self._room, "lost_workers", 0),
+            "lost_workers": getattr(self._pool, "lost_workers", 0),
         }
 
     @property
     def worker_pids(self) -> list[int]:
         """Of the worker processes that run."""
-        return getattr(self._room, "pids", [])
+        return getattr(self._pool, "pids", [])
 
     async def _take(self, spec: EnvironmentSpec) -> Seat:
         while self._forgotten:
             self._forgotten.popleft().drop()
         needs_process = spec.make is not None or spec.functions.keys() - {PYTHON_TOOL}
-        return await (self._room if needs_process else self._local).take(spec)
+        return await (self._pool if needs_process else self._local).take(spec)
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """TRL keeps the column that routes to itself where there is a choice."""

@@ -108,7 +108,7 @@ class Limits:
     max_observation_len: int | None = None  # tokens
     seconds: float | None = None  # that the environment may take in all
 
-    def room(self, taken: int) -> int:
+    def turn_budget(self, taken: int) -> int:
         """Return the most tokens of the next turn."""
         left = self.budget - taken
         return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens)
@@ -247,7 +247,7 @@ class Episode:
             self.prompt,
             self.stream,
             before,
-            max_new_tokens=self.limits.room(len(said.ids)),
+            max_new_tokens=self.limits.turn_budget(len(said.ids)),
             number=len(said.turns),
             sampled=said.sampled,
             final=len(said.turns) + 1 == self.limits.max_turns,

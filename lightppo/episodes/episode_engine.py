@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, Recording, Reel
+from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, EpisodeTape, Recording
 from lightppo.episodes.env_failures import EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session
 from lightppo.episodes.episode import Episode, Format, FormatsByTools, Limits
@@ -166,8 +166,8 @@ class EpisodeEngine:
         if self.tape is None or not self.tape.is_on:
             return Direct()
         # Reward functions ask the objects of TRL's environments, and no tape has these.
-        reel = Reel(self.tape, key, sample_index, may_answer=not self._keeps_objects)
-        return Answered(reel) if reel.answers else Recording(reel)
+        episode_tape = EpisodeTape(self.tape, key, sample_index, may_answer=not self._keeps_objects)
+        return Answered(episode_tape) if episode_tape.answers else Recording(episode_tape)
 
     @property
     def _keeps_objects(self) -> bool:

@@ -533,15 +533,15 @@ class Seat(Protocol):
 class LocalSeat:
     """In this process: in a thread, or in the loop of all async environments if nothing of it needs a thread."""
 
-    def __init__(self, spec: EnvironmentSpec, room: LocalRoom) -> None:
+    def __init__(self, spec: EnvironmentSpec, pool: LocalPool) -> None:
         self.spec = spec
         self.is_lost = False
-        self._room = room
+        self._pool = pool
         self._thread: CallThread | None = None
         self._loop: UserLoop | None = None
         if spec.is_async:
-            self._loop = room.loop()
-        self._in_thread = InThread(room.loop)
+            self._loop = pool.loop()
+        self._in_thread = InThread(pool.loop)
         self._host = Host(spec, in_loop if self._loop else self._in_thread, own_process=False)
 
     @property
@@ -583,7 +583,7 @@ class LocalSeat:
     async def _ask_thread(self, calls: Calls, timeout: float) -> Answers:
         """Make several calls where no loop can be lost: one wake-up for all of them."""
         try:
-            self._thread = self._thread or self._room.thread()
+            self._thread = self._thread or self._pool.thread()
         except RuntimeError as error:
             self.is_lost = True
             text = f"no thread can be started: {error}"
@@ -614,9 +614,9 @@ class LocalSeat:
 
     def leave(self) -> None:
         if not self.is_lost and self._host.is_reusable:
-            self._room.keep(self)
+            self._pool.keep(self)
         elif self._thread is not None and not self.is_lost:
-            self._room.take_back(self._thread)  # its last call has come back
+            self._pool.take_back(self._thread)  # its last call has come back
         else:
             self.end()
 
@@ -632,7 +632,7 @@ class LocalSeat:
     def _submit(self, place: Place, given: Mapping[str, Any]) -> Future[Any]:
         if self._loop is not None:
             return self._loop.submit(self._host.handle(place, given))
-        self._thread = self._thread or self._room.thread()
+        self._thread = self._thread or self._pool.thread()
         return self._thread.submit(lambda: drive(self._host.handle(place, given)))
 
     def _abandon(self, future: Future[Any] | None = None) -> None:
@@ -652,14 +652,14 @@ class LocalSeat:
         if self._thread is not None:
             self._thread.submit(lambda: drive(self._close_late()))
             self._thread.end()
-            self._room.abandon(self._thread)
+            self._pool.abandon(self._thread)
 
     async def _close_late(self) -> None:
         if self._host.environment is not None and self.spec.method("close") is not None:
             await self._host.handle("close", {})
 
 
-class LocalRoom:
+class LocalPool:
     """The threads and loops of a run without worker processes, and TRL's objects that wait for their next reset."""
 
     def __init__(self) -> None:

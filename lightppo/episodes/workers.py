@@ -72,7 +72,7 @@ _STARTER = (
 # --- in this process
 
 
-class WorkerRoom:
+class WorkerPool:
     """At most ``size`` workers; sessions that find none wait for a place."""
 
     def __init__(
@@ -405,11 +405,11 @@ class ProcessSeat:
 
     environment = None  # the object is in another process
 
-    def __init__(self, spec: EnvironmentSpec, worker: _Worker, room: WorkerRoom) -> None:
+    def __init__(self, spec: EnvironmentSpec, worker: _Worker, pool: WorkerPool) -> None:
         self.is_lost = False
         self._spec = spec
         self._worker = worker
-        self._room = room
+        self._pool = pool
 
     async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
         """As :class:`lightppo.episodes.hosts.Seat`."""
@@ -428,7 +428,7 @@ class ProcessSeat:
 
     def leave(self) -> None:
         """As :class:`lightppo.episodes.hosts.Seat`."""
-        self._room.give_back(self._worker)
+        self._pool.give_back(self._worker)
 
     def drop(self) -> None:
         """As :class:`lightppo.episodes.hosts.Seat`."""

@@ -308,9 +308,9 @@ def read_samples(value: Any, part: list[Rollout], label: str) -> Reading:
 
 # -- verl
 
-_SCORED = {"response", "solution", "answer"}  # verl's users call its solution_str so
+_SOLUTION_WORDS = {"response", "solution", "answer"}  # verl's users call its solution_str so
 _WORDS = {"completion", "completions", "messages"} | {
-    word for name in ("data_source", "ground_truth", "solution_str", "extra_info", *_SCORED)
+    word for name in ("data_source", "ground_truth", "solution_str", "extra_info", *_SOLUTION_WORDS)
     for word in (name, f"{name}s")
 }  # fmt: skip
 
@@ -339,7 +339,7 @@ def verl_names(plural: str, parameters: Iterable[inspect.Parameter]) -> dict[str
     own = names[: names.index(label)] if label in names else []
     theirs = [f"data_source{plural}", f"solution_str{plural}"][-len(own) :] if own else []
     renamed = {name: right for name, right in zip(own, theirs) if name != right}
-    of_solution = {"completion"} | {f"{word}{plural}" for word in _SCORED}
+    of_solution = {"completion"} | {f"{word}{plural}" for word in _SOLUTION_WORDS}
     taken = _WORDS | {*QUERIES.words, *QUERIES.positional}  # have a meaning of their own
     known = any(
         name in taken and (right == f"data_source{plural}" or name not in of_solution)

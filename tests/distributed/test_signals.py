@@ -37,7 +37,7 @@ def main():
             time.sleep(0.01)
             if number := signals.elected(signals.votes()):
                 print("saved after", signal.Signals(number).name, flush=True)
-                raise signals.Stopped(number, together=True)
+                raise signals.Stopped(number, on_all_ranks=True)
 run(main, "trainer")
 """
 # One step without end.

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lightppo.episodes.calls import Reel, packed, unpacked
+from lightppo.episodes.calls import EpisodeTape, packed, unpacked
 from lightppo.episodes.tape import REWARD, KnownEnd, Tape, first_difference
 from lightppo.episodes.tape_files import Head, TapeError, file_name, read_strip
 from lightppo.errors import StorageError
@@ -27,20 +27,20 @@ def tape_at(folder, step=1, **options) -> Tape:
     return tape
 
 
-def play(tape: Tape, key=KEY, word="hi", ends=True) -> Reel:
-    reel = Reel(tape, key, key[2])
-    reel.begin_try(0)
-    reel.write("call", 0, place="reset", reply="go")
-    reel.write("turn", 1, tokens=[4], word=word)
+def play(tape: Tape, key=KEY, word="hi", ends=True) -> EpisodeTape:
+    episode_tape = EpisodeTape(tape, key, key[2])
+    episode_tape.begin_try(0)
+    episode_tape.write("call", 0, place="reset", reply="go")
+    episode_tape.write("turn", 1, tokens=[4], word=word)
     if ends:
-        reel.end()
-    reel.flush()
-    return reel
+        episode_tape.end()
+    episode_tape.flush()
+    return episode_tape
 
 
 def test_a_whole_episode_answers_after_a_restart(folder):
     play(tape_at(folder))
-    again = Reel(tape_at(folder), KEY, 1)
+    again = EpisodeTape(tape_at(folder), KEY, 1)
     assert again.answers
     assert again.tries == 1
     assert again.read("call", 0, place="reset")["reply"] == "go"
@@ -50,9 +50,9 @@ def test_a_whole_episode_answers_after_a_restart(folder):
 def test_one_that_broke_off_is_another_take(folder):
     play(tape_at(folder), ends=False)
     tape = tape_at(folder)
-    assert not Reel(tape, KEY, 1).answers
+    assert not EpisodeTape(tape, KEY, 1).answers
     play(tape, word="ho")
-    again = Reel(tape_at(folder), KEY, 1)
+    again = EpisodeTape(tape_at(folder), KEY, 1)
     assert again.read("call", 0)["take"] == 2
     assert again.read("turn", 1)["word"] == "ho"
 
@@ -68,12 +68,12 @@ def test_a_batch_that_got_no_rewards_is_known_after_a_restart(folder):
 
 
 def fail(tape: Tape, key: tuple[int, int, int], tries: int = 2) -> None:
-    reel = Reel(tape, key, key[2])
+    episode_tape = EpisodeTape(tape, key, key[2])
     for number in range(tries):
-        reel.begin_try(number)
+        episode_tape.begin_try(number)
         failure = {"kind": "EnvFailure", "place": "reset", "text": "no world today"}
-        reel.write("call", 0, place="reset", failure=failure)
-    reel.end()
+        episode_tape.write("call", 0, place="reset", failure=failure)
+    episode_tape.end()
 
 
 def score(tape: Tape, sample: int, score: float | None) -> None:
@@ -89,48 +89,48 @@ def test_failures_answer_after_a_restart_unless_they_ended_the_run(folder):
     score(tape, 1, 0.5)
     score(tape, 2, None)
     tape = tape_at(folder)  # after a crash
-    assert all(Reel(tape, key, 1).answers for key in (better, worse))
+    assert all(EpisodeTape(tape, key, 1).answers for key in (better, worse))
     assert tape.reward("server", 5, 2, 0)["score"] is None
     tape.go_to(1, "eval")
     fail(tape, other)
     tape.go_to(1, "train")
     tape.give_up()
     tape = tape_at(folder)
-    assert [Reel(tape, key, 1).answers for key in (better, worse)] == [True, False]
+    assert [EpisodeTape(tape, key, 1).answers for key in (better, worse)] == [True, False]
     assert tape.reward("server", 5, 1, 0)["score"] == 0.5
     assert tape.reward("server", 5, 2, 0) is None
     tape.go_to(1, "eval")
-    assert Reel(tape, other, 1).answers  # the step went on with that
+    assert EpisodeTape(tape, other, 1).answers  # the step went on with that
     tape.go_to(1, "train")
     play(tape, worse)
-    assert Reel(tape_at(folder), worse, 2).read("call", 0)["take"] == 2
-    assert Reel(tape_at(folder, plays=True), worse, 2).read("call", 0)["take"] == 2
+    assert EpisodeTape(tape_at(folder), worse, 2).read("call", 0)["take"] == 2
+    assert EpisodeTape(tape_at(folder, plays=True), worse, 2).read("call", 0)["take"] == 2
 
 
 def test_a_step_that_was_given_up_is_played_with_its_failures(folder):
     tape = tape_at(folder)
     fail(tape, KEY)
     tape.give_up()
-    assert "failure" in Reel(tape_at(folder, plays=True), KEY, 1).read("call", 0)
+    assert "failure" in EpisodeTape(tape_at(folder, plays=True), KEY, 1).read("call", 0)
 
 
 def test_what_took_long_is_written_at_once_and_the_rest_at_the_end(folder):
-    reel = Reel(tape_at(folder), KEY, 1)
-    reel.write("turn", 1, tokens=[4])
+    episode_tape = EpisodeTape(tape_at(folder), KEY, 1)
+    episode_tape.write("turn", 1, tokens=[4])
     assert not folder.exists()
-    reel.write("call", 1, place="step", seconds=0.5)
+    episode_tape.write("call", 1, place="step", seconds=0.5)
     path = folder / file_name(1, 0, 1)
     assert [entry["kind"] for entry in read_strip(path).entries[1:]] == ["turn", "call"]
-    reel.write("call", 1, place="get_reward", seconds=0.001)
+    episode_tape.write("call", 1, place="get_reward", seconds=0.001)
     assert len(read_strip(path).entries) == 3
-    reel.end()
+    episode_tape.end()
     assert [entry["kind"] for entry in read_strip(path).entries[3:]] == ["call", "end"]
 
 
 def test_nothing_is_read_of_what_this_process_wrote(folder):
     tape = tape_at(folder)
     play(tape)
-    assert not Reel(tape, KEY, 1).answers
+    assert not EpisodeTape(tape, KEY, 1).answers
 
 
 def test_evaluations_and_other_batches_are_apart(folder):
@@ -139,43 +139,43 @@ def test_evaluations_and_other_batches_are_apart(folder):
     tape.go_to(1, "eval")
     play(tape, word="eval")
     tape = tape_at(folder)
-    assert not Reel(tape, (1, 5, 1), 1).answers
+    assert not EpisodeTape(tape, (1, 5, 1), 1).answers
     tape.go_to(1, "eval")
-    reel = Reel(tape, KEY, 1)
-    reel.read("call", 0)
-    assert reel.read("turn", 1)["word"] == "eval"
+    episode_tape = EpisodeTape(tape, KEY, 1)
+    episode_tape.read("call", 0)
+    assert episode_tape.read("turn", 1)["word"] == "eval"
 
 
 @pytest.mark.parametrize("asked", [("turn", 1), ("call", 2)])
 def test_another_call_than_was_recorded_is_named(folder, asked):
     play(tape_at(folder))
-    reel = Reel(tape_at(folder), KEY, 1)
-    reel.begin_try(0)
+    episode_tape = EpisodeTape(tape_at(folder), KEY, 1)
+    episode_tape.begin_try(0)
     with pytest.raises(
         TapeError, match=r"goes another way than the run: it has call of .* prompt 5, sample 1"
     ):
-        reel.read(*asked)
+        episode_tape.read(*asked)
 
 
 def test_a_tape_that_plays_answers_to_its_end_and_no_further(folder):
     play(tape_at(folder), ends=False)
-    reel = Reel(tape_at(folder, plays=True), KEY, 1)
-    assert reel.answers
-    assert reel.tries is None
-    reel.read("call", 0)
-    reel.read("turn", 1)
+    episode_tape = EpisodeTape(tape_at(folder, plays=True), KEY, 1)
+    assert episode_tape.answers
+    assert episode_tape.tries is None
+    episode_tape.read("call", 0)
+    episode_tape.read("turn", 1)
     with pytest.raises(
         TapeError,
         match="has no answer: call of prompt 5, sample 1, try 0, turn 1, place step, in step 1",
     ):
-        reel.read("call", 1, place="step")
+        episode_tape.read("call", 1, place="step")
 
 
 def test_a_tape_that_plays_has_no_answer_for_another_prompt(folder):
     play(tape_at(folder))
-    reel = Reel(tape_at(folder, plays=True), (0, 6, 0), 0)
+    episode_tape = EpisodeTape(tape_at(folder, plays=True), (0, 6, 0), 0)
     with pytest.raises(TapeError, match=r"step1_rank0of1\.jsonl has no answer: call of prompt 6"):
-        reel.read("call", 0)
+        episode_tape.read("call", 0)
 
 
 def test_a_tape_that_plays_writes_nothing(folder):
@@ -200,7 +200,7 @@ def test_a_torn_line_is_told_and_cut(folder, caplog):
     with caplog.at_level(logging.WARNING):
         tape = tape_at(folder)
     assert "ends in the middle of a line, as after a crash" in caplog.text
-    assert not Reel(tape, KEY, 1).answers
+    assert not EpisodeTape(tape, KEY, 1).answers
     play(tape, word="ho")
     assert [entry.get("take") for entry in read_strip(path).entries] == [None, 1, 1, 2, 2, 2]
 
@@ -301,7 +301,7 @@ class TestCheckpoint:
         resumed = Tape(folder, 0, 1)
         resumed.go_on(end, "global_step1")
         resumed.go_to(1, "eval")
-        assert Reel(resumed, KEY, 1).answers
+        assert EpisodeTape(resumed, KEY, 1).answers
         resumed.go_to(2, "train")
         play(resumed)
         last = read_strip(folder / file_name(1, 0, 1)).hashes[-1]
@@ -338,10 +338,10 @@ class TestCheckpoint:
         resumed = Tape(folder, 0, 1)
         resumed.go_on(end, "global_step1")
         resumed.go_to(2, "train")
-        assert Reel(resumed, KEY, 1).answers
+        assert EpisodeTape(resumed, KEY, 1).answers
         play(resumed, key=(0, 6, 0))  # not as before
         resumed.go_to(3, "train")
-        assert not Reel(resumed, KEY, 1).answers
+        assert not EpisodeTape(resumed, KEY, 1).answers
         assert "is kept as aside1_step3_rank0of1.jsonl, and step 3 is played again" in caplog.text
         play(resumed)
         Tape(folder, 0, 1).check(0)

@@ -96,7 +96,7 @@ def wait_for_end(*pids: int) -> None:
 
 
 def server_of(environments: Environments) -> int:
-    return environments._room._servers[0]._process.pid
+    return environments._pool._servers[0]._process.pid
 
 
 def test_a_worker_is_used_again_and_stays_light(environments):
@@ -354,7 +354,7 @@ async def run():
     session = await environments.open({}, seed=1)
     other = await environments.open({}, seed=1)
     child = (await other.call("start", {})).text
-    server = environments._room._servers[0]._process.pid
+    server = environments._pool._servers[0]._process.pid
     print(server, child, *environments.worker_pids, flush=True)
     hanging = asyncio.ensure_future(session.call("hang", {}))
     await asyncio.sleep(0)
