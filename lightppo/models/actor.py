@@ -13,8 +13,14 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
-from lightppo.models.batches import Batch, check_num_actions, on_cpu, real_actions, refuse_ring
-from lightppo.models.inspection import takes
+from lightppo.models.batches import (
+    Batch,
+    check_num_actions,
+    on_cpu,
+    real_actions,
+    refuse_ring,
+    takes,
+)
 from lightppo.models.kernels.linear_log_probs import scores_by_head
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.preparation import adapter_options, prepare_alone

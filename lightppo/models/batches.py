@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import ConfigError
-from lightppo.models.inspection import takes
 from lightppo.ranks import Ranks
 
 
@@ -184,3 +185,27 @@ def on_cpu(tensor: Tensor) -> Tensor:
     return (
         tensor.cpu() if source is None or source._version + tensor._version != version else source
     )
+
+
+# -- what a forward takes, and what a model is made of ----------------------------------------------------------------
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward has a parameter of this name."""
+    return name in inspect.signature(module.forward).parameters
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether layers run again in the backward pass: gradient checkpointing, a word that transformers has renamed."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """What the module's forward, and its output, call the cache: transformers renamed it in 5.24. None: it takes none."""
+    return next((name for name in ("past_key_values", "cache") if takes(module, name)), None)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's repeated blocks, by transformers' names for them; empty if it names none."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

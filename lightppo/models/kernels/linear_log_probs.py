@@ -25,10 +25,10 @@ from lightppo.algorithms.logprobs import (
     rows_per_chunk,
 )
 from lightppo.algorithms.masking import at_least_float32
-from lightppo.models.batches import Batch, on_cpu, to_device
-from lightppo.models.inspection import is_plain_linear, takes
+from lightppo.models.batches import Batch, on_cpu, takes, to_device
 from lightppo.models.kernels import matmul
 from lightppo.models.kernels.invariant import is_invariant
+from lightppo.models.kernels.matmul import is_plain_linear
 
 
 def linear_log_probs(

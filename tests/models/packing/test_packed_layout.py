@@ -40,9 +40,8 @@ from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention import row_attention
 from lightppo.models.attention.row_attention import PACKED_SDPA, packed_attention
 from lightppo.models.critic import Critic
-from lightppo.models.packing import packable, packed_rows
-from lightppo.models.packing.packable import takes_segments
-from lightppo.models.packing.packed_layout import warn_that_nothing_is_shared
+from lightppo.models.packing import packed_layout, packed_rows
+from lightppo.models.packing.packed_layout import takes_segments, warn_that_nothing_is_shared
 from lightppo.models.packing.packed_rows import (
     RowPlan,
     action_predictors,
@@ -983,7 +982,9 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.setattr(packable, "why_not_by_segment", lambda model: "their code is not known")
+    monkeypatch.setattr(
+        packed_layout, "why_not_by_segment", lambda model: "their code is not known"
+    )
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
