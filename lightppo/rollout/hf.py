@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.kernels.matmul import packed_weights
+from lightppo.models.kernels.layers import packed_weights
 from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import (
     BatchDecoder,

@@ -26,8 +26,8 @@ from lightppo.models.attention.slot_layers import (
     slot_attention,
 )
 from lightppo.models.batches import cache_argument
-from lightppo.rollout import hf
 from lightppo.rollout import decoding as cache_module
+from lightppo.rollout import hf
 from lightppo.rollout.decoding import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine

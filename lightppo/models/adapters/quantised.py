@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.kernels.matmul import is_plain_linear
+from lightppo.models.kernels.layers import is_plain_linear
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit

@@ -26,9 +26,9 @@ from lightppo.algorithms.logprobs import (
 )
 from lightppo.algorithms.masking import at_least_float32
 from lightppo.models.batches import Batch, on_cpu, takes, to_device
-from lightppo.models.kernels import matmul
+from lightppo.models.kernels import layers
 from lightppo.models.kernels.invariant import is_invariant
-from lightppo.models.kernels.matmul import is_plain_linear
+from lightppo.models.kernels.layers import is_plain_linear
 
 
 def linear_log_probs(
@@ -148,7 +148,7 @@ def _logits(
 ) -> Tensor:
     """(T, block), divided by the temperature, -inf beyond the valid ids, in a buffer that may be overwritten."""
     logits = at_least_float32(
-        matmul.linear(hidden, weight[block], None if bias is None else bias[block])
+        layers.linear(hidden, weight[block], None if bias is None else bias[block])
     )
     logits[:, max(0, plan.valid - block.start) :] = -torch.inf
     return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
@@ -237,9 +237,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 to_bias[block] = grad.sum(0).to(bias.dtype)
             grad = grad.to(weight.dtype)
             if to_weight is not None:
-                to_weight[block] = matmul.product(grad.t(), hidden)
+                to_weight[block] = layers.product(grad.t(), hidden)
             if to_hidden is not None:
-                to_hidden += matmul.product(grad, weight[block])
+                to_hidden += layers.product(grad, weight[block])
         return (
             None if to_hidden is None else to_hidden.to(hidden.dtype),
             to_weight,
