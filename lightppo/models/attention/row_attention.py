@@ -16,8 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.attention.attention_choice import VARLEN_TAKES
-from lightppo.models.batches import to_device
-from lightppo.models.packing.packed_rows import RowPlan, continued, plan_of
+from lightppo.models.batches import RowPlan, continued, plan_of, to_device
 
 try:
     from torch.nn.attention.varlen import varlen_attn

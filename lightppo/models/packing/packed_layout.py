@@ -25,13 +25,8 @@ from lightppo.models.attention.row_attention import PACKED_SDPA
 from lightppo.models.batches import (
     Batch,
     PaddedLayout,
-    decoder_layers,
-    recomputes,
-    takes,
-    to_device,
-)
-from lightppo.models.packing.packed_rows import (
     action_predictors,
+    decoder_layers,
     distinct_places,
     pack,
     pack_shared,
@@ -39,7 +34,10 @@ from lightppo.models.packing.packed_rows import (
     plan_of,
     position_ids_from_lengths,
     read,
+    recomputes,
     segments_as_mask,
+    takes,
+    to_device,
 )
 from lightppo.models.packing.trials import alike, is_models_own, one_line
 from lightppo.ranks import Ranks
@@ -196,7 +194,7 @@ READ_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch(Batch):
-    """One packed row: ``ids`` are (1, T), and ``mask`` has its segments (:func:`.packed_rows.segments_as_mask`)."""
+    """One packed row: ``ids`` are (1, T), and ``mask`` has its segments (:func:`.batches.segments_as_mask`)."""
 
     positions: Tensor  # (1, T)
     read_at: Tensor | None = None  # (U,), the distinct places that are read; None: all are

@@ -16,7 +16,7 @@ from lightppo.models.attention.row_attention import (
     contexts_of,
     with_contexts,
 )
-from lightppo.models.packing.packed_rows import RowPlan
+from lightppo.models.batches import RowPlan
 
 CPU = torch.device("cpu")
 
