@@ -138,15 +138,13 @@ PACKED_BYTES = 1 << 30
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """``nn.Linear``, or a class that says of itself that it computes the same."""
-    kind = type(module)
-    return (kind is nn.Linear or "is_plain_linear" in vars(kind)) and "forward" not in vars(module)
+    """Whether it is ``nn.Linear`` or :class:`CPULinear`, with the forward of its class."""
+    return type(module) in (nn.Linear, CPULinear) and "forward" not in vars(module)
 
 
 class CPULinear(nn.Linear):
     """``nn.Linear``, by :func:`lightppo.models.kernels.layers.linear`."""
 
-    is_plain_linear = True
     packed_weight: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
