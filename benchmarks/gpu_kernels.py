@@ -212,7 +212,7 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     import torch
 
     from lightppo.models.attention.row_attention import packed_attention as attend
-    from lightppo.models.packing.packed_rows import pack, pack_shared
+    from lightppo.models.batches import pack, pack_shared
 
     longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
     ids = torch.randint(9, (groups, 2 * longest)).repeat_interleave(8, 0)

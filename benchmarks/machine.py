@@ -26,7 +26,7 @@ def matrix_peak(seconds: float = 5.0, size: int = 2048) -> float:
     """
     import torch
 
-    from lightppo.models.kernels.matmul import product
+    from lightppo.models.kernels.layers import product
 
     gpu = torch.cuda.is_available()
     size = 8192 if gpu else size

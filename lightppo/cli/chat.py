@@ -128,7 +128,7 @@ def respond(
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from lightppo.rollout.stop_criteria import end_of_text_ids
+    from lightppo.rollout.sampling import end_of_text_ids
 
     (ids,) = template.encode_rendered([template.render(prompt)])
     room = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - len(

@@ -12,11 +12,10 @@ from transformers import Cache
 
 from lightppo.data.records import Rollout
 from lightppo.episodes.kv_reuse import KeptRows, SlotRow, free_bytes, new_tokens
-from lightppo.rollout.decoding import CachedForward
+from lightppo.rollout.decoding import REFILL_SHARE, CachedForward, Group, PromptQueue, SlotCache
 from lightppo.rollout.engine import SamplingParams, Turn, TurnSource
 from lightppo.rollout.hf import HFRolloutEngine, check_length
 from lightppo.rollout.sampling import token_seeds
-from lightppo.rollout.slots import REFILL_SHARE, Group, PromptQueue, SlotCache
 
 # steps that turns which come while others decode wait for further ones: they go through the model together
 GATHER_STEPS = 4

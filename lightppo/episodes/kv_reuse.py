@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PretrainedConfig
 
-from lightppo.rollout.slots import SlotCache
+from lightppo.rollout.decoding import SlotCache
 
 SHARE = 4  # copies take at most one such part of the memory that is free or theirs
 

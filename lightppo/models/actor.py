@@ -13,9 +13,15 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
-from lightppo.models.batches import Batch, check_num_actions, on_cpu, real_actions, refuse_ring
-from lightppo.models.inspection import takes
-from lightppo.models.kernels.scoring_head import scores_by_head
+from lightppo.models.batches import (
+    Batch,
+    check_num_actions,
+    on_cpu,
+    real_actions,
+    refuse_ring,
+    takes,
+)
+from lightppo.models.kernels.linear_log_probs import scores_by_head
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.preparation import adapter_options, prepare_alone
 from lightppo.models.wrapper import PretrainedWrapper
@@ -40,7 +46,7 @@ class ActionScores:
 class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
 
-    Log probs come from logits, or without them from the head, see :mod:`.kernels.scoring_head`.
+    Log probs come from logits, or without them from the head, see :mod:`.kernels.linear_log_probs`.
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).

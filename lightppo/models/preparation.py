@@ -13,7 +13,7 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
-from lightppo.models.inspection import decoder_layers
+from lightppo.models.batches import decoder_layers
 from lightppo.models.kernels.invariant import make_invariant
 from lightppo.models.kernels.liger import use_liger_kernels, use_liger_kernels_if_exact
 from lightppo.models.kernels.offload import offload_activations

@@ -14,8 +14,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.attention.alibi import run_by_sequence
 from lightppo.models.attention.recurrent import run_by_segment
 from lightppo.models.batches import Batch
-from lightppo.models.kernels.fused import fuse
-from lightppo.models.kernels.matmul import accelerate_on_cpu
+from lightppo.models.kernels.layers import accelerate_on_cpu, fuse
 from lightppo.models.loading import untrainable
 from lightppo.models.packing.packed_layout import PackedLayout
 from lightppo.models.pretrained import disable_dropout

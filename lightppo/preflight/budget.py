@@ -35,11 +35,10 @@ from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.adapters.quantised import fitting_layers
 from lightppo.models.attention.attention_choice import caps_scores
+from lightppo.models.batches import cache_argument, takes
 from lightppo.models.critic import Critic
-from lightppo.models.inspection import cache_argument, takes
-from lightppo.models.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
-from lightppo.models.packing.last_layer import only_at, position_wise
-from lightppo.models.packing.packed_layout import READ_SHARE
+from lightppo.models.kernels.linear_log_probs import is_untouched, scores_from_head, scoring_head
+from lightppo.models.packing.packed_layout import READ_SHARE, only_at, position_wise
 from lightppo.rollout.vllm.weights import BUCKET_BYTES
 
 LOADING, ROLLOUT, SCORING, SYNC, SAVE = (

@@ -33,7 +33,7 @@ from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import Ranks
 from lightppo.redaction import plain
 from lightppo.rewards.reward_source import NoReward, RewardSource, score_rollouts
-from lightppo.rollout.stop_criteria import end_of_text_ids
+from lightppo.rollout.sampling import end_of_text_ids
 
 _ROWS = 1000  # that are looked at
 _FEWEST = 4  # scores or answers, of which it says something that all are equal

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightppo.errors import ConfigError
 from lightppo.models.attention.slot_layers import attention_to_slots
-from lightppo.rollout.decoding import Decoder
-from lightppo.rollout.slots import PromptQueue, SlotDecoder
+from lightppo.rollout.decoding import Decoder, PromptQueue, SlotDecoder
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,38 @@
-"""Decoding with the trainer's own model: what decodes, and one that takes a micro batch after the other."""
+"""Decoding with the trainer's own model: a micro batch after the other, or continuous batching in slots.
+
+:class:`SlotDecoder` follows Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22): a finished response leaves at
+once, and a waiting request takes its slot.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lightppo.models.inspection import cache_argument
+from lightppo.models.attention.recurrent import RECURRENT_LAYERS, recurrent_slots
+from lightppo.models.attention.row_attention import cheapest_parts
+from lightppo.models.attention.slot_layers import (
+    EMPTY_LAYER,
+    SLOT_SDPA,
+    NoSlots,
+    SlotLayer,
+    Span,
+    attention_to_slots,
+    can_attend_to_slots,
+)
+from lightppo.models.batches import cache_argument
 from lightppo.ranks import heartbeat
-from lightppo.rollout.sampling import NO_TOKEN, TokenSampler
-from lightppo.rollout.stop_criteria import StopCriteria
+from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
 COMPACT_BELOW = 0.75
@@ -220,3 +236,507 @@ class DecodingRunner(AbstractContextManager, Protocol):
 
     def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
         """Return what makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
+
+
+# -- continuous batching: a cache written in place, one pass per prompt -----------------------------------------------
+
+# added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
+CPU_COLUMNS = 16
+OTHER_COLUMNS = 128  # elsewhere: at least so many, and half of the columns in use
+# columns beyond the longest row in a fixed cache, whose number is a multiple of it
+FIXED_SPARE = 64
+CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
+# of the slots free: prompts go through the model together, which costs less than one by one
+REFILL_SHARE = 1 / 8
+Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+class SlotCache(DynamicCache):
+    """The layers' buffers with one common :class:`Span`, whose end moves by one after each forward.
+
+    The first rows end at ``prompt_columns``; a row has at most ``max_columns``. ``tight``: add few columns at a time.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        slots: int,
+        prompt_columns: int,
+        max_columns: int,
+        tight: bool,
+    ) -> None:
+        self.span = Span(rows=0, first=prompt_columns, end=prompt_columns)
+        layers = [slot_layer(layer, self.span) for layer in DynamicCache(config=config).layers]
+        Cache.__init__(self, layers=layers)
+        self.slots = slots
+        self.max_columns = max_columns
+        self.tight = tight
+        self.fixed = False
+        self.columns = prompt_columns + self._more(prompt_columns)
+        # The smallest sliding window; None if every token sees all.
+        self.window = min(
+            (layer.sliding_window for layer in layers if layer.is_sliding), default=None
+        )
+        self.keeps_tokens = all(layer.keeps_tokens for layer in layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return next(layer.dtype for layer in self.layers if layer.buffers)
+
+    def fix(self, device: torch.device) -> None:
+        """Call it first: all columns are there from the start, and the buffers stay where they are."""
+        self.fixed = True
+        self.columns = self.span.end + self._more(self.span.end)
+        self.span.column = torch.full((1,), self.span.end, device=device)
+
+    def append(self, prompts: Cache, rows: list[int], width: int) -> None:
+        """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
+        for layer, source in zip(self.layers, prompts.layers):
+            layer.append(source, rows, width, self.slots, self.columns)
+        self._set_rows(self.span.rows + len(rows))
+
+    def move_rows(
+        self, sources: list[int], targets: list[int], rows: int, *, exchange: bool = False
+    ) -> None:
+        """Copies some rows over others, or has them change places; afterwards ``rows`` rows are in use."""
+        if exchange:
+            sources, targets = sources + targets, targets + sources
+        for layer in self.layers if sources else ():
+            layer.move_rows(sources, targets)
+        self._set_rows(rows)
+
+    def _set_rows(self, rows: int) -> None:
+        self.span.rows = rows
+        for layer in self.layers:
+            layer.see_rows()
+
+    def make_room(self, slots: int, at_least: int) -> int:
+        """Moves everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
+
+        The first free column is at least number ``at_least``. Returns how many columns everything moved left.
+        """
+        span = self.span
+        end = max(span.end - span.first, at_least)
+        first = end - (span.end - span.first)
+        shift = span.end - end
+        self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
+        for layer in self.layers:
+            # One layer after the other, so that little memory is held twice.
+            layer.make_room(self.slots, self.columns, first, end, self.fixed)
+            layer.see_rows()
+        span.first = first
+        span.end = end
+        return shift
+
+    def _more(self, columns: int) -> int:
+        if self.fixed:
+            return -(-(self.max_columns + FIXED_SPARE) // FIXED_SPARE) * FIXED_SPARE - columns
+        # Rows end at different columns: without room beyond the longest row's, all would move at every step.
+        return (
+            CPU_COLUMNS
+            if self.tight
+            else max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
+        )
+
+
+def slot_layer(layer: Any, span: Span) -> SlotLayer:
+    """In place of a layer of transformers' cache."""
+    if type(layer).__name__ == EMPTY_LAYER:
+        return NoSlots()
+    if type(layer) in RECURRENT_LAYERS:
+        return recurrent_slots(layer, span)
+    return SlotLayer(span, getattr(layer, "sliding_window", None))
+
+
+def can_use_slots(config) -> bool:
+    """Whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
+    recurrent, or keep nothing."""
+    text_config = config.get_text_config(decoder=True)
+    chunked = getattr(text_config, "attention_chunk_size", None) is not None
+    chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
+    layers = DynamicCache(config=config).layers
+    attends = any(isinstance(layer, DynamicLayer) for layer in layers)
+    return (
+        not chunked
+        and attends
+        and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, *RECURRENT_LAYERS)
+            or type(layer).__name__ == EMPTY_LAYER
+            for layer in layers
+        )
+    )
+
+
+# -- continuous batching ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prefilled:
+    """Some prompts after their forward."""
+
+    prompts: list[list[int]]
+    cache: Cache  # keys and values of the left-padded prompts
+    logits: Tensor  # (P, V) behind the last token of each prompt
+    # (row of the prompt, number of the request) of each sample that has no slot yet
+    waiting: deque[tuple[int, int]]
+
+
+class PromptQueue(RequestQueue):
+    """Requests, those with equal prompts together: such a prompt goes through the model once.
+
+    A subclass may keep rows that have ended.
+    """
+
+    # Whether rows that have ended stay in their slots, and :meth:`keep` and :meth:`give_way` are called.
+    keeps_rows = False
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._groups: deque[Group] = deque()
+        self._parts: deque[list[Group]] = deque()  # each for one forward
+        self._block: Prefilled | None = None
+        super().__init__(forward, prompts, max_new_tokens, device)
+
+    def add(self, prompts: list[list[int]]) -> None:
+        same: dict[tuple[int, ...], list[int]] = {}
+        for number, ids in enumerate(prompts, start=len(self.prompts)):
+            same.setdefault(tuple(ids), []).append(number)
+        self._groups.extend((list(ids), numbers) for ids, numbers in same.items())
+        super().add(prompts)
+
+    # -- for subclasses --------------------------------------------------------------------------------------------
+
+    def most_rows(self, running: int) -> int:
+        """Slots that may be needed from now on, while so many rows run."""
+        return running + self.waiting
+
+    def is_ready(self, free: int, slots: int) -> bool:
+        """Whether waiting requests should get some of the free slots now."""
+        if self.at_hand:
+            return free > 0
+        return self.waiting > 0 and free >= min(max(1, REFILL_SHARE * slots), self.waiting)
+
+    def new_tokens(self, group: Group) -> int:
+        """Tokens of a prompt that go through the model."""
+        return len(group[0])
+
+    def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
+        """Of a forward of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
+        padded, mask, positions = left_pad([ids for ids, _ in groups], self.device)
+        return padded.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
+
+    def keep(self, number: int, cache: SlotCache, slot: int, start: int, length: int) -> None:
+        """A request has ended, whose keys and values are in a slot, from column ``start`` on, until it gives way."""
+
+    def give_way(self, slots: range) -> None:
+        """These slots are about to be written over."""
+
+    # -- for the decoder -------------------------------------------------------------------------------------------
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether requests wait whose prompts have been through the model, or are already divided into parts."""
+        return self._block is not None or bool(self._parts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest waiting prompt; 0 if no prompt waits."""
+        block = (
+            []
+            if self._block is None
+            else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        )
+        groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
+        return max((*block, *groups), default=0)
+
+    def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
+        """The next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
+        if not self.at_hand:
+            self._divide(count)
+        block = self._block or self._through_the_model(self._parts.popleft())
+        rows, numbers = map(
+            list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting)))))
+        )
+        self._block = block if block.waiting else None
+        self.waiting -= len(rows)
+        return block, rows, numbers
+
+    def _divide(self, count: int) -> None:
+        """Divides the prompts of the next ``count`` requests into parts."""
+        groups: list[Group] = []
+        while self._groups and count > 0:
+            groups.append(self._groups.popleft())
+            count -= len(groups[-1][1])
+        call_cost = CALL_COST["cpu" if self.device.type == "cpu" else "other"]
+        parts = cheapest_parts([self.new_tokens(group) for group in groups], call_cost)
+        self._parts.extend(groups[first:end] for first, end in parts)
+
+    def _through_the_model(self, groups: list[Group]) -> Prefilled:
+        ids, mask, positions, cache = self.inputs(groups)
+        logits = self.forward(ids, mask, positions, cache)
+        waiting = deque(
+            (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
+        )
+        return Prefilled([ids for ids, _ in groups], cache, logits, waiting)
+
+
+class SlotRows:
+    """The responses in the slots; row r of every tensor is row r of the cache."""
+
+    def __init__(
+        self,
+        slots: int,
+        max_new_tokens: int,
+        device: torch.device,
+        prompt_width: int = 0,
+    ) -> None:
+        self.numbers: list[int] = []  # of the requests
+        self.starts: list[int] = []  # first columns
+        # Prompts, if they are kept, right-aligned behind a column of NO_TOKEN; then the responses.
+        self.ids = torch.full((slots, 1 + prompt_width + max_new_tokens), NO_TOKEN, device=device)
+        self.tokens = self.ids[:, 1 + prompt_width :]  # a view: what is written here is seen in ids
+        self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
+        self.seeds = torch.zeros(slots, max_new_tokens, dtype=torch.long, device=device)
+        self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
+        # The most tokens of each row. Entries beyond the rows in use mean nothing.
+        self.limits = torch.full((slots,), max_new_tokens, device=device)
+        # The position of the newest token in prompt + response.
+        self.positions = torch.zeros(slots, dtype=torch.long, device=device)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def append(
+        self,
+        numbers: list[int],
+        starts: list[int],
+        positions: Tensor,
+        seeds: Tensor,
+        prompts: Tensor | None,
+        limits: Tensor,
+    ) -> slice:
+        """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
+        new = slice(len(self), len(self) + len(numbers))
+        self.numbers += numbers
+        self.starts += starts
+        self.seeds[new], self.ages[new], self.positions[new] = seeds, 0, positions
+        self.limits[new] = limits
+        if prompts is not None:
+            width = self.ids.shape[1] - self.tokens.shape[1]
+            self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
+        return new
+
+    def history(self, rows: slice, width: int) -> Tensor:
+        """The last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
+        ends = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
+        columns = ends.unsqueeze(1) + torch.arange(-width, 0, device=ends.device)
+        return self.ids[rows].gather(1, columns.clamp(min=0))
+
+    def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
+        """Writes the newest token of some rows."""
+        ages = self.ages[rows].unsqueeze(1)
+        self.tokens[rows].scatter_(1, ages, tokens.unsqueeze(1))
+        self.log_probs[rows].scatter_(1, ages, log_probs.unsqueeze(1))
+        self.ages[rows] += 1
+        self.positions[rows] += 1
+
+    def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
+        """Removes rows; the last rows move into the holes. Returns their old and new places."""
+        left = len(self) - len(gone)
+        holes = [row for row in gone if row < left]
+        movers = sorted(set(range(left, len(self))) - set(gone))
+        for mover, hole in zip(movers, holes):
+            self.numbers[hole], self.starts[hole] = self.numbers[mover], self.starts[mover]
+        del self.numbers[left:], self.starts[left:]
+        if holes:
+            index = torch.tensor([movers, holes], device=self.ages.device)
+            for x in (
+                self.ids,
+                self.log_probs,
+                self.seeds,
+                self.ages,
+                self.limits,
+                self.positions,
+            ):
+                x[index[1]] = x[index[0]]
+        self.ages[left : left + len(gone)] = self.tokens.shape[1]
+        return movers, holes
+
+
+class SlotDecoder(Decoder):
+    """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
+
+    queue_kind = PromptQueue
+    attention: ClassVar[str] = SLOT_SDPA  # what steps attend by
+
+    @torch.no_grad()
+    def run(self, queue: PromptQueue, seeds: Seeds) -> Decoded:
+        """See :class:`Decoder`."""
+        self._start(queue)
+        while True:
+            heartbeat.beat()
+            goes_on = queue.look(idle=not len(self.rows))
+            free = self.slots - len(self.rows)
+            if queue.is_ready(free, self.slots):
+                self._admit(*queue.take(free), seeds)
+            elif len(self.rows):
+                self._step()
+            elif goes_on:
+                continue
+            else:
+                break
+            # In a step, this is the only wait for the device.
+            gone = self._ended().cpu().nonzero().squeeze(1).tolist()
+            if gone:
+                yield self._leave(gone)
+
+    def _start(self, queue: PromptQueue) -> None:
+        self.queue = queue
+        self.text_config = self.forward.config.get_text_config(decoder=True)
+        can_attend = can_attend_to_slots(self.forward.model, self.text_config)
+        self.prepares_masks = self.forward.takes_position_ids and can_attend
+        self.slots = min(self.slots, queue.most_rows(0))
+        tight = self.device.type == "cpu"
+        self.cache = SlotCache(
+            self.forward.config,
+            slots=self.slots,
+            prompt_columns=queue.longest,
+            max_columns=queue.columns,
+            tight=tight,
+        )
+        self.rows = SlotRows(
+            self.slots,
+            self.max_new_tokens,
+            self.device,
+            prompt_width=queue.prompt_columns if self.sampler.needs_history else 0,
+        )
+        # A window drops a row's first tokens, a recurrent state keeps none, and some models take no positions.
+        is_whole = self.cache.window is None and self.cache.keeps_tokens
+        self._keeps_rows = queue.keeps_rows and is_whole and self.forward.takes_position_ids
+
+    def _admit(
+        self,
+        block: Prefilled,
+        rows: list[int],
+        numbers: list[int],
+        seeds_of: Seeds,
+    ) -> None:
+        """Gives requests a slot and their first token."""
+        seeds = seeds_of(numbers)
+        prompts = [block.prompts[row] for row in rows]
+        lengths = [len(prompt) for prompt in prompts]
+        if max(lengths) > self.cache.span.end:  # it came after the others
+            self._move_columns(self.slots, max(lengths))
+        end = self.cache.span.end
+        index = torch.tensor([rows, lengths], device=self.device)
+        history = left_pad(prompts, self.device)[0] if self.sampler.needs_history else None
+        new = self.rows.append(
+            numbers,
+            [end - length for length in lengths],
+            index[1] - 1,
+            seeds,
+            history,
+            torch.tensor(self.queue.limits(numbers), device=self.device),
+        )
+        self.queue.give_way(range(new.start, new.stop))
+        self.cache.append(block.cache, rows, max(lengths))
+        self.rows.write(new, *self.sampler(block.logits[index[0]], seeds[:, 0], 0, history))
+        self._see_starts()
+
+    def _step(self) -> None:
+        """Decodes one more token for every row."""
+        rows = self.rows
+        span = self.cache.span
+        self._make_room()
+        active = slice(0, len(rows))
+        ages = rows.ages[active]
+        newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
+        attends = attention_to_slots(self.text_config, self.attention)
+        with attends if self.prepares_masks else nullcontext():
+            logits = self.forward(
+                newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
+            )
+        span.end += 1
+        seeds = rows.seeds[active].gather(1, ages.unsqueeze(1)).squeeze(1)
+        history = (
+            rows.history(active, span.end - span.first) if self.sampler.needs_history else None
+        )
+        rows.write(active, *self.sampler(logits, seeds, ages, history))
+
+    def _make_room(self) -> None:
+        """A free column, if there is none."""
+        if self.cache.span.end == self.cache.columns:
+            most = self.queue.most_rows(len(self.rows))
+            self._move_columns(min(self.slots, most), self.queue.longest)
+
+    def _move_columns(self, slots: int, at_least: int) -> None:
+        self.queue.give_way(range(self.slots))
+        shift = self.cache.make_room(slots, at_least)
+        self.rows.starts = [start - shift for start in self.rows.starts]
+        if len(self.rows):
+            self._see_starts()
+
+    def _step_mask(self) -> Tensor:
+        """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
+        span = self.cache.span
+        columns = self.cache.columns
+        prepared = self.prepares_masks and (
+            self.cache.window is None or self.cache.window >= columns
+        )
+        span.whole = prepared and self.cache.tight
+        self._added[:, span.end] = 0
+        if not prepared:
+            return (self._added[:, span.first : span.end + 1] == 0).long()
+        if span.whole:
+            return self._added[:, None, None]
+        # A copy, even of a single row, because a GPU reads masks in pieces that begin at a multiple of 16 bytes.
+        return self._added[:, None, None, span.first : span.end + 1].clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def _ended(self) -> Tensor:
+        """(b,) bool."""
+        rows = torch.arange(len(self.rows), device=self.device)
+        ages = self.rows.ages[: len(self.rows)]
+        self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
+        return self._stopped | (ages == self.rows.limits[: len(self.rows)])
+
+    def _leave(self, gone: list[int]) -> tuple[list[int], DecodedBatch]:
+        """Takes finished rows out of the batch."""
+        rows = self.rows
+        numbers = [rows.numbers[row] for row in gone]
+        index = torch.tensor(gone, device=self.device)
+        ended = DecodedBatch(
+            rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
+        )
+        starts = [rows.starts[row] for row in gone]
+        # The tokens that went through the model: all but the newest one.
+        lengths = rows.positions[index].tolist() if self._keeps_rows else []
+        movers, holes = rows.remove(gone)
+        self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)
+        slots = dict(zip(holes, movers))
+        for row, number, start, length in zip(gone, numbers, starts, lengths):
+            self.queue.keep(number, self.cache, slots.get(row, row), start, length)
+        self._see_starts()
+        return numbers, ended
+
+    def _see_starts(self) -> None:
+        """Updates the columns in use and the mask from the rows' first columns."""
+        span = self.cache.span
+        starts = self.rows.starts
+        span.first = min(starts, default=span.end)
+        columns = torch.arange(self.cache.columns, device=self.device)
+        hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
+        hidden |= columns >= span.end
+        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
+        self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.kernels.matmul import packed_weights
+from lightppo.models.kernels.layers import packed_weights
 from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import (
     BatchDecoder,
@@ -26,13 +26,19 @@ from lightppo.rollout.decoding import (
     DecodedBatch,
     Decoder,
     DecodingRunner,
+    SlotDecoder,
+    can_use_slots,
 )
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.invariant_decoding import InvariantSteps
-from lightppo.rollout.penalties import penalties_of
-from lightppo.rollout.sampling import TokenSampler, in_any_order, token_seeds
-from lightppo.rollout.slots import SlotDecoder, can_use_slots
-from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
+from lightppo.rollout.sampling import (
+    StopCriteria,
+    TokenSampler,
+    end_of_text_ids,
+    in_any_order,
+    penalties_of,
+    token_seeds,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

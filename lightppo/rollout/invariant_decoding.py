@@ -15,8 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightppo.errors import ConfigError
 from lightppo.models.attention.slot_layers import SlotLayer
 from lightppo.models.kernels.invariant import HIDDEN, KEYS
-from lightppo.rollout.decoding import Decoder
-from lightppo.rollout.slots import PromptQueue, SlotCache, SlotDecoder
+from lightppo.rollout.decoding import Decoder, PromptQueue, SlotCache, SlotDecoder
 
 ALIGNED_SDPA = "aligned_sdpa"  # the name of aligned_attention in transformers
 

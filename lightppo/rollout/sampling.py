@@ -1,10 +1,11 @@
-"""How a token is drawn: random numbers, filters, log probs."""
+"""How a token is drawn (random numbers, filters, penalties, log probs), and when a response ends."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,11 +13,18 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from lightppo.errors import ConfigError
+from lightppo.models.loading import valid_vocab_size
 from lightppo.rollout.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NO_TOKEN = -1  # fills left padding in token histories: no filter takes it for a token
 _BLOCK = 128  # tokens of a large vocabulary that race together
@@ -202,3 +210,190 @@ class TokenSampler:
             early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens
             scores = scores.masked_fill(early & self._suppressed, -torch.inf)
         return scores
+
+
+# -- the end of a response: at ids and at strings ---------------------------------------------------------------------
+
+_TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
+
+
+def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any | None) -> list[int]:
+    """Return the ids that end a text, from the tokenizer and the model's generation config (an id or a list)."""
+    ids = {tokenizer.eos_token_id}
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids.update(configured if isinstance(configured, list | tuple) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
+def split_stops(
+    tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]
+) -> tuple[tuple[str, ...], list[int]]:
+    """Return the strings that a text can have, and the ids of those that are special tokens, which texts leave out.
+
+    Raises:
+        ValueError: a string has a special token and more.
+    """
+    if not strings:
+        return (), []
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token.content] = i
+    for string in strings:
+        inside = [token for token in special if token in string]
+        if inside and string not in special:
+            raise ValueError(
+                f"stop {string!r} has the special token {inside[0]!r}, which texts leave out, and more: give the token "
+                "alone, or text without it"
+            )
+    return (
+        tuple(string for string in strings if string not in special),
+        [special[string] for string in strings if string in special],
+    )
+
+
+class StopCriteria:
+    """Tell which responses have ended, by ids or by strings, and cut stop strings off.
+
+    Strings count behind ``min_new_tokens`` tokens. A string that is a special token is a stop id.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+        *,
+        eos_ids: list[int],
+        vocab_size: int,
+    ) -> None:
+        self.strings, special_ids = split_stops(tokenizer, sampling.stop)
+        stop_ids = (*sampling.stop_token_ids, *special_ids)
+        unknown = [i for i in stop_ids if i >= vocab_size]
+        if unknown:
+            raise ValueError(
+                f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids"
+            )
+        eos_ids = [] if sampling.ignore_eos else eos_ids
+        self.ids = sorted({*stop_ids, *(i for i in eos_ids if i < vocab_size)})
+        self.is_stop = torch.zeros(vocab_size, dtype=torch.bool)  # of each id
+        self.is_stop[self.ids] = True
+        self._offset = sampling.min_new_tokens
+        self._tokenizer = tokenizer
+        # A token that is not special has at least one byte of text.
+        longest = max((len(string.encode()) for string in self.strings), default=0)
+        self._tail = longest + _TAIL_MARGIN
+
+    def to(self, device: torch.device) -> StopCriteria:
+        """Move to a device, in place."""
+        self.is_stop = self.is_stop.to(device)
+        return self
+
+    def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
+        """Return which ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
+
+        ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
+        """
+        ended = self.is_stop[responses[rows, length - 1]]
+        if not self.strings:
+            return ended
+        ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
+        # (b, tail)
+        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
+        ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
+        # How many ids of each tail do not count: those before the minimum length, or before the response.
+        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()
+        tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
+        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
+        has_string = [any(string in text for string in self.strings) for text in texts]
+        return ended | torch.tensor(has_string, device=ended.device)
+
+    def trim(self, response_ids: list[int], text: str) -> str:
+        """Cut ``text``, the decoded ids, before the first stop string."""
+        if not self.strings:
+            return text
+        start = len(self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True))
+        cuts = [cut for cut in (text.find(string, start) for string in self.strings) if cut >= 0]
+        return text[: min(cuts)] if cuts else text
+
+
+# -- penalties of tokens that are there already, and words that are never completed -----------------------------------
+
+
+def penalties_of(
+    sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> Penalties | None:
+    """Return the processor of logits that ``sampling`` needs; None: it changes none."""
+    words = bad_word_ids(tokenizer, sampling.bad_words)
+    completable = [ids for ids in words if max(ids) < vocab_size]
+    counts = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    if not counts and not completable and sampling.repetition_penalty == 1.0:
+        return None
+    return Penalties(sampling, completable)
+
+
+class Penalties:
+    """Change raw logits as ``sampling`` says; ``bad_words`` are sequences of ids."""
+
+    def __init__(self, sampling: SamplingParams, bad_words: Sequence[list[int]]) -> None:
+        penalty = sampling.repetition_penalty
+        self.repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
+        self.presence = sampling.presence_penalty
+        self.frequency = sampling.frequency_penalty
+        self.bad_words = NoBadWordsLogitsProcessor(bad_words) if bad_words else None
+
+    def __call__(self, logits: Tensor, step: int | Tensor, history: Tensor) -> Tensor:
+        """Return logits (B, V); ``step`` and ``history`` as of :class:`lightppo.rollout.sampling.TokenSampler`."""
+        if self.repetition is not None:
+            # Padding repeats the last id (always a real one), which is penalised once anyhow.
+            seen = torch.where(history == NO_TOKEN, history[:, -1:], history)
+            logits = self.repetition(seen, logits)
+        if self.presence or self.frequency:
+            counts = _response_counts(history, step, logits)
+            logits = logits - self.frequency * counts - self.presence * (counts > 0)
+        if self.bad_words is not None:
+            logits = self.bad_words(history, logits)
+        return logits
+
+
+def _response_counts(history: Tensor, step: int | Tensor, scores: Tensor) -> Tensor:
+    """Count how often each id is in the response, the last ``step`` ids of ``history`` (B, S); (B, V) as ``scores``."""
+    ages = torch.as_tensor(step, device=history.device).view(-1, 1)  # (B or 1, 1)
+    # (B or 1, S)
+    in_response = torch.arange(history.shape[1], 0, -1, device=history.device) <= ages
+    in_response = in_response.expand_as(history)
+    return torch.zeros_like(scores).scatter_add_(
+        1, history.where(in_response, 0), in_response.to(scores.dtype)
+    )
+
+
+def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> list[list[int]]:
+    """Return the token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
+    sequences: list[list[int]] = []
+    for word in words:
+        plain, spaced = (
+            tokenizer.encode(prefix + word.strip(), add_special_tokens=False)
+            for prefix in ("", " ")
+        )
+        if not plain or tokenizer.unk_token_id in plain:
+            raise ValueError(
+                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain}); remove it"
+            )
+        sequences.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            sequences.append(spaced)
+    return sequences
+
+
+def check_sampled_tokens(building: Any) -> None:
+    """Refuse ids and words that no sampled answer can have."""
+    options, size = building.config.flat(), valid_vocab_size(building.tokenizer)
+    if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:
+        raise ConfigError(
+            f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
+            "leave it out, or give the text to --stop"
+        )
+    try:
+        bad_word_ids(building.tokenizer, options.get("bad_words", ()))
+        split_stops(building.tokenizer, options.get("stop", ()))
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error

@@ -24,7 +24,7 @@ from lightppo.compat.prompt_batches import PromptText
 from lightppo.distributed import signals
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
-from lightppo.models.inspection import recomputes
+from lightppo.models.batches import recomputes
 
 pytestmark = pytest.mark.usefixtures("world")
 

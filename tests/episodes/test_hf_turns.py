@@ -15,11 +15,11 @@ from lightppo.episodes import hf_turns
 from lightppo.episodes.hf_turns import TurnQueue, generate_turns
 from lightppo.episodes.kv_reuse import KeptRows
 from lightppo.models.kernels.invariant import make_invariant
-from lightppo.rollout import slots as decode
+from lightppo.rollout import decoding as decode
 from lightppo.rollout.cuda_graphs import CUDAGraphs
+from lightppo.rollout.decoding import SlotCache
 from lightppo.rollout.engine import SamplingParams, Turn
 from lightppo.rollout.invariant_decoding import InvariantSteps
-from lightppo.rollout.slots import SlotCache
 
 
 class Uncaptured(CUDAGraphs):

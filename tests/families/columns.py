@@ -33,9 +33,9 @@ from lightppo.models.attention.attention_choice import resolve_attn_implementati
 from lightppo.models.critic import Critic
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
 from lightppo.ranks import Alone
+from lightppo.rollout.decoding import can_use_slots
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.slots import can_use_slots
 
 CPU = torch.device("cpu")
 NATS = 1e-3  # float32 alone makes 1e-6 to 1e-4 of it in these models

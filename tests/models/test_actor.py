@@ -30,8 +30,8 @@ from lightppo.algorithms import logprobs as head_module
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models import actor as actor_module
 from lightppo.models.actor import Actor
-from lightppo.models.kernels import scoring_head as scoring_module
-from lightppo.models.kernels.scoring_head import is_untouched, scores_from_head, scoring_head
+from lightppo.models.kernels import linear_log_probs as scoring_module
+from lightppo.models.kernels.linear_log_probs import is_untouched, scores_from_head, scoring_head
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]

@@ -16,6 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from lightppo.models.actor import Actor
 from lightppo.models.attention import row_attention
+from lightppo.models.batches import segments_as_mask
 from lightppo.models.kernels.offload import (
     ActivationOffload,
     CUDAStreams,
@@ -23,7 +24,6 @@ from lightppo.models.kernels.offload import (
     offload_of,
     offloading,
 )
-from lightppo.models.packing.packed_rows import segments_as_mask
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,8 +27,8 @@ from lightppo.compat.script_names import get_llm_for_sequence_regression
 from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
+from lightppo.models.batches import decoder_layers
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.inspection import decoder_layers
 from lightppo.models.kernels.liger import use_liger_kernels
 from lightppo.models.kernels.offload import offloading
 from lightppo.models.loading import (

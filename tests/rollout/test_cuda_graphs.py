@@ -22,11 +22,11 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lightppo.models.inspection import cache_argument
+from lightppo.models.batches import cache_argument
 from lightppo.rollout.cuda_graphs import LOOK_EVERY, CUDAGraphs, rounded
+from lightppo.rollout.decoding import SlotCache
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.slots import SlotCache
 
 SAMPLED = {"n": 2, "seed": 4, "top_p": 0.8, "top_k": 9, "min_p": 0.01, "temperature": 0.7}
 SAMPLINGS = {
@@ -96,7 +96,7 @@ def test_replayed_steps_give_the_same_responses(name, sampling, generate, monkey
 
     eager, _ = generate(model, None, **sampling)
     monkeypatch.setattr(SlotCache, "make_room", watched)
-    monkeypatch.setattr("lightppo.rollout.slots.FIXED_SPARE", 8)
+    monkeypatch.setattr("lightppo.rollout.decoding.FIXED_SPARE", 8)
     runner = FakeGraphs()
     rollouts, stats = generate(model, runner, **sampling)
     assert_same(rollouts, eager)

@@ -19,7 +19,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import AdaptersOff, LoraOptions, add_adapters
-from lightppo.models.inspection import cache_argument
+from lightppo.models.batches import cache_argument
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.vllm.weights import full_weights

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.penalties import Penalties, bad_word_ids, penalties_of
-from lightppo.rollout.sampling import NO_TOKEN, TokenSampler, token_seeds
+from lightppo.rollout.sampling import (
+    NO_TOKEN,
+    Penalties,
+    TokenSampler,
+    bad_word_ids,
+    penalties_of,
+    token_seeds,
+)
 
 
 def draw(params, logits, *, history, step=0, bad_words=()):

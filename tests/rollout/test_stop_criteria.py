@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
+from lightppo.rollout.sampling import StopCriteria, end_of_text_ids
 
 
 def criteria(tokenizer, **params) -> StopCriteria:

@@ -19,7 +19,7 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.logging import run_folder
 from lightppo.models import run_models
-from lightppo.models.inspection import recomputes
+from lightppo.models.batches import recomputes
 from lightppo.models.loading import get_tokenizer
 from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.trainer import build

@@ -33,9 +33,13 @@ from lightppo.models.adapters.frozen_weights import (
     loader,
     saved_alone,
 )
-from lightppo.models.adapters.quantised import check_bitsandbytes, dense_weight, quantised_layers
+from lightppo.models.adapters.quantised import (
+    check_bitsandbytes,
+    dense_weight,
+    quantised_layers,
+    replaceable_layers,
+)
 from lightppo.models.heads import head_names, value_head
-from lightppo.models.inspection import replaceable_layers
 from lightppo.models.loading import load_causal_lm, load_config, load_sequence_classifier
 from lightppo.models.multimodal.parts import is_of_tower
 from lightppo.models.pretrained import open_tensors

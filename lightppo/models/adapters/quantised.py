@@ -7,6 +7,9 @@ gradient: later gradients are wrong. On CPUs it unpacks rows wrongly that are no
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.inspection import is_plain_linear, replaceable_layers
+from lightppo.models.kernels.layers import is_plain_linear
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -146,3 +149,38 @@ def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
             f"{tuple(model.get_parameter(largest).shape)}): leave --load_in_4bit out"
         )
     return fitting
+
+
+def replaceable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear layers (GPT-2's Conv1D too) by name, without routers and without weights that are read past the call.
+
+    Mamba's kernels take ``self.out_proj.weight`` while a model trains, and Jamba always takes ``self.dt_proj.weight``:
+    an adapter there would do nothing, and numbers in 4 bits would be taken for weights.
+    """
+    found = {}
+    for owner_name, owner in model.named_modules():
+        for name, layer in owner.named_children():
+            is_linear = isinstance(layer, nn.Linear | Conv1D) and not _is_router(layer)
+            if is_linear and not _reads_weight(type(owner), name):
+                found[f"{owner_name}.{name}".lstrip(".")] = layer
+    return found
+
+
+def _is_router(layer: nn.Module) -> bool:
+    """Some families make it of a linear layer (Llama 4, PhiMoE), and it gives more than a product."""
+    return "Router" in type(layer).__name__
+
+
+def _reads_weight(owner: type, name: str) -> bool:
+    """Whether a class takes the weight of one of its layers into its own hands."""
+    weight = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape))"
+    return re.search(weight, _source(owner)) is not None
+
+
+@cache
+def _source(kind: type) -> str:
+    """Empty for a class that no file has."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

@@ -19,9 +19,8 @@ from torch.nn.functional import dropout
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lightppo.models.attention.segments import CALL_COST, cheapest_parts, chosen
-from lightppo.models.batches import to_device
-from lightppo.models.packing.packed_rows import RowPlan, plan_of
+from lightppo.models.attention.row_attention import CALL_COST, cheapest_parts, chosen
+from lightppo.models.batches import RowPlan, plan_of, to_device
 
 PACKED_ALIBI = "packed_alibi"  # in the model's config, where its layers know packed rows
 

@@ -11,8 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.attention.row_attention import packed_attention
-from lightppo.models.batches import to_device
-from lightppo.models.packing.packed_rows import RowPlan, plan_of, segments_as_mask
+from lightppo.models.batches import RowPlan, plan_of, segments_as_mask, to_device
 
 PACKED_CHUNKS = "packed_chunks"  # the name of attention_in_chunks in transformers
 

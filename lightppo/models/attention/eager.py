@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from lightppo.models.attention.attention_choice import caps_scores
 from lightppo.models.attention.row_attention import window_of
-from lightppo.models.packing.packed_rows import RowPlan, continued, plan_of
+from lightppo.models.batches import RowPlan, continued, plan_of
 
 PACKED_EAGER = "packed_eager"  # the name of eager_by_segment in transformers
 

@@ -20,10 +20,9 @@ from torch.nn.functional import silu, softplus
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from lightppo.models.attention.segments import by_segment, chosen, contexts_of, with_contexts
+from lightppo.models.attention.row_attention import by_segment, chosen, contexts_of, with_contexts
 from lightppo.models.attention.slot_layers import SlotLayer, Span
-from lightppo.models.batches import on_cpu, to_device
-from lightppo.models.packing.packed_rows import RowPlan, plan_of, segments_as_mask
+from lightppo.models.batches import RowPlan, on_cpu, plan_of, segments_as_mask, to_device
 
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
 

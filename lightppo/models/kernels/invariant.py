@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.errors import ConfigError
 from lightppo.models.attention.row_attention import PACKED_SDPA
-from lightppo.models.kernels.matmul import CPULinear
+from lightppo.models.kernels.layers import CPULinear
 
 ROWS = 64  # of a product: few cost time in training, many where few responses are decoded
 QUERIES = 32  # torch's kernel for CPUs attends in blocks of so many queries

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.kernels.fused import ROTARY, own_code, rotating_by
+from lightppo.models.kernels.layers import ROTARY, own_code, rotating_by
 from lightppo.models.packing.trials import is_models_own, one_line
 
 logger = logging.getLogger(__name__)

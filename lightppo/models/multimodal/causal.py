@@ -13,7 +13,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from lightppo.models.inspection import cache_argument
+from lightppo.models.batches import cache_argument
 
 
 def know(config: PretrainedConfig) -> bool:

@@ -32,9 +32,14 @@ from lightppo.models.packing.trials import is_models_own, one_line
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams
-from lightppo.rollout.penalties import bad_word_ids
-from lightppo.rollout.sampling import in_any_order, joint_seed, request_seed
-from lightppo.rollout.stop_criteria import StopCriteria, end_of_text_ids
+from lightppo.rollout.sampling import (
+    StopCriteria,
+    bad_word_ids,
+    end_of_text_ids,
+    in_any_order,
+    joint_seed,
+    request_seed,
+)
 from lightppo.rollout.vllm.lora_adapters import (
     adapter_obstacle,
     forget_adapters,

@@ -23,7 +23,7 @@ from lightppo.models.adapters.lora import (
     target_layers,
 )
 from lightppo.models.critic import Critic
-from lightppo.models.kernels.scoring_head import scoring_head
+from lightppo.models.kernels.linear_log_probs import scoring_head
 from lightppo.rollout.vllm.weights import full_weights
 
 

@@ -19,8 +19,8 @@ from transformers import (
 
 from lightppo.models.actor import Actor
 from lightppo.models.attention.alibi import PACKED_ALIBI, sequences_of
+from lightppo.models.batches import segments_as_mask
 from lightppo.models.critic import Critic
-from lightppo.models.packing.packed_rows import segments_as_mask
 
 CPU = torch.device("cpu")
 # 6 heads: the slopes of the last two are made otherwise

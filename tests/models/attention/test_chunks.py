@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
 from lightppo.models.actor import Actor
 from lightppo.models.attention.chunks import PACKED_CHUNKS, chunks_as_segments
-from lightppo.models.packing.packed_rows import segments_as_mask
+from lightppo.models.batches import segments_as_mask
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from lightppo.models.actor import Actor
 from lightppo.models.attention.eager import PACKED_EAGER, added_masks, eager_by_segment
-from lightppo.models.packing.packed_rows import segments_as_mask
+from lightppo.models.batches import segments_as_mask
 
 CPU = torch.device("cpu")
 SIZES = COMMON | KV | {"initializer_range": 0.1, "sliding_window": 4}

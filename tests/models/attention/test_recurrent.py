@@ -36,8 +36,8 @@ from lightppo.models.attention.recurrent import (
     run_by_segment,
     selective_scan,
 )
+from lightppo.models.batches import RowPlan
 from lightppo.models.critic import Critic
-from lightppo.models.packing.packed_rows import RowPlan
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from support.fixtures.character_models import EOS_ID
 from support.hybrids import HYBRIDS, hybrid
 from transformers import PreTrainedModel
 
-from lightppo.rollout import slots as slots_module
+from lightppo.rollout import decoding as slots_module
+from lightppo.rollout.decoding import can_use_slots
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.slots import can_use_slots
 
 DECODED = [name for name in HYBRIDS if name != "bamba_slow"]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.algorithms import logprobs as head_module
 from lightppo.algorithms.logprobs import log_probs_and_entropy
-from lightppo.models.kernels import matmul
+from lightppo.models.kernels import layers
 from lightppo.models.kernels.linear_log_probs import TokenPlaces, linear_log_probs
 
 
@@ -133,7 +133,7 @@ def test_products_are_multiples_of_128_wide(vocabulary, monkeypatch):
         return spy
 
     for name in shapes:
-        monkeypatch.setattr(matmul, name, spied(name, getattr(matmul, name)))
+        monkeypatch.setattr(layers, name, spied(name, getattr(layers, name)))
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 300 * 1024)
     hidden, weight, _, labels, weights = inputs(1000, 3, vocabulary, torch.float32)
     gradients(

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.kernels import matmul
-from lightppo.models.kernels.matmul import CPULinear, accelerate_on_cpu, packed_weights
+from lightppo.models.kernels import layers
+from lightppo.models.kernels.layers import CPULinear, accelerate_on_cpu, packed_weights
 from lightppo.rollout.hf import generation_mode
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,7 @@ def test_same_log_probs_and_gradients(
     sequences, mask, actions = ragged
     results = []
     for suits in (True, False):
-        monkeypatch.setattr(matmul, "onednn_suits_machine", lambda suits=suits: suits)
+        monkeypatch.setattr(layers, "onednn_suits_machine", lambda suits=suits: suits)
         actor = Actor(causal_lm(family), packing_samples=packing_samples)
         swapped = [module for module in actor.modules() if type(module) is CPULinear]
         assert bool(swapped) is suits
@@ -54,7 +54,7 @@ def test_the_head_still_gives_log_probs_itself(
     ragged: tuple[Tensor, Tensor, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
     sequences, mask, actions = ragged
     actor = Actor(causal_lm())
     assert type(actor.model.get_output_embeddings()) is CPULinear
@@ -65,7 +65,7 @@ def test_the_head_still_gives_log_probs_itself(
 def test_copies_and_names(
     classifier: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
     plain = classifier()
     names = list(plain.state_dict())
     critic = Critic(plain)
@@ -84,10 +84,10 @@ def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.Monke
 
     model = nn.Sequential(nn.Linear(2, 2), Scaled(2, 2), nn.Linear(2, 2))
     model[2].forward = lambda x: x
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: False)
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: False)
     accelerate_on_cpu(model)
     assert type(model[0]) is nn.Linear
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
     accelerate_on_cpu(model)
     assert [type(module) for module in model] == [CPULinear, Scaled, nn.Linear]
 
@@ -95,14 +95,14 @@ def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.Monke
 def test_weights_are_packed_for_decoding_only(
     causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
     # its head is tied to the embedding, its layers have biases
     model = Actor(causal_lm("qwen2")).model
     ids = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    layers = [module for module in model.modules() if type(module) is CPULinear]
+    linear_layers = [module for module in model.modules() if type(module) is CPULinear]
 
     def are_packed() -> set[bool]:
-        return {layer.packed_weight is not None for layer in layers}
+        return {layer.packed_weight is not None for layer in linear_layers}
 
     expected = model(ids).logits
     names = list(model.state_dict())
@@ -113,6 +113,6 @@ def test_weights_are_packed_for_decoding_only(
     assert are_packed() == {False}
     with packed_weights(model):  # gradients would not reach the weights
         assert are_packed() == {False}
-    monkeypatch.setattr(matmul, "PACKED_BYTES", 1000)
+    monkeypatch.setattr(layers, "PACKED_BYTES", 1000)
     with torch.no_grad(), packed_weights(model):
         assert are_packed() == {False}

@@ -17,8 +17,8 @@ from lightppo.checkpoint.export import save_model
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models.actor import Actor
+from lightppo.models.batches import cache_argument
 from lightppo.models.critic import Critic
-from lightppo.models.inspection import cache_argument
 from lightppo.models.loading import load_causal_lm, load_config
 from lightppo.models.multimodal.detection import check_trainable
 from lightppo.ranks import Alone

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.packing import packed_layout
-from lightppo.models.packing.last_layer import only_at, position_wise
+from lightppo.models.packing.packed_layout import only_at, position_wise
 
 PARTS = {
     "llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],

@@ -35,15 +35,12 @@ from transformers import (
     Qwen2Config,
 )
 
+from lightppo.models import batches
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention import row_attention
 from lightppo.models.attention.row_attention import PACKED_SDPA, packed_attention
-from lightppo.models.critic import Critic
-from lightppo.models.packing import packable, packed_rows
-from lightppo.models.packing.packable import takes_segments
-from lightppo.models.packing.packed_layout import warn_that_nothing_is_shared
-from lightppo.models.packing.packed_rows import (
+from lightppo.models.batches import (
     RowPlan,
     action_predictors,
     distinct_places,
@@ -53,6 +50,9 @@ from lightppo.models.packing.packed_rows import (
     read,
     segments_as_mask,
 )
+from lightppo.models.critic import Critic
+from lightppo.models.packing import packed_layout
+from lightppo.models.packing.packed_layout import takes_segments, warn_that_nothing_is_shared
 from lightppo.models.preparation import compile_layers
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
@@ -313,7 +313,7 @@ def tensor_on_a_gpu(dtype: torch.dtype, width: int) -> Any:
 def test_what_flash_attention_takes(dtype, widths, capability, fits, monkeypatch) -> None:
     """Elsewhere a GPU has fast kernels only for as many keys as queries."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(packed_rows, "to_device", lambda x, device: x)
+    monkeypatch.setattr(batches, "to_device", lambda x, device: x)
     plan = RowPlan.of([4, 5], [-1, -1], torch.device("cuda"))
     query, value = (tensor_on_a_gpu(dtype, width) for width in widths)
     assert row_attention.flash_fits(query, value, plan) == fits
@@ -983,7 +983,9 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.setattr(packable, "why_not_by_segment", lambda model: "their code is not known")
+    monkeypatch.setattr(
+        packed_layout, "why_not_by_segment", lambda model: "their code is not known"
+    )
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightppo.models.kernels import matmul
+from lightppo.models.kernels import layers
 from lightppo.models.kernels.linear_log_probs import linear_log_probs
 
 
@@ -20,10 +20,10 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN")
     calls: list[int] = []
-    before = matmul.onednn_linear
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: request.param)
+    before = layers.onednn_linear
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: request.param)
     monkeypatch.setattr(
-        matmul, "onednn_linear", lambda *tensors: calls.append(1) or before(*tensors)
+        layers, "onednn_linear", lambda *tensors: calls.append(1) or before(*tensors)
     )
     yield calls
     assert bool(calls) is request.param
@@ -39,7 +39,7 @@ def test_linear_and_its_gradients(
     library: list[int], shape: tuple[int, ...], with_bias: bool
 ) -> None:
     results = []
-    for function in (matmul.linear, functional.linear):
+    for function in (layers.linear, functional.linear):
         x, weight = numbers(*shape).requires_grad_(), numbers(12, 16).requires_grad_()
         bias = numbers(12).requires_grad_() if with_bias else None
         out = function(x, weight, bias)
@@ -57,18 +57,18 @@ def test_inputs_with_strides(library: list[int]) -> None:
         (x[:, 1:3, :16], weight[:, 16:]),
     ):
         torch.testing.assert_close(
-            matmul.linear(a, w), functional.linear(a, w), rtol=1e-5, atol=1e-5
+            layers.linear(a, w), functional.linear(a, w), rtol=1e-5, atol=1e-5
         )
     a, b = numbers(9, 5), numbers(9, 6)
-    torch.testing.assert_close(matmul.product(a.t(), b), a.t() @ b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layers.product(a.t(), b), a.t() @ b, rtol=1e-5, atol=1e-5)
 
 
 def test_only_the_gradients_that_are_needed(library: list[int]) -> None:
     x, weight = numbers(5, 16), numbers(12, 16).requires_grad_()
-    matmul.linear(x, weight).sum().backward()
+    layers.linear(x, weight).sum().backward()
     torch.testing.assert_close(weight.grad, x.sum(0).expand(12, 16))
     frozen = numbers(5, 16).requires_grad_()
-    matmul.linear(frozen, weight.detach()).sum().backward()
+    layers.linear(frozen, weight.detach()).sum().backward()
     torch.testing.assert_close(
         frozen.grad, weight.detach().sum(0).expand(5, 16), rtol=1e-5, atol=1e-5
     )
@@ -80,7 +80,7 @@ def test_packed_weights(shape: tuple[int, ...]) -> None:
         pytest.skip("this torch has no oneDNN")
     x, weight, bias = numbers(*shape), numbers(12, 16), numbers(12)
     for b in (None, bias):
-        ours = matmul.linear_packed(x, matmul.packed(weight), b)
+        ours = layers.linear_packed(x, layers.packed(weight), b)
         assert ours.shape == (*shape[:-1], 12)
         torch.testing.assert_close(ours, functional.linear(x, weight, b), rtol=1e-5, atol=1e-5)
 
@@ -88,7 +88,7 @@ def test_packed_weights(shape: tuple[int, ...]) -> None:
 def test_few_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")  # the user's own
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    suits = matmul.onednn_suits_machine.__wrapped__()
+    suits = layers.onednn_suits_machine.__wrapped__()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
     assert os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == ("32" if suits else None)
 
@@ -105,16 +105,16 @@ def test_the_head_goes_through_it(library: list[int]) -> None:
 
 
 def test_what_onednn_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
-    monkeypatch.setattr(matmul, "onednn_linear", lambda *tensors: pytest.fail("must not be asked"))
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(layers, "onednn_linear", lambda *tensors: pytest.fail("must not be asked"))
     for x, weight in (
         (numbers(3, 4).double(), numbers(5, 4).double()),
         (numbers(3, 4).bfloat16(), numbers(5, 4).bfloat16()),
         (numbers(0, 4), numbers(5, 4)),
         (numbers(3, 0), numbers(5, 0)),
     ):
-        assert matmul.linear(x, weight).equal(functional.linear(x, weight))
+        assert layers.linear(x, weight).equal(functional.linear(x, weight))
     with torch.backends.mkldnn.flags(enabled=False):
-        assert matmul.linear(numbers(3, 4), numbers(5, 4)).equal(
+        assert layers.linear(numbers(3, 4), numbers(5, 4)).equal(
             functional.linear(numbers(3, 4), numbers(5, 4))
         )

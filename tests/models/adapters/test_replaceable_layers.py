@@ -12,8 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters, chosen_layers
-from lightppo.models.adapters.quantised import fitting_layers
-from lightppo.models.inspection import replaceable_layers
+from lightppo.models.adapters.quantised import fitting_layers, replaceable_layers
 from lightppo.zero3 import full_state_dict
 
 

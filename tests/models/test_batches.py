@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.models.packing.token_budgets import packed_micro_batches
+from lightppo.models.batches import packed_micro_batches
 
 LENGTHS = [(3, 2), (4, 9), (1, 1), (4, 4), (2, 8)]  # 5, 13, 2, 8, 10 tokens
 

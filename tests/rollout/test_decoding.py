@@ -19,18 +19,18 @@ from transformers import (
 )
 
 from lightppo.data.records import Prompt
-from lightppo.models.attention.segments import cheapest_parts
+from lightppo.models.attention.row_attention import cheapest_parts
 from lightppo.models.attention.slot_layers import (
     attention_to_slots,
     can_attend_to_slots,
     slot_attention,
 )
-from lightppo.models.inspection import cache_argument
+from lightppo.models.batches import cache_argument
+from lightppo.rollout import decoding as cache_module
 from lightppo.rollout import hf
-from lightppo.rollout import slots as cache_module
+from lightppo.rollout.decoding import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.slots import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots
 
 HEADS, WIDTH = 2, 3
 
