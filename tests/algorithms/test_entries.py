@@ -218,7 +218,6 @@ def tables_as_they_were():
         table.update(entries_)
 
 
-@pytest.mark.usefixtures("tables_as_they_were")
 def test_a_name_alone_is_a_function_of_the_entrys_own_module():
     from lightppo.algorithms.losses import ppo_policy_loss
     from lightppo.table import Entry
@@ -228,6 +227,7 @@ def test_a_name_alone_is_a_function_of_the_entrys_own_module():
     assert Entry.home == ""  # other tables have no such module
 
 
+@pytest.mark.usefixtures("tables_as_they_were")
 def test_an_entry_from_python_is_a_name_with_flags_checks_and_metrics():
     from lightppo.cli.flags_page import flags_page
     from lightppo.config import PPOConfig, parse_args
