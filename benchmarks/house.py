@@ -577,7 +577,9 @@ def rooms_table(tree: Path) -> str:
 def store(numbers: dict[str, Any], column: str, commit: str) -> None:
     """Keep the numbers for docs/design.md; without a run, the last one's stay."""
     stored = json.loads(STORED.read_text())
-    stored[column] = stored.get(column, {}) | counted(numbers) | {"commit": commit}
+    traced = tuple(f"{phase}: " for phase in Trace.PHASES)
+    last = {k: v for k, v in stored.get(column, {}).items() if k.startswith(traced)}
+    stored[column] = last | counted(numbers) | {"commit": commit}
     STORED.write_text(json.dumps(stored, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """Callbacks: what a run does beside training, and what users add to it. docs/extending.md has examples.
 
-``PPOTrainer(..., callbacks=[MyCallback()])`` or ``--callback file.py:MyCallback`` adds one; a plugin registers one in
+``PPOTrainer(..., callbacks=[MyCallback()])`` or ``--callback file.py:MyCallback`` adds one; a package registers one in
 ``lightppo.plugin.CALLBACKS``, and every run has it.
 """
 

@@ -1,6 +1,6 @@
 """What every number in the logs means, by its name there; docs/metrics.md is made of this. Free of torch.
 
-A plugin adds its names with ``METRICS.register``; algorithms bring theirs with their entries.
+A package adds its names with ``METRICS.register``; algorithms bring theirs with their entries.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MetricTable(Mapping[str, str]):
         return len(self._meanings)
 
 
-# The metrics that the line of a step shows, and their names there; the length of responses follows. A plugin may add
+# The metrics that the line of a step shows, and their names there; the length of responses follows. A package may add
 # to it.
 SHOWN = {
     "loss": "train/loss",

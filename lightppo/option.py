@@ -167,7 +167,7 @@ class Section(types.SimpleNamespace):
 
             train_batch_size: int = option(128, "Samples per optimizer step.", "samples over all ranks", ge=1)
 
-    ``adds_to="training"`` adds the options to another section, as a plugin does. ``of`` says what reads them:
+    ``adds_to="training"`` adds the options to another section, as a package does. ``of`` says what reads them:
     ``"trainer"`` (and what trains), also where a script has made models and data by hand; ``"training"``: the same, and
     no evaluation does; ``"weights"``: they make the weights of models.
 
@@ -180,7 +180,7 @@ class Section(types.SimpleNamespace):
     _declared: ClassVar[Mapping[str, Option]] = {}
     _own: ClassVar[Any] = None
     _owner: ClassVar[str] = ""
-    _is_open: ClassVar[bool] = False  # plugins may add to it
+    _is_open: ClassVar[bool] = False  # packages may add to it
     of: ClassVar[Literal["trainer", "training", "weights"] | None] = None
 
     def __init_subclass__(
@@ -210,7 +210,7 @@ class Section(types.SimpleNamespace):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """The options by name, with those that plugins add."""
+        """Return the options by name, with those that packages add."""
         own = {} if cls._own is None else cls._own
         added = [part.options() for part in additions_to(cls._owner)] if cls._is_open else []
         sources = [cls._declared, *own.items(), *added]
@@ -233,7 +233,7 @@ class Section(types.SimpleNamespace):
             return options[name].default  # of an algorithm that was added since
         raise AttributeError(f"{type(self).__name__} has no option {name!r}")
 
-    # -- what a section knows of its options together; each is called for the sections of plugins, too ----------------
+    # -- what a section knows of its options together; each is called for the sections of packages, too ----------------
 
     # names that ``needs`` may have beside options → what to set for it
     conditions: ClassVar[Mapping[str, str]] = {}
@@ -302,7 +302,7 @@ class Section(types.SimpleNamespace):
 
 @dataclass(frozen=True, eq=False)
 class SectionPlace:
-    """Where the section of a plugin is."""
+    """Where the section of a package is."""
 
     where: str  # "module:Class"; imported when options are first read
     adds_to: str = ""  # the section that it adds options to; "": it is ``config.NAME``
@@ -315,13 +315,13 @@ class SectionPlace:
 
 
 SECTIONS: dict[str, SectionPlace] = {}
-"""The sections of plugins by name, see :func:`register_section`."""
+"""The sections of packages by name, see :func:`register_section`."""
 
 
 def register_section(
     name: str, where: str, *, adds_to: str = "", commands: Sequence[str] = ("ppo",)
 ) -> None:
-    """Add a plugin's options: they are on the command line, in ``--help``, YAML and docs, and are checked.
+    """Add a package's options: they are on the command line, in ``--help``, YAML and docs, and are checked.
 
     Args:
         name: ``config.NAME`` has the values, unless they are added to another section.
@@ -335,7 +335,7 @@ def register_section(
 
 
 def additions_to(owner: str) -> list[type[Section]]:
-    """The sections of plugins that add to one."""
+    """Return the sections of packages that add to one."""
     return list(_additions_among(tuple(SECTIONS.values()), owner))
 
 

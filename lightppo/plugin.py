@@ -214,7 +214,7 @@ PREPARATIONS: Table = Table("preparation of a model")
 ``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
 :mod:`lightppo.models.wrapper`. They come after lightppo's own changes, which options ask for."""
 
-LOSS_TERMS: Table = Table("term of the actor's loss")
+LOSS_TERMS: Table = Table("term of the actor's loss", taken=("pretraining",))
 """Terms of the actor's loss that other packages add, under the names of their states. An entry's function gets the
 :class:`lightppo.trainer.building.Building` whose prompts are read, and returns a
 :class:`lightppo.trainer.training_losses.LossTerm`, or None where the options ask for no such term."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -65,6 +65,7 @@ class Table(dict[str, E]):
         decorator: for functions in files of the user's own, if the flag takes those: ``path.py:name``.
         kind: of their entries.
         files: functions in files of the user's own may be named, also without a decorator.
+        taken: names that lightppo itself uses beside the entries.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Table(dict[str, E]):
         decorator: str | None = None,
         kind: type[E] = Entry,
         files: bool = False,
+        taken: Collection[str] = (),
     ) -> None:
         super().__init__(entries)
+        self.taken = taken
         self.flag, self.decorator, self.kind = flag, decorator, kind
         self.takes_files = files or decorator is not None
 
@@ -86,7 +89,7 @@ class Table(dict[str, E]):
             raise TypeError(
                 f"{self.flag} {name}: register a {kind}, as {kind}('module:name'), not {entry!r}"
             )
-        if name in self:
+        if name in self or name in self.taken:
             raise ValueError(f"{self.flag}: there is a {name!r} already: choose another name")
         self[name] = entry
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightppo.errors import ConfigError
-from lightppo.table import load
+from lightppo.plugin import LOSS_TERMS
+from lightppo.table import Entry, load
 
 REPO = Path(__file__).parents[1]
 
@@ -77,6 +78,11 @@ def test_an_entry_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, code, wh
     assert str(caught.value).startswith(
         f"entry_of_a_plugin:f, of a plugin, cannot be loaded: {why}"
     )
+
+
+def test_a_name_of_lightppos_own_is_taken():
+    with pytest.raises(ValueError, match="there is a 'pretraining' already"):
+        LOSS_TERMS.register("pretraining", Entry("mine:term"))
 
 
 def test_a_documented_name_works_at_its_old_place_with_a_warning():

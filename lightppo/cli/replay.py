@@ -473,8 +473,8 @@ def _numbers(row: Any) -> str:
 def built(args: argparse.Namespace, config: OptionSet) -> Any:
     """The trainer of the replay. Collective."""
     if isinstance(config, PPOConfig):
-        from lightppo import PPOTrainer  # of whichever plugin
         from lightppo.trainer.build import build
+        from lightppo.trainer.ppo_trainer import PPOTrainer
 
         kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"request": args})
         return build(config, kind)

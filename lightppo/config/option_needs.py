@@ -24,7 +24,7 @@ def _with(trait: str) -> str:
 
 
 def conditions() -> dict[str, str]:
-    """What ``needs`` may name beside options, and what to set for it: facts, sources of rewards, those of plugins."""
+    """What ``needs`` may name beside options, and what to set for it: facts, sources of rewards, those of sections."""
     known = {
         "sampling": "a --temperature above 0 (and no --no_do_sample)",
         "critic": f"a critic ({_with('needs_critic')})",

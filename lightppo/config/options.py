@@ -44,7 +44,7 @@ class FileConfig(Section, resume_safe=True):
 
 
 class OptionSet(types.SimpleNamespace):
-    """The options of a command by section: its annotations name the sections, and plugins add theirs."""
+    """The options of a command by section: its annotations name the sections, and packages add theirs."""
 
     command: ClassVar[str] = ""
     words: ClassVar[Mapping[str, str]] = {}  # those of PPO's options → its own
@@ -69,7 +69,7 @@ class OptionSet(types.SimpleNamespace):
 
     @classmethod
     def parts(cls) -> list[type[Section]]:
-        """The sections, and what plugins add to each: who knows what of the options."""
+        """Return the sections, and what packages add to each: who knows what of the options."""
         return list(_parts_of(cls, tuple(SECTIONS.items())))
 
     @classmethod

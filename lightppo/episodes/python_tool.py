@@ -1,4 +1,4 @@
-"""The built-in tool ``python``: runs a program of the model in the sandbox of the plugin verifiers."""
+"""The built-in tool ``python``: runs a program of the model in the sandbox."""
 
 from __future__ import annotations
 

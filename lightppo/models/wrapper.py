@@ -20,8 +20,7 @@ from lightppo.models.packing.packed_layout import PackedLayout
 from lightppo.models.pretrained import disable_dropout
 
 Role = str
-"""What a model does in a run: actor, critic, reference, reward, teacher, or a name of ``FOLLOWERS`` in
-:mod:`lightppo.plugin`. The model that SFT, RM or DPO train is the actor."""
+"""What a model does in a run: actor, critic, reference, reward, teacher or ema. SFT, RM and DPO train the actor."""
 
 
 class PretrainedWrapper(nn.Module):

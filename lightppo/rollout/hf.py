@@ -269,21 +269,12 @@ def build(
     strategy: DeepspeedStrategy,
     actor: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    rows_that_fit: Callable[[PPOConfig, DeepspeedStrategy], int] | None = None,
 ) -> HFRolloutEngine:
-    """Make the engine of ``--rollout_engine hf``. Collective.
-
-    ``rows_that_fit`` computes how many rows fit on a GPU where ``--micro_rollout_batch_size`` does not say it.
-    """
-    is_open = config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda"
-    fits = is_open and rows_that_fit is not None
+    """Make the engine of ``--rollout_engine hf``. Collective."""
     return HFRolloutEngine(
         actor,
         tokenizer,
-        micro_rollout_batch_size=(
-            rows_that_fit(config, strategy) if fits else rollout_rows(config)
-        ),
+        micro_rollout_batch_size=rollout_rows(config),
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
         runner=decoding_runner(config),

@@ -49,7 +49,6 @@ from lightppo.ranks import Ranks
 from lightppo.rewards.async_scorer import AsyncScorer
 from lightppo.rewards.registry import source_of
 from lightppo.rewards.reward_source import NoReward, RewardRequest, RewardSource
-from lightppo.rollout import hf
 from lightppo.rollout.dynamic_sampling import with_selection
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler
@@ -188,8 +187,8 @@ def read_data(building: Building) -> None:
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
     of_text = pretraining(building)
-    shipped = {} if of_text is None else {"pretraining": of_text}
-    building.loss_terms = shipped | LOSS_TERMS.made(building)
+    building.loss_terms = {} if of_text is None else {"pretraining": of_text}
+    building.loss_terms |= LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
     if building.asked.data.eval_data is not None:
@@ -507,7 +506,12 @@ def build_rollout_engine(
     config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any
 ) -> RolloutEngine:
     """Build the engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
-    make_engine = ENGINES.find(config.engine.rollout_engine).fn
-    fitted = {"rows_that_fit": rows_that_fit} if make_engine is hf.build else {}
-    engine = make_engine(config, strategy, actor, tokenizer, **fitted)
+    name, rows = config.engine.rollout_engine, config.rollout.micro_rollout_batch_size
+    make_engine = ENGINES.find(name).fn
+    # vLLM sizes its own batches; what else decodes here gets what the GPU's memory holds.
+    if rows is None and name not in ("vllm", "vllm_server") and strategy.device.type == "cuda":
+        fitting = config.with_options(micro_rollout_batch_size=rows_that_fit(config, strategy))
+    else:
+        fitting = config
+    engine = make_engine(fitting, strategy, actor, tokenizer)
     return with_episodes(engine, config, strategy, tokenizer)

@@ -127,7 +127,7 @@ class Update:
 
         Returns:
             the means over the optimizer steps, and statistics of the rollout, by the names of
-            ``trainer.metrics.METRICS`` without their namespace; the same on every rank.
+            ``lightppo.metric_names.METRICS`` without their namespace; the same on every rank.
         """
         if self.overrides("fit") and self.buffer_is_empty():
             raise nothing_scored(global_steps)

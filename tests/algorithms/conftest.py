@@ -1,4 +1,4 @@
-"""What tests of this room share with those of plugins."""
+"""What tests of this room share with those of other rooms."""
 
 from support.fixtures.character_models import actor_of, llama, make_llama, model, prompts, tokenizer
 from support.fixtures.threads import simulate_ranks

@@ -37,6 +37,9 @@ def test_numbers_of_before_and_now_stand_side_by_side(page, stored):
     table = page.comparison(stored)
     assert "tokens of code | 402,431 | " in table
     assert "one GRPO step: files | 76 | " in table
+    measures = [name for name in stored["now"] if name != "commit"]
+    assert table.count("\n") == 1 + len(measures)
+    assert stored["before"].keys() == stored["now"].keys()
 
 
 def test_what_is_between_the_marks_is_written_anew(page):

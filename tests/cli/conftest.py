@@ -1,4 +1,4 @@
-"""What tests of this room share with those of plugins."""
+"""What tests of this room share with those of other rooms."""
 
 from support.fixtures.command_line import _one_process, parse, refusal, yaml_file
 from support.fixtures.recorded_runs import copied, recorded

@@ -7,21 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.fixtures.character_models import actor_of, engine_of, llama, prompts, tokenizer
-from support.fixtures.small_runs import assets, make_config, world
 from support.tiny import sums, write_jsonl
 
 from lightppo.config import PPOConfig
 
-__all__ = [
-    "actor_of",
-    "assets",
-    "engine_of",
-    "llama",
-    "make_config",
-    "prompts",
-    "tokenizer",
-    "world",
-]
+__all__ = ["actor_of", "engine_of", "llama", "prompts", "tokenizer"]
 
 
 COUNTING = Path(__file__).with_name("counting.py")

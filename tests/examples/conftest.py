@@ -8,10 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support.fixtures.small_runs import world
 from support.scripts import beside
 
-__all__ = ["quickstart", "rlhf", "world"]
+__all__ = ["quickstart", "rlhf"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from support.addition import warm_start
-from support.fixtures.small_runs import world
 
-__all__ = ["better", "warm", "world"]
+__all__ = ["better", "warm"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What tests of this room share with those of plugins."""
+"""What tests of this room share with those of other rooms."""
 
 from support.fixtures.families import (
     attention,

@@ -21,6 +21,7 @@ from lightppo.logging import run_folder
 from lightppo.models import run_models
 from lightppo.models.batches import recomputes
 from lightppo.models.loading import get_tokenizer
+from lightppo.rollout import hf
 from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.trainer import build
 from lightppo.trainer.build import build_held_out
@@ -777,6 +778,11 @@ def test_rows_of_the_hf_engine_follow_the_gpu_with_least_room_unless_they_are_se
     assert rows(ranks, micro_rollout_batch_size=5) == 5
     assert rows(FakeStrategy()) == 8
     assert len(seen) == 1
+
+    def of_a_user(*parts: Any) -> Any:  # as docs/extending.md has it
+        return hf.build(*parts)
+
+    assert rows(ranks, rollout_engine=of_a_user) == 16
 
 
 # -- the run's own options -------------------------------------------------------------------------------------------

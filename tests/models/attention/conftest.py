@@ -1,6 +1,5 @@
-"""What tests of this plugin share with those of other folders."""
+"""What tests of this room share with those of other rooms."""
 
 from support.fixtures.character_models import actor_of, prompts, tokenizer
-from support.fixtures.families import ragged
 
-__all__ = ["actor_of", "prompts", "ragged", "tokenizer"]
+__all__ = ["actor_of", "prompts", "tokenizer"]

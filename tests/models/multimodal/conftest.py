@@ -1,4 +1,4 @@
-"""What tests of this plugin share with those of other folders."""
+"""What tests of this room share with those of other rooms."""
 
 from support.fixtures.checks_on_ranks import run_checks
 
