@@ -58,7 +58,7 @@ def size(stored: Mapping[str, Any]) -> str:
     return (
         f"It has {now['files']:,} files and {now['tokens of code']:,} tokens of code in {now['rooms']} rooms. A GRPO "
         f"step runs through {now[f'{_STEP}: files']} files, {now[f'{_STEP}: functions']} functions and "
-        f"{now[f'{_STEP}: lines of functions']:,} lines of them: all that runs is counted."
+        f"{now[f'{_STEP}: lines of functions']:,} lines of functions."
     )
 
 
