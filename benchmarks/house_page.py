@@ -57,8 +57,8 @@ def size(stored: Mapping[str, Any]) -> str:
     now = stored["now"]
     return (
         f"It has {now['files']:,} files and {now['tokens of code']:,} tokens of code in {now['rooms']} rooms. A GRPO "
-        f"step runs through {now[f'{_STEP}: files']} files, {now[f'{_STEP}: functions']} functions and "
-        f"{now[f'{_STEP}: lines of functions']:,} lines of functions."
+        f"step runs through {now[f'{_STEP}: files']} files, {now[f'{_STEP}: functions']} functions and their "
+        f"{now[f'{_STEP}: lines of functions']:,} lines."
     )
 
 
