@@ -140,7 +140,8 @@ def load_callbacks(specs: Iterable[str]) -> list[Callback]:
 
 def _check_methods(callback: Callback) -> None:
     """Raise ConfigError for a method that no run calls, or that cannot be called."""
-    kind, where = type(callback), f"the callback {place_of(callback)}"
+    kind = type(callback)
+    where = f"the callback {place_of(callback)}"
     for name in dir(kind):
         if name.startswith("_") or name in _OWN or not callable(getattr(kind, name)):
             continue
@@ -189,7 +190,9 @@ def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, flo
 
 def _number(value: Any) -> float:
     """Return a number of Python as it is; one of numpy, or a tensor of one, as Python's."""
-    return value if isinstance(value, (int, float)) else float(value)
+    if isinstance(value, (int, float)):
+        return value
+    return float(value)
 
 
 def _votes_of(callback: Callback, run: Any) -> Mapping[str, float]:

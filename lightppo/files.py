@@ -52,8 +52,11 @@ class _HashedFile:
     """
 
     def __init__(self, path: Path, hasher: ThreadPoolExecutor) -> None:
-        self.file, self.hasher = path.open("wb"), hasher
-        self.hash, self.size, self.error = hashlib.sha256(), 0, None
+        self.file = path.open("wb")
+        self.hasher = hasher
+        self.hash = hashlib.sha256()
+        self.size = 0
+        self.error = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -178,7 +181,8 @@ def _settle(path: Path) -> Digest:
 
 def digest(path: Path, first: float = math.inf) -> Digest:
     """Return size and sum of the ``first`` bytes of a file."""
-    total, size = hashlib.sha256(), 0
+    total = hashlib.sha256()
+    size = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(int(min(_CHUNK, first - size))):
             total.update(chunk)
@@ -296,7 +300,8 @@ def check_writable(folder: str | os.PathLike[str], flag: str) -> None:
 
 # -- errors of a disk ------------------------------------------------------------------------------------------------
 
-_FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @contextmanager
@@ -388,4 +393,6 @@ def facts_of(folder: Path) -> dict[str, Any]:
 def join(folder: str | os.PathLike[str], name: str) -> str | Path:
     """Return a path inside a folder; a URL stays one."""
     text = os.fspath(folder)
-    return f"{text.rstrip('/')}/{name}" if is_url(text) else Path(without_scheme(text)) / name
+    if is_url(text):
+        return f"{text.rstrip('/')}/{name}"
+    return Path(without_scheme(text)) / name

@@ -141,7 +141,10 @@ class HTTPClient:
         import requests
         import urllib3
 
-        kind, status, timed_out, answer_error = RequestError, None, False, None
+        kind = RequestError
+        status = None
+        timed_out = False
+        answer_error = None
         try:
             with self._places:
                 status, answer = self._send(path, content, timeout)
@@ -153,12 +156,14 @@ class HTTPClient:
             if 300 <= status < 500 and status not in _PASSING_STATUS:
                 kind = RefusedError
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-            reason, timed_out = _said(error), _by_time_out(error)
+            reason = _said(error)
+            timed_out = _by_time_out(error)
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
             if isinstance(error, requests.ConnectTimeout):
                 reason = f"no connection within {min(self.connect_timeout, timeout):g} s"
             elif timed_out:
-                kind, reason = SlowServerError, f"the answer was not complete after {timeout:g} s"
+                kind = SlowServerError
+                reason = f"the answer was not complete after {timeout:g} s"
         except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
             reason = f"its answer cannot be used: {'it lacks ' if isinstance(error, KeyError) else ''}{error}"
             answer_error = type(error)
@@ -231,7 +236,9 @@ class HTTPClient:
 
     def _log_retry(self, state: tenacity.RetryCallState) -> None:
         """Log one warning for the hundreds of requests that fail together."""
-        error, wait, now = state.outcome.exception(), state.next_action.sleep, time.monotonic()
+        error = state.outcome.exception()
+        wait = state.next_action.sleep
+        now = time.monotonic()
         says = (type(error), error.status, wait)
         quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
         if not quiet:
@@ -248,7 +255,9 @@ def _said(error: BaseException) -> str:
         error = deeper
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return f"{error}" if error is first and f"{error}" else f"{type(error).__name__}: {error}"
+    if error is first and f"{error}":
+        return f"{error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _by_time_out(error: BaseException | None) -> bool:
@@ -335,7 +344,9 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:  # before cutting, which could leave half of one
         text = text.replace(secret, "***")
     text = plain(" ".join(text.split()))
-    return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
+    if len(text) <= _SNIPPET_CHARS:
+        return text
+    return text[:_SNIPPET_CHARS] + "…"
 
 
 def check_bind(

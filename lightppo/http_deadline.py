@@ -46,7 +46,8 @@ class _Reader(io.RawIOBase):
     """What a connection receives."""
 
     def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
-        self._sock, self._raw = sock, raw
+        self._sock = sock
+        self._raw = raw
 
     def readable(self) -> bool:
         return True

@@ -82,7 +82,8 @@ class Option:
     def of_critic(self) -> Option:
         """The declaration of the critic's own value."""
         more = {"default": None, "off": (), "needs": ("critic",), "per_role": False}
-        name, meaning = f"critic_{self.name}", f"The critic's. None: --{self.name}."
+        name = f"critic_{self.name}"
+        meaning = f"The critic's. None: --{self.name}."
         return replace(self, name=name, type=self.type | None, help=meaning, **more)
 
     @functools.cached_property
@@ -196,7 +197,8 @@ class Section(types.SimpleNamespace):
         cls._is_open = not adds_to
         by_class = cls.__name__.removesuffix("Config").lower()
         cls._owner = cls._owner or adds_to or name or by_class
-        cls._own, cls.of = own, of or cls.of
+        cls._own = own
+        cls.of = of or cls.of
         for name, kind in get_type_hints(cls).items():
             one = cls.__dict__.get(name)
             if not isinstance(one, Option):  # of the section that is extended, or no option
@@ -347,14 +349,17 @@ def _additions_among(places: tuple[SectionPlace, ...], owner: str) -> list[type[
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:
     """One message per option that is not ``below`` the other one."""
     for option in options:
-        low, high = values.get(option.name), values.get(option.below)
+        low = values.get(option.name)
+        high = values.get(option.below)
         if None not in (low, high) and low >= high:
             yield f"--{option.name} {low:g} must be below --{option.below} {high:g}"
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
     """``int | None`` → ``(int, NoneType)``; a type that is no union is its only alternative."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if get_origin(kind) in (Union, types.UnionType):
+        return get_args(kind)
+    return (kind,)
 
 
 @functools.cache
@@ -367,11 +372,9 @@ def _adapter(kind: Any, **bounds: float) -> Any:
             return Union[tuple(map(annotated, kinds))]  # noqa: UP007
         if get_origin(kind) is tuple:
             inner = tuple(k if k is Ellipsis else annotated(k) for k in get_args(kind))
-            return (
-                Annotated[tuple[inner], BeforeValidator(_listed)]
-                if Ellipsis in inner
-                else tuple[inner]
-            )
+            if Ellipsis in inner:
+                return Annotated[tuple[inner], BeforeValidator(_listed)]
+            return tuple[inner]
         if kind in (bool, type(None)):
             return StrictBool if kind is bool else kind
         return Annotated[kind, Field(**bounds), BeforeValidator(functools.partial(_plain, kind))]
@@ -380,7 +383,9 @@ def _adapter(kind: Any, **bounds: float) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    return value if value is None or isinstance(value, (list, tuple)) else (value,)
+    if value is None or isinstance(value, (list, tuple)):
+        return value
+    return (value,)
 
 
 def _plain(kind: Any, value: Any) -> Any:
@@ -389,7 +394,9 @@ def _plain(kind: Any, value: Any) -> Any:
         value = int(value) if value.strip("+-").isdigit() else float(value)
     if isinstance(value, bool) or value != value:
         raise ValueError("no number, name or text")
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
 
 
 # -- an option in words --------------------------------------------------------------------------------------------------
@@ -413,15 +420,21 @@ def range_text(option: Option) -> str:
 def _shown_bound(bound: float) -> str:
     """A number, or the power of two that it is."""
     power = bound.bit_length() - 1 if isinstance(bound, int) else 0
-    return f"2^{power}" if power > 20 and bound == 2**power else f"{bound:g}"
+    if power > 20 and bound == 2**power:
+        return f"2^{power}"
+    return f"{bound:g}"
 
 
 def choices(option: Option) -> list[Any]:
     """The values to choose from, or the names; none: any of its type."""
     if option.names is None:
-        return [*get_args(option.kind)] if get_origin(option.kind) is Literal else []
+        if get_origin(option.kind) is Literal:
+            return [*get_args(option.kind)]
+        return []
     is_another = isinstance(option.default, str) and option.default not in option.names
-    return [option.default, *option.names] if is_another else [*option.names]
+    if is_another:
+        return [option.default, *option.names]
+    return [*option.names]
 
 
 def type_text(option: Option) -> str:
@@ -440,7 +453,9 @@ def _in_words(kind: Any) -> str:
     if get_origin(kind) is tuple:
         inner = get_args(kind)
         many = _MANY_OF_TYPE[inner[0]]
-        return f"a list of {many}" if Ellipsis in inner else f"{len(inner)} {many}"
+        if Ellipsis in inner:
+            return f"a list of {many}"
+        return f"{len(inner)} {many}"
     return _ONE_OF_TYPE[kind]
 
 
@@ -448,4 +463,6 @@ def shown_default(value: Any) -> str:
     """A default as ``--help`` and docs/flags.md write it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) if value else "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

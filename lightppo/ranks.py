@@ -94,7 +94,8 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
+        before = self.phase
+        self.phase = phase
         self.phases += 1
         try:
             yield

@@ -81,11 +81,9 @@ def cut_urls(value: Any) -> list[str]:
     """Return the URLs in the value of an option that lack a part."""
     if isinstance(value, (tuple, list)):
         return [url for one in value for url in cut_urls(one)]
-    return (
-        [part.strip() for part in value.split(",") if is_cut(part)]
-        if isinstance(value, str)
-        else []
-    )
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if is_cut(part)]
+    return []
 
 
 def shown_value(value: Any) -> Any:

@@ -113,7 +113,8 @@ def stage_to_local(
     sizes = [size for _, size, _ in files]
     size = None if None in sizes else sum(sizes)
     if "ETag" in info and remote == url:  # another signature of the same content
-        files, key = [(shown_url(name), *facts) for name, *facts in files], shown_url(url)
+        files = [(shown_url(name), *facts) for name, *facts in files]
+        key = shown_url(url)
     else:
         key = url
     target = in_cache("staged", [key, files], _name_of(remote), cache_dir)
@@ -123,7 +124,9 @@ def stage_to_local(
 
 def _as_given(url: str) -> dict[str, Any]:
     """Return how to open a URL: one that is quoted already, as a signed one is, is sent to the letter."""
-    return {"encoded": True} if url.startswith(("http://", "https://")) and "%" in url else {}
+    if url.startswith(("http://", "https://")) and "%" in url:
+        return {"encoded": True}
+    return {}
 
 
 def _name_of(remote: str) -> str:
@@ -140,7 +143,8 @@ def check_scheme(url: str, flag: str = "the URL") -> Any:
     """Return fsspec's class for a URL; StagingError if there is none or its package is not installed. No network."""
     from fsspec import available_protocols, get_filesystem_class
 
-    scheme, shown = url.split("://")[0], shown_url(url)
+    scheme = url.split("://")[0]
+    shown = shown_url(url)
     if is_cut(url):
         raise StagingError(f"{flag} {url}: {GIVE_WHOLE}")
     try:
@@ -273,7 +277,8 @@ def upload(
             *names,
             *(base for path in stale if (base := posixpath.basename(path)) not in names),
         ):
-            source, target = local_folder(folder) / name, f"{root}/{name}"
+            source = local_folder(folder) / name
+            target = f"{root}/{name}"
             if not source.is_file() and _exists(fs, target):
                 fs.rm(target, recursive=True)
             files = [path for path in (source, *source.rglob("*")) if path.is_file()]
@@ -296,9 +301,10 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
 
     def bring(fs: Any, root: str) -> None:
         fs.invalidate_cache()
-        remote_files = (
-            {info["name"]: info for info in _files(fs, root)} if _exists(fs, root) else {}
-        )
+        if _exists(fs, root):
+            remote_files = {info["name"]: info for info in _files(fs, root)}
+        else:
+            remote_files = {}
         names = {path: path[len(root) :].lstrip("/") for path in sorted(remote_files)}
         for path, name in names.items():
             if wanted(name):
@@ -324,7 +330,8 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
     """
     local = local_folder(folder)
     files = [path for path in local.rglob("*") if path.is_file() and path.name != besides]
-    base, aside = _home() / "unsent" / local.relative_to(_home() / "folders"), None
+    base = _home() / "unsent" / local.relative_to(_home() / "folders")
+    aside = None
     if not all(map(_is_sent, files)) or (files and is_forgotten(folder)):
         aside = next(
             path
@@ -353,11 +360,10 @@ def is_forgotten(folder: str | os.PathLike[str]) -> bool:
 def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
     """Return names of the files at and below these paths that have changed since they were last sent; none if no URL."""
     local = local_folder(folder)
-    files = (
-        {path for top in paths for path in (top, *top.rglob("*")) if path.is_file()}
-        if is_url(folder)
-        else set()
-    )
+    if is_url(folder):
+        files = {path for top in paths for path in (top, *top.rglob("*")) if path.is_file()}
+    else:
+        files = set()
     return sorted(path.relative_to(local).as_posix() for path in files if not _is_sent(path))
 
 

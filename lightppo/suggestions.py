@@ -406,11 +406,14 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
 
 def likeness(name: str, other: str) -> float:
     """From 0 to 1: the share of whole words that two names have in common; a mistyped word counts nine tenths."""
-    ours, theirs = _words(name), _words(other)
-    whole, whole_other = "".join(ours), "".join(theirs)
+    ours = _words(name)
+    theirs = _words(other)
+    whole = "".join(ours)
+    whole_other = "".join(theirs)
     if whole == whole_other:
         return 1.0
-    left, common = list(theirs), 0.0
+    left = list(theirs)
+    common = 0.0
     for word in ours:
         closest = max(left, key=lambda candidate: _word_likeness(word, candidate), default="")
         if worth := _word_likeness(word, closest):
@@ -426,7 +429,9 @@ def typing_errors(typed: str, known: str) -> int:
     before: list[int] = []
     row = list(range(len(known) + 1))
     for i, letter in enumerate(typed, start=1):
-        earlier, before, row = before, row, [i]
+        earlier = before
+        before = row
+        row = [i]
         for j, other in enumerate(known, start=1):
             row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
             is_swapped = i > 1 and j > 1 and letter == known[j - 2] and other == typed[i - 2]
@@ -436,13 +441,22 @@ def typing_errors(typed: str, known: str) -> int:
 
 
 def _word_likeness(typed: str, known: str) -> float:
-    return 1.0 if typed == known else 0.9 if _is_typo(typed, known) else 0.0
+    if typed == known:
+        return 1.0
+    if _is_typo(typed, known):
+        return 0.9
+    return 0.0
 
 
 def _is_typo(typed: str, known: str) -> bool:
     """One mistake in a word of three letters or more, two from six on."""
     longest = max(len(typed), len(known))
-    allowed = 0 if min(len(typed), len(known)) < 3 else 1 if longest < 6 else 2
+    if min(len(typed), len(known)) < 3:
+        allowed = 0
+    elif longest < 6:
+        allowed = 1
+    else:
+        allowed = 2
     return abs(len(typed) - len(known)) <= allowed and typing_errors(typed, known) <= allowed
 
 
@@ -460,7 +474,9 @@ def _words(name: str) -> list[str]:
 
 
 def _question(names: Collection[str]) -> str:
-    return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
+    if names:
+        return f" (did you mean {' or '.join(map(repr, names))}?)"
+    return ""
 
 
 @functools.cache

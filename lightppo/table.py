@@ -79,7 +79,9 @@ class Table(dict[str, E]):
     ) -> None:
         super().__init__(entries)
         self.taken = taken
-        self.flag, self.decorator, self.kind = flag, decorator, kind
+        self.flag = flag
+        self.decorator = decorator
+        self.kind = kind
         self.takes_files = files or decorator is not None
 
     def register(self, name: str, entry: E) -> None:

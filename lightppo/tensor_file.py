@@ -16,7 +16,8 @@ from typing import Any
 
 from lightppo.errors import CheckpointError
 
-_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _NAMED = re.compile(r"GLOBAL (\S+)")  # in torch's message
 
 

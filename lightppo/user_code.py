@@ -132,7 +132,8 @@ def place_of(function: Any) -> str:
     function = inspect.unwrap(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     try:
-        file, line = inspect.getsourcefile(named), inspect.getsourcelines(named)[1]
+        file = inspect.getsourcefile(named)
+        line = inspect.getsourcelines(named)[1]
     except (OSError, TypeError):
         return f"{named.__qualname__} of {named.__module__}"
     return f"{named.__qualname__} ({file}:{line})"
@@ -150,8 +151,10 @@ class Checked:
     def __init__(
         self, function: Callable, option: str, problem_of: Callable[..., str], called_with: str
     ) -> None:
-        self.function, self.option = function, option
-        self.problem_of, self.called_with = problem_of, called_with
+        self.function = function
+        self.option = option
+        self.problem_of = problem_of
+        self.called_with = called_with
         self.is_known = False
 
     def __call__(self, *args: Any, **given: Any) -> Any:
@@ -187,7 +190,8 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
     """Splits ``path.py[:name]`` and checks that the file exists; a ConfigError names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
-        head, name = spec, default_name
+        head = spec
+        name = default_name
     if not head.endswith(".py") or not name.isidentifier():
         raise _error(option, f"{spec!r} is not of the form path.py or path.py:name")
     path = Path(head).expanduser().absolute()
@@ -201,11 +205,13 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
 
 def _run_file(path: Path, option: str) -> ModuleType:
     # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
-    stem, top = re.sub(r"\W", "_", path.stem), path.parent
+    stem = re.sub(r"\W", "_", path.stem)
+    top = path.parent
     root = f"{_ROOT}{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     packages = []
     while (top / "__init__.py").is_file() and top.name.isidentifier():
-        packages, top = [top.name, *packages], top.parent
+        packages = [top.name, *packages]
+        top = top.parent
     _forget(root)
     # so that the file can import relatively
     home = importlib.machinery.ModuleSpec(root, None, is_package=True)
@@ -251,7 +257,9 @@ def _error(option: str, text: str) -> ConfigError:
 def finite(value: Any) -> float | None:
     """Return a finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also a text."""
     number = _read_number(value)
-    return number if isinstance(number, float) and math.isfinite(number) else None
+    if isinstance(number, float) and math.isfinite(number):
+        return number
+    return None
 
 
 def is_non_finite(value: Any) -> bool:
@@ -263,7 +271,9 @@ def is_non_finite(value: Any) -> bool:
 def reading_error(value: Any) -> str:
     """Return what reading a value as a number raised, for error texts; empty if nothing."""
     error = _read_number(value)
-    return f" (reading it raised {error_text(error)})" if isinstance(error, Exception) else ""
+    if isinstance(error, Exception):
+        return f" (reading it raised {error_text(error)})"
+    return ""
 
 
 def _read_number(value: Any) -> float | Exception | None:
@@ -271,7 +281,9 @@ def _read_number(value: Any) -> float | Exception | None:
     try:
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()
-        return float(value) if isinstance(value, (bool, int, float)) else None
+        if isinstance(value, (bool, int, float)):
+            return float(value)
+        return None
     except OverflowError:  # an int beyond float's range
         return None
     except Exception as error:  # code of the user

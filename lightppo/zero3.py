@@ -64,7 +64,9 @@ def has_optimizer(engine: Any) -> bool:
 
 def zero_stage_of(engine: Any | None) -> int:
     """Return the ZeRO stage of an engine, 0 for None."""
-    return 0 if engine is None else int(engine.zero_optimization_stage())
+    if engine is None:
+        return 0
+    return int(engine.zero_optimization_stage())
 
 
 def unwrap_model(model: Any) -> nn.Module:
@@ -125,7 +127,9 @@ def find_whole(model: Any) -> Any | None:
     It is a :class:`lightppo.models.multimodal.whole_checkpoint.Whole`.
     """
     models = list(_hf_models(unwrap_model(model)).values())
-    return getattr(models[0], "whole", None) if len(models) == 1 else None
+    if len(models) == 1:
+        return getattr(models[0], "whole", None)
+    return None
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
@@ -138,7 +142,9 @@ def is_sharded(param: torch.Tensor) -> bool:
 
 def full_shape(param: torch.Tensor) -> torch.Size:
     """Return the shape of the whole parameter, sharded or not."""
-    return torch.Size(param.ds_shape) if is_sharded(param) else param.shape
+    if is_sharded(param):
+        return torch.Size(param.ds_shape)
+    return param.shape
 
 
 def forget_secondary_shard(param: torch.Tensor) -> None:

@@ -322,7 +322,8 @@ def optimal_token_baseline(
         )
     require_same_shape(score_norms=score_norms, action_mask=action_mask)
     index, count = number_groups(group_ids, action_mask, min_size=2)
-    mask, width = action_mask.bool(), action_mask.shape[1]
+    mask = action_mask.bool()
+    width = action_mask.shape[1]
     returns = reward_to_go(token_rewards, action_mask, gamma)
     groups = Groups((index.unsqueeze(1) * width + mask.cumsum(1) - 1)[mask], count * width)
     # On the CPU, because torch refuses cumsum of floats on GPUs under --full_determinism.
@@ -347,7 +348,9 @@ def group_norm(
 
     With the deviation of the batch: Liu et al. 2025 (arXiv:2508.08221), "Lite PPO".
     """
-    return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
+    if divide_std:
+        return groups.over_std(groups.advantage, std_eps)
+    return groups.advantage
 
 
 def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
@@ -398,7 +401,9 @@ def grpo_passk(
     alone = is_best & (groups.sum(is_best.double()) == 1)
     second = groups.max(groups.scores.masked_fill(alone, -torch.inf))
     advantage = best - torch.where(alone & (groups.size > 1), second, best)
-    return groups.over_std(advantage, std_eps) if divide_std else advantage
+    if divide_std:
+        return groups.over_std(advantage, std_eps)
+    return advantage
 
 
 def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
@@ -472,14 +477,17 @@ def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
     function = estimator.fn
     if not is_of_lightppo(function):
         problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
-        called_with = (
-            "it is called with ScoreGroups and named arguments: take the rest as **_"
-            if estimator.per_sample
-            else "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
-            "of ScoreGroups, write @estimator(per_sample=True)"
-        )
+        if estimator.per_sample:
+            called_with = "it is called with ScoreGroups and named arguments: take the rest as **_"
+        else:
+            called_with = (
+                "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
+                "of ScoreGroups, write @estimator(per_sample=True)"
+            )
         function = Checked(function, "--advantage_estimator", problem_of, called_with)
-    return OnEveryToken(function) if estimator.per_sample else function
+    if estimator.per_sample:
+        return OnEveryToken(function)
+    return function
 
 
 def problem_of_tensor(value: Any, shape: tuple[int, ...], what: str, meaning: str) -> str:

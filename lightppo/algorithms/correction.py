@@ -226,12 +226,12 @@ def rejection_mask(
     log_ratio = limited((log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0))
     context = {"action_mask": mask, "advantages": advantages, "all_reduce_sum": all_reduce_sum}
     for rejection in rejections:
-        measure, low, high = rejection.entry.measure, rejection.low, rejection.high
+        measure = rejection.entry.measure
+        low = rejection.low
+        high = rejection.high
         if measure == "ratio":  # compared as logs, which add up
-            values, (low, high) = (
-                log_ratio,
-                (None if x is None else math.log(x) for x in (low, high)),
-            )
+            values = log_ratio
+            (low, high) = (None if x is None else math.log(x) for x in (low, high))
         elif measure == "k3r":
             values = k3(log_ratio)
         else:
@@ -250,4 +250,6 @@ def normalize_weights(
     total, count = all_reduce_sum(
         torch.stack([kept.double().sum(), mask.bool().sum().double()])
     ).tolist()
-    return kept if total == 0 else (kept.double() * (count / total)).to(kept.dtype)
+    if total == 0:
+        return kept
+    return (kept.double() * (count / total)).to(kept.dtype)

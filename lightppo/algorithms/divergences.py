@@ -24,12 +24,15 @@ def divergence_of(beta: float) -> Divergence:
     """
     if beta == 1:
         return kl_of_rows
-    return reverse_kl if beta == 0 else partial(jensen_shannon, beta=beta)
+    if beta == 0:
+        return reverse_kl
+    return partial(jensen_shannon, beta=beta)
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KL(q || p), a :data:`Divergence`."""
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     return mean_log_ratio(q, log_q, log_p)[0], p - q, torch.ones_like(p)
 
 
@@ -58,11 +61,14 @@ def top_divergence(
         log_probs: of the policy, with a gradient; ``top_log_probs``: of the teacher.
     """
     require_same_shape(log_probs=log_probs, top_log_probs=top_log_probs)
-    log_p, log_q = log_probs, at_least_float32(top_log_probs)
+    log_p = log_probs
+    log_q = at_least_float32(top_log_probs)
     if tail == "rest":
-        log_p, log_q = _with_rest(log_p), _with_rest(log_q)
+        log_p = _with_rest(log_p)
+        log_q = _with_rest(log_q)
     elif tail == "renormalise":
-        log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
+        log_p = log_p.log_softmax(1)
+        log_q = log_q.log_softmax(1)
     # Autograd makes the gradient here, so the factors are not used.
     return divergence_of(beta)(log_p, log_q)[0]
 

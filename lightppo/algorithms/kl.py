@@ -72,7 +72,9 @@ def times_ratio(kl: Tensor, log_ratio: Tensor, change: Tensor | None) -> Tensor:
 def token_log_ratio(log_probs: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
     """d (B, A) in float32 or float64, 0 at masked positions."""
     log_ratio = at_least_float32(log_probs) - at_least_float32(others)
-    return log_ratio if mask is None else zero_where_masked(log_ratio, mask)
+    if mask is None:
+        return log_ratio
+    return zero_where_masked(log_ratio, mask)
 
 
 class KLEstimate:
@@ -84,7 +86,8 @@ class KLEstimate:
             raise ValueError(
                 f"--kl_estimator {estimator} needs the logits of both models: call full_kl"
             )
-        self.value, self.clip = entry.fn, clip
+        self.value = entry.fn
+        self.clip = clip
         self.as_loss = None if entry.as_loss is None else load(entry.as_loss)
 
     def __call__(
@@ -188,7 +191,9 @@ class _FullKL(torch.autograd.Function):
             log_q = log_softmax(ref_logits[rows], temperature)
             kl[rows] = divergence(log_softmax(logits[rows], temperature), log_q)[0]
         ctx.save_for_backward(logits, ref_logits)
-        ctx.temperature, ctx.chunk_size, ctx.divergence = temperature, chunk_size, divergence
+        ctx.temperature = temperature
+        ctx.chunk_size = chunk_size
+        ctx.divergence = divergence
         return kl
 
     @staticmethod
@@ -311,6 +316,6 @@ def make_kl_controller(
     init: float, target: float | None, horizon: float
 ) -> FixedKLController | AdaptiveKLController:
     """Adaptive if ``--kl_target`` is set, fixed otherwise."""
-    return (
-        FixedKLController(init) if target is None else AdaptiveKLController(init, target, horizon)
-    )
+    if target is None:
+        return FixedKLController(init)
+    return AdaptiveKLController(init, target, horizon)

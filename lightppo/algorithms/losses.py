@@ -153,7 +153,8 @@ def gmpo_policy_loss(inputs: LossInputs) -> TokenLoss:
     alone. With one advantage per row and ``seq-mean-token-mean``, this is the gradient of the paper's loss.
     Source: Zhao et al. 2025 (arXiv:2507.20673).
     """
-    within, sign = limited(inputs.log_ratio), inputs.advantages.sign()
+    within = limited(inputs.log_ratio)
+    sign = inputs.advantages.sign()
     # (B, A)
     clipped = sign * torch.minimum(
         sign * within, sign * within.clamp(-inputs.eps_low, inputs.eps_high)
@@ -247,14 +248,10 @@ def dppo_kl_policy_loss(
     inputs: LossInputs, *, dppo_ratio_max: float, dppo_drift_coef: float
 ) -> TokenLoss:
     """As :func:`dppo_tv_policy_loss`, with epsilons in nats that bound KL(π_old ‖ π) of {this token, any other}."""
-    divergence, d = (
-        binary_kl(inputs.old_log_probs, inputs.log_probs.detach()),
-        inputs.log_ratio.detach(),
-    )
-    too_high, too_low = (
-        (d > 0) & (divergence > inputs.eps_high),
-        (d < 0) & (divergence > inputs.eps_low),
-    )
+    divergence = binary_kl(inputs.old_log_probs, inputs.log_probs.detach())
+    d = inputs.log_ratio.detach()
+    too_high = (d > 0) & (divergence > inputs.eps_high)
+    too_low = (d < 0) & (divergence > inputs.eps_low)
     return _trusted(inputs, too_high, too_low, dppo_ratio_max, dppo_drift_coef)
 
 
@@ -296,7 +293,9 @@ def problem_of_loss(result: Any, inputs: LossInputs, **_: Any) -> str:
         if problem := problem_of_tensor(value, shape, f"the metric {name!r}", "one per token"):
             return problem
     missing = {"clip_ratio", "ratio", "approx_kl"} - metrics.keys()
-    return f"returns no metric {min(missing)!r}: begin with x.metrics()" if missing else ""
+    if missing:
+        return f"returns no metric {min(missing)!r}: begin with x.metrics()"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -318,7 +317,8 @@ class PolicyLoss:
     aggregate: Aggregation = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, clip_eps: float | None) -> None:
-        entry, name = self.entry, shown_object(self.policy_loss)
+        entry = self.entry
+        name = shown_object(self.policy_loss)
         aggregate = LOSS_AGG_MODES.find(self.loss_agg_mode).fn
         sides = (self.clip_eps_low, self.clip_eps_high)
         given = tuple(clip_eps if side is None else side for side in sides)

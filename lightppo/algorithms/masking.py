@@ -50,7 +50,8 @@ def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     if mask is None:
         return values.mean() if dim is None else values.mean(dim)
     require_same_shape(values=values, mask=mask)
-    unmasked, counts = zero_where_masked(values, mask), mask.bool()
+    unmasked = zero_where_masked(values, mask)
+    counts = mask.bool()
     if dim is None:
         return unmasked.sum() / counts.sum().clamp(min=1)
     return unmasked.sum(dim) / counts.sum(dim).clamp(min=1)
@@ -73,7 +74,8 @@ def whiten(
     the mean back, so that only the scale changes; ``unbiased`` divides the variance by n - 1 instead of n.
     """
     require_same_shape(values=values, mask=mask)
-    values, mask = zero_where_masked(values, mask), mask.bool()
+    values = zero_where_masked(values, mask)
+    mask = mask.bool()
     exact = values.double()
     total, count = all_reduce_sum(torch.stack([exact.sum(), mask.sum().double()])).tolist()
     if count < 2:  # the same on every rank, so all leave here together

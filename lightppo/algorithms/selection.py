@@ -90,7 +90,8 @@ def covariance(
     In float64, so that the number of ranks does not change the rounding. Source: Cui et al. 2025 (arXiv:2505.22617).
     """
     require_same_shape(log_probs=log_probs, advantages=advantages)
-    exact_log_probs, exact_advantages = log_probs.double(), advantages.double()
+    exact_log_probs = log_probs.double()
+    exact_advantages = advantages.double()
     sums = all_reduce_sum(torch.stack([exact_log_probs.sum(), exact_advantages.sum()]))
     if not sums.isfinite().all():  # the same on every rank
         raise ValueError(
@@ -127,16 +128,21 @@ def _kth_largest(values: Tensor, k: int, all_reduce_sum: AllReduceSum) -> Tensor
     """Over all ranks: its bytes one by one, the highest first, so that only counts travel."""
     values = at_least_float32(values) + 0.0  # -0.0 is 0.0
     kind, bits = (torch.int64, 64) if values.dtype == torch.float64 else (torch.int32, 32)
-    most, raw, found = torch.iinfo(kind).max, values.view(kind), 0
+    most = torch.iinfo(kind).max
+    raw = values.view(kind)
+    found = 0
     keys = raw ^ ((raw >> (bits - 1)) & most)  # whole numbers in the order of the values
     inside = torch.ones_like(keys, dtype=torch.bool)
     for shift in range(bits - 8, -1, -8):
         # 128: negative ones are the smaller
         digits = ((keys >> shift) & 255) ^ (128 if shift == bits - 8 else 0)
-        counts, digit = all_reduce_sum(torch.bincount(digits[inside], minlength=256)).tolist(), 255
+        counts = all_reduce_sum(torch.bincount(digits[inside], minlength=256)).tolist()
+        digit = 255
         while counts[digit] < k:
-            k, digit = k - counts[digit], digit - 1
-        inside, found = inside & (digits == digit), found << 8 | digit
+            k = k - counts[digit]
+            digit = digit - 1
+        inside = inside & (digits == digit)
+        found = found << 8 | digit
     key = found - most - 1
     return torch.tensor(key ^ ((key >> (bits - 1)) & most), dtype=kind, device=values.device).view(
         values.dtype

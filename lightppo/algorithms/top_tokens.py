@@ -39,7 +39,8 @@ class _LogProbsAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor, temperature: float, chunk_size: int) -> Tensor:
         ctx.save_for_backward(logits, ids)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.temperature = temperature
+        ctx.chunk_size = chunk_size
         log_probs = at_least_float32(logits.new_empty(ids.shape))
         for start in range(0, len(logits), chunk_size):
             rows = slice(start, start + chunk_size)

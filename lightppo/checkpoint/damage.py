@@ -60,7 +60,8 @@ def _is_meant_sealed(folder: Path) -> bool:
 
 def model_facts(ranks: Ranks, model: Any) -> dict[str, Any]:
     """Return what a checkpoint says of its model: adapters, sums of the weights beside them, towers. Collective."""
-    adapters, whole = find_adapters(model), find_whole(model)
+    adapters = find_adapters(model)
+    whole = find_whole(model)
     of_adapters = {} if adapters is None else adapters.frozen_facts(ranks, model)
     return {
         "adapters": None if adapters is None else str(adapters),
@@ -72,7 +73,8 @@ def model_facts(ranks: Ranks, model: Any) -> dict[str, Any]:
 def check_model(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError where a checkpoint does not fit a model, before a weight has changed. Collective."""
     now = model_facts(ranks, model)
-    saved, adapters = meta.get("adapters"), now["adapters"]
+    saved = meta.get("adapters")
+    adapters = now["adapters"]
     if saved != adapters:
         raise CheckpointError(
             f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
@@ -127,7 +129,8 @@ def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
     odd = _of_another_origin(facts, step_of(tag))
     sums = facts["actor"].get("siblings")
     if not odd and sums is not None:
-        odd, article = _of_another_save(folders, sums), "of another save, the"
+        odd = _of_another_save(folders, sums)
+        article = "of another save, the"
     if not odd:
         return None
     texts = [f"_{name} is {_origin(facts[name], article)}" for name in sorted(odd)]
@@ -200,11 +203,10 @@ def _leave_out(
     strategy = checkpointer.strategy
     if not (is_renamed or are_read_only):
         first, text = next(iter(damaged.items()))
-        left = (
-            "no whole one is left"
-            if whole is None
-            else f"the run that owns it would go on from {whole}"
-        )
+        if whole is None:
+            left = "no whole one is left"
+        else:
+            left = f"the run that owns it would go on from {whole}"
         raise CheckpointError(
             f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never"
         )
@@ -280,7 +282,8 @@ def _report_mark(root: Path, whole: Sequence[str]) -> None:
 def _later(root: Path, marked: str, whole: Iterable[str]) -> str | None:
     """Return the last checkpoint of the marked one's run that comes after it."""
     facts = {tag: facts_of(Path(part_folder(root), tag)) for tag in whole}
-    run, step = facts[marked].get("run"), facts[marked].get("step")
+    run = facts[marked].get("run")
+    step = facts[marked].get("step")
     if not run:
         return None
     of_run = {tag: saved["step"] for tag, saved in facts.items() if saved.get("run") == run}

@@ -85,7 +85,9 @@ def save_checkpoint(
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
-    files, target, save_dir = files_in_use(), save_dir, local_folder(save_dir)
+    files = files_in_use()
+    target = save_dir
+    save_dir = local_folder(save_dir)
     tag = tag or tag_of(engine.global_steps)
     staging = save_dir / f"{tag}{INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
@@ -147,7 +149,8 @@ class WrittenTogether:
         if not has_optimizer(engine):  # DeepSpeed writes nothing of it
             yield
             return
-        writer, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
+        writer = engine.checkpoint_engine
+        copy_scripts = engine._copy_recovery_script
         writer.save = lambda state_dict, path: self.write(
             Path(path), partial(torch.save, state_dict)
         )
@@ -212,7 +215,8 @@ def bytes_of(state: Any) -> int:
 
 def _replace(save_dir: Path, tag: str, staging: Path) -> None:
     """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
-    files, replaced = files_in_use(), save_dir / f"{tag}{OLD}"
+    files = files_in_use()
+    replaced = save_dir / f"{tag}{OLD}"
     if os.path.lexists(save_dir / tag):
         files.rename(save_dir / tag, replaced)
     files.rename(staging, save_dir / tag)
@@ -239,7 +243,8 @@ def load_checkpoint(
     With ``reshape`` it may be of another number of ranks or another ZeRO stage, optimizer included.
     """
     engine = get_engine(model, "loading a checkpoint")
-    source, load_dir = load_dir, local_folder(load_dir)
+    source = load_dir
+    load_dir = local_folder(load_dir)
     if not checked:
         download(ranks, source, tag)
     tag = tag or latest_tag(load_dir)
@@ -289,7 +294,8 @@ def _coming_rates(scheduler: LRScheduler) -> list[float]:
 @contextlib.contextmanager
 def _read_safely(engine: Any) -> Iterator[None]:
     """Give DeepSpeed, which unpickles what a checkpoint holds, its files by our reader inside."""
-    reader, classes = engine.checkpoint_engine, tensor_file.deepspeed_classes()
+    reader = engine.checkpoint_engine
+    classes = tensor_file.deepspeed_classes()
     reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
     try:
         # At ZeRO-3, DeepSpeed does not use the engine's reader for weights that are loaded alone.
@@ -397,7 +403,8 @@ def _check_shape(
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
     saved = tensor_file.read(frozen_file(directory, rank))
-    tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
+    tensors = unwrap_model(engine).state_dict(keep_vars=True)
+    local = _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())
         raise CheckpointError(

@@ -29,7 +29,8 @@ from lightppo.zero3 import (
 logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter"  # folder inside the export of a model with adapters
-SAVING, REPLACED = ".saving", ".replaced"
+SAVING = ".saving"
+REPLACED = ".replaced"
 _WEIGHT_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -98,7 +99,8 @@ def save_model(
     state_dict = full_state_dict(model, ranks.is_rank_0())
 
     def write() -> None:
-        use, local = files_in_use(), local_folder(output_dir)
+        use = files_in_use()
+        local = local_folder(output_dir)
         needed = sum(tensor.nbytes for tensor in state_dict.values())
         own = {
             name.removeprefix(prefix): tensor
@@ -191,7 +193,8 @@ def _with_pad_of_scores(hf_model: Any, tokenizer: Any | None) -> Iterator[Any | 
     if tokenizer is None or hf_model.can_generate() or find_whole(hf_model) is not None:
         yield tokenizer
         return
-    config, words = hf_model.config.get_text_config(), copy.deepcopy(tokenizer)
+    config = hf_model.config.get_text_config()
+    words = copy.deepcopy(tokenizer)
     before = config.pad_token_id
     ends = {tokenizer.eos_token_id, (getattr(config, "reward_rows", None) or {}).get("end_id")}
     eos = config.eos_token_id
@@ -246,10 +249,8 @@ def _savable(hf_model: Any) -> Iterator[None]:
     """
     from transformers.utils import logging as hf_logging
 
-    shown, original = (
-        hf_logging.is_progress_bar_enabled(),
-        getattr(hf_model, "generation_config", None),
-    )
+    shown = hf_logging.is_progress_bar_enabled()
+    original = getattr(hf_model, "generation_config", None)
     hf_logging.disable_progress_bar()
     try:
         if original is not None:
@@ -273,7 +274,8 @@ def _savable(hf_model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _dropout_of_checkpoint(hf_model: Any) -> Iterator[None]:
     """Give the config the dropout of the checkpoint again inside, where loading has set it to 0 for training here."""
-    config, changed = hf_model.config, []
+    config = hf_model.config
+    changed = []
     own = getattr(hf_model, "own_dropout", ())  # lightppo.models.loading
     for part, rates in zip((config, config.get_text_config()), own):
         for name, rate in rates.items():

@@ -28,7 +28,8 @@ LATEST = "latest"
 META = "lightppo_checkpoint.json"
 CLIENT_STATE = "client_state.pt"
 BEST = "best.json"
-DAMAGED, INCOMPLETE = ".damaged", ".incomplete"
+DAMAGED = ".damaged"
+INCOMPLETE = ".incomplete"
 OLD = f".old{INCOMPLETE}"  # behind the name of a checkpoint whose place another one takes
 REPLACED_NAMES = (
     "_*",
@@ -36,7 +37,8 @@ REPLACED_NAMES = (
     "best_hf",
     LATEST,
 )  # what a run replaces or removes in --ckpt_path
-_TAG, _EXPORT = re.compile(r"global_step\d+"), re.compile(r"global_step\d+_hf")
+_TAG = re.compile(r"global_step\d+")
+_EXPORT = re.compile(r"global_step\d+_hf")
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -112,7 +114,8 @@ def model_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
 
 def optimizer_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
     """Return DeepSpeed's files with the optimizer, by rank. At stage 0 there are none."""
-    prefix, ranks = "bf16_" if meta["bf16"] else "", range(meta["world_size"])
+    prefix = "bf16_" if meta["bf16"] else ""
+    ranks = range(meta["world_size"])
     return [path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
 
 
@@ -140,7 +143,9 @@ def is_checkpoint(folder: Path) -> bool:
 def saved_tags(root: Path, name: str) -> list[str]:
     """Return the tags of one part's whole checkpoints of a run, oldest first."""
     part = root / f"_{name}"
-    return [tag for tag in list_tags(part) if _TAG.fullmatch(tag)] if part.is_dir() else []
+    if part.is_dir():
+        return [tag for tag in list_tags(part) if _TAG.fullmatch(tag)]
+    return []
 
 
 def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
@@ -198,7 +203,9 @@ def resume_root(resume: str, ckpt_path: str) -> str | Path | None:
     if resume == "never":
         return None
     if resume == "auto":
-        return ckpt_path if is_url(ckpt_path) else local_folder(ckpt_path)
+        if is_url(ckpt_path):
+            return ckpt_path
+        return local_folder(ckpt_path)
     parts = local_folder(resume) / "_actor"
     if not parts.is_dir() or not list_tags(parts):
         raise CheckpointError(no_checkpoints(resume, "a whole one"))

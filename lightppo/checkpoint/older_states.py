@@ -12,7 +12,8 @@ def with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     run_ids = trainer.pop("run_ids", None) or {}
     if (run_id := trainer.pop("run_id", None)) is not None:
         run_ids = {"wandb": run_id}
-    scores, left_out = trainer.pop("episode_scores", {}), trainer.pop("left_out_prompts", [])
+    scores = trainer.pop("episode_scores", {})
+    left_out = trainer.pop("left_out_prompts", [])
     batches = trainer.pop("pretrain_batches", 0) * saved.get("world_size", 1)
     older = {
         "trackers": run_ids,

@@ -62,7 +62,8 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
     pieces: dict[str, list[Piece]] = {}
     for group, shapes in enumerate(groups):
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        begin, length = 0, 2 * math.ceil(sum(sizes.values()) / (2 * ranks))
+        begin = 0
+        length = 2 * math.ceil(sum(sizes.values()) / (2 * ranks))
         for name, size in sizes.items():
             if stage == 3:
                 length = math.ceil(size / ranks)
@@ -94,14 +95,17 @@ class SavedOptimizer:
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any], names: Iterable[str]) -> None:
-        self.stage, ranks = meta["zero_stage"], meta["world_size"]
+        self.stage = meta["zero_stage"]
+        ranks = meta["world_size"]
         self.models = [read_deepspeed(file) for file in model_files(path, meta)]
         self.common = self.models[0]  # what DeepSpeed saves beside the optimizer
         self.loss_scaler = None  # stage 0 and bf16 have none
         if self.stage == 0:
             weights = {name: self.common["module"][name] for name in names}
             groups = [{name: weight.shape} for name, weight in weights.items()]
-            ranks, bases, masters = 1, [self.common["optimizer"]], [list(weights.values())]
+            ranks = 1
+            bases = [self.common["optimizer"]]
+            masters = [list(weights.values())]
         else:
             files = optimizer_files(path, meta)
             states = [read_deepspeed(file)["optimizer_state_dict"] for file in files]
@@ -174,7 +178,8 @@ def load_reshaped(
 def _load_trained(
     engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool
 ) -> None:
-    optimizer, stage = engine.optimizer, zero_stage_of(engine)
+    optimizer = engine.optimizer
+    stage = zero_stage_of(engine)
     if stage == 3:
         optimizer.checkpoint_event_prologue()
     live = optimizer.state_dict()
@@ -231,7 +236,8 @@ def _load_trained(
 
 def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[dict[str, Any]]:
     """Write this rank's parts of the fp32 weights into the engine; return the state of each flat tensor."""
-    optimizer, stage = engine.optimizer, zero_stage_of(engine)
+    optimizer = engine.optimizer
+    stage = zero_stage_of(engine)
     if stage == 3:
         masters = optimizer.fp32_partitioned_groups_flat
     else:
@@ -257,7 +263,8 @@ def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[
     params = {name: param for param, name in engine.param_names.items()}
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if stage else (1, 0)
     for name, pieces in pieces_of(stage, ranks, groups).items():
-        own, weights = [piece for piece in pieces if piece.rank == rank], saved.whole(name)
+        own = [piece for piece in pieces if piece.rank == rank]
+        weights = saved.whole(name)
         moments = [key for key, value in saved.state(name).items() if value is None]
         for key in [None, *moments] if own else []:
             whole = weights if key is None else saved.whole(name, key)

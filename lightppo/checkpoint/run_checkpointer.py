@@ -58,12 +58,10 @@ class RunCheckpointer:
         models: Mapping[str, Any],
         tokenizer: Any,
     ) -> None:
-        self.strategy, self.config, self.models, self.tokenizer = (
-            strategy,
-            config,
-            models,
-            tokenizer,
-        )
+        self.strategy = strategy
+        self.config = config
+        self.models = models
+        self.tokenizer = tokenizer
         self.run = uuid.uuid4().hex[:12]  # a resumed run keeps its own; rank 0's is written
 
     def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
@@ -213,11 +211,13 @@ class RunCheckpointer:
                 checked=checked,
                 reshape=self.config.reshape_ckpt,
             )
-        state, strategy = states["actor"], self.strategy
+        state = states["actor"]
+        strategy = self.strategy
         run = state.pop("run", self.run)
         if self.config.resume == "auto":  # from a path another run goes on
             self.run = run
-        generators, now = state.pop("rng"), strategy.world_size
+        generators = state.pop("rng")
+        now = strategy.world_size
         state["world_size"] = len(generators)
         if len(generators) == now:
             restore_rng_state(generators[strategy.get_rank()])
@@ -241,7 +241,8 @@ def _drop(root: str | Path, tag: str) -> None:
 
 def _before(step: int, tags: Iterable[str]) -> list[str]:
     """Return, of tags with the last saved first, those before a step; what an earlier run left does not count."""
-    earlier, later = [], math.inf
+    earlier = []
+    later = math.inf
     for tag in tags:
         saved = step_of(tag)
         if saved >= later:  # a run's steps rise from save to save

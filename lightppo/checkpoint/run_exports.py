@@ -52,7 +52,8 @@ def save_best(checkpointer: Any, root: str | Path, step: int, metric: str, value
 
 def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
     """Remove, after a resume, exports that were interrupted, and make that of this step if it was due. Collective."""
-    folder, local = export_folder(root, step), local_folder(root)
+    folder = export_folder(root, step)
+    local = local_folder(root)
     interrupted: list[str] = []
 
     def clear() -> None:
@@ -71,7 +72,8 @@ def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
 
 def best_note(checkpointer: Any, folder: str | Path) -> dict[str, Any] | None:
     """Return what ``best.json`` says of the export in this folder; ``None`` without one. Collective."""
-    path, note = local_folder(folder) / BEST, None
+    path = local_folder(folder) / BEST
+    note = None
     if checkpointer.strategy.is_rank_0() and path.is_file():
         try:
             note = json.loads(path.read_text())
@@ -84,7 +86,8 @@ def best_note(checkpointer: Any, folder: str | Path) -> dict[str, Any] | None:
 
 def best_line(checkpointer: Any, folder: str | Path, metric: str) -> str:
     """Return the line at the end of a run: where its best model is, and whether it is this run's. No collective."""
-    path, note = local_folder(folder) / BEST, {}
+    path = local_folder(folder) / BEST
+    note = {}
     if path.is_file():
         with suppress(ValueError):  # damaged: of this run it is not, which has written it whole
             note = json.loads(path.read_text())

@@ -57,7 +57,8 @@ def load_full_state_dict(
     """
     import deepspeed
 
-    module, engine = unwrap_model(model), find_engine(model)
+    module = unwrap_model(model)
+    engine = find_engine(model)
     tensors = module.state_dict(keep_vars=True)
     # Of tied names, the first counts.
     given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}

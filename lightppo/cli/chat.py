@@ -66,7 +66,8 @@ def talk(args: argparse.Namespace) -> None:
     model, tokenizer, options = open_model(args.model, Base.of(args))
     torch.manual_seed(args.seed)
     model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    template, past = template_of(args, options, tokenizer), []
+    template = template_of(args, options, tokenizer)
+    past = []
     in_terminal = sys.stdin.isatty()
     if in_terminal:
         how = template.input_template or "as they are; --apply_chat_template makes them chats"
@@ -110,7 +111,8 @@ def template_of(args: argparse.Namespace, options: Mapping[str, Any], tokenizer:
     """How prompts become text: as asked for, as in the run, or by a chat template that is there."""
     from lightppo.data.chat_templates import PromptTemplate
 
-    chat, text = args.apply_chat_template, args.input_template
+    chat = args.apply_chat_template
+    text = args.input_template
     system = args.system_prompt or options.get("system_prompt")
     kwargs = args.chat_template_kwargs or options.get("chat_template_kwargs")
     if not chat and text is None:

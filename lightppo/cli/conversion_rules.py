@@ -43,7 +43,8 @@ class Their:
 
     def __init__(self, values: Mapping[str, Any], theirs: Theirs) -> None:
         self._values = values
-        self.program, self.ranks = theirs.program, theirs.ranks
+        self.program = theirs.program
+        self.ranks = theirs.ranks
         self.command = PROGRAMS[theirs.program].command  # ours
 
     def text(self, *names: str) -> str | None:
@@ -65,7 +66,9 @@ class Their:
 
     def number(self, *names: str) -> float | None:
         """ValueError for what is no number, such as a variable of the shell."""
-        return None if (text := self.text(*names)) is None else float(text)
+        if (text := self.text(*names)) is None:
+            return None
+        return float(text)
 
     def whole(self, *names: str, default: int = 1) -> int:
         found = self.number(*names)

@@ -72,7 +72,8 @@ def convert(values: Mapping[str, Any], theirs: Theirs, defaults: Mapping[str, An
     """
     program = PROGRAMS[theirs.program]
     options = {one.name: one for one in trained_by()[program.command].all_options()}
-    ours, taken = Ours(), {name for names in _OF_LAUNCHER for name in names}
+    ours = Ours()
+    taken = {name for names in _OF_LAUNCHER for name in names}
     of_program = [
         one for one in RULES if one.trainer == program.trainer and program.command in one.commands
     ]
@@ -134,7 +135,9 @@ def _in_type(value: Any, one: Option) -> Any:
     ):
         return ",".join(items_of(value))
     choices = {str(choice): choice for choice in get_args(one.kind)}
-    return choices.get(str(value), value) if get_origin(one.kind) is Literal else value
+    if get_origin(one.kind) is Literal:
+        return choices.get(str(value), value)
+    return value
 
 
 # What follows a flag in other_trainers.txt where a value has to be changed, or where more than this flag is meant.
@@ -158,7 +161,8 @@ def _by_table(
     own = [title for title in titles if " " in title]
     found = meanings(name, own) or meanings(name, titles)
     if not found and name.startswith("no_") and value is True:
-        name, value = name.removeprefix("no_"), False
+        name = name.removeprefix("no_")
+        value = False
         return _by_table(ours, program, options, name, value, is_default)
     text = found[0].text if found else ""
     if text == "=" or text.startswith("the same") or (not text and name in options):

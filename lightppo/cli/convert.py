@@ -292,7 +292,9 @@ def _check_repeated(folder: Path, options: Mapping[str, Any], given: Base) -> No
 
 def _base_option(folder: Path) -> str:
     """Which option of the run names the base of a checkpoint's part."""
-    return "critic_pretrain" if layout.part_of(folder) == "critic" else "pretrain"
+    if layout.part_of(folder) == "critic":
+        return "critic_pretrain"
+    return "pretrain"
 
 
 def _named(folder: Path, options: Mapping[str, Any], name: str) -> str | None:
@@ -324,7 +326,12 @@ def _model_for(
     from lightppo.models.adapters.lora import LoraOptions, add_adapters
     from lightppo.models.critic import Critic
 
-    dtype = torch.bfloat16 if meta["bf16"] else torch.float16 if meta.get("fp16") else torch.float32
+    if meta["bf16"]:
+        dtype = torch.bfloat16
+    elif meta.get("fp16"):
+        dtype = torch.float16
+    else:
+        dtype = torch.float32
     settings = {"dtype": dtype, "flag": "--base", **given.loading}
     settings |= {name: options[name] for name in ("init_from_scratch", "seed") if name in options}
     reads_weights = bool(meta["adapters"]) or has_towers
@@ -338,7 +345,8 @@ def _model_for(
     with nullcontext() if reads_weights else no_init_weights():
         model = (Critic if has_value_head else Actor)(start, **settings)
     if meta["adapters"]:
-        alpha, targets = options.get("lora_alpha") or 16.0, tuple(options.get("target_modules", ()))
+        alpha = options.get("lora_alpha") or 16.0
+        targets = tuple(options.get("target_modules", ()))
         add_adapters(model, LoraOptions(options["lora_rank"], alpha, target_modules=targets))
     return model
 
@@ -362,13 +370,15 @@ def open_model(name: str, given: Base) -> tuple[Any, Any, dict[str, Any]]:
     from lightppo.models.adapters.lora import is_adapter
     from lightppo.models.loading import get_tokenizer, load_causal_lm
 
-    path, options = Path(name).expanduser(), {}
+    path = Path(name).expanduser()
+    options = {}
     if is_adapter(path):
         return *open_adapter(path, given), options_of(path.absolute().parent)
     if path.is_dir() and not (path / "config.json").is_file():
         folder = find_checkpoint(path)
         # What --save_hf_ckpt wrote.
-        path, options = layout.export_of(folder), checkpoint_options(folder)
+        path = layout.export_of(folder)
+        options = checkpoint_options(folder)
         if not (path / "config.json").is_file():
             model, tokenizer = open_checkpoint(folder, given)
             return model.hf_model, tokenizer, options

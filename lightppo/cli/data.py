@@ -116,14 +116,15 @@ def read(config: RowsConfig) -> tuple[Any, str]:
     """The rows, and the flag that names them."""
     from lightppo.data.blends import blending_datasets, with_metadata
 
-    paths, probs, split, flag = (
-        config.prompt_data,
-        config.prompt_data_probs,
-        config.prompt_split,
-        "--prompt_data",
-    )
+    paths = config.prompt_data
+    probs = config.prompt_data_probs
+    split = config.prompt_split
+    flag = "--prompt_data"
     if kind_of(config) != "ppo":
-        paths, probs, split, flag = config.dataset, None, config.dataset_split, "--dataset"
+        paths = config.dataset
+        probs = None
+        split = config.dataset_split
+        flag = "--dataset"
     rows = blending_datasets(paths, probs, None, config.seed, train_split=split, flag=flag)
     rows = with_metadata(rows, config.prompt_metadata)
     return rows.select(range(min(len(rows), config.max_samples))), flag
@@ -151,7 +152,8 @@ def show(config: RowsConfig) -> int:
         except DataError as error:
             print(plain(f"cannot be used: {error}\n"))
     whole = prepare(config, rows, tokenizer, limited=False)
-    limit, kind = limit_of(config), "drop" if config.filter_overlong_prompts else config.truncation
+    limit = limit_of(config)
+    kind = "drop" if config.filter_overlong_prompts else config.truncation
     over = int((whole.lengths > getattr(config, limit)).sum())
     print(plain(f"-- {flag}: {whole.report}"))
     print(lengths(whole))
@@ -163,7 +165,9 @@ def show(config: RowsConfig) -> int:
 
 def limit_of(config: RowsConfig) -> str:
     """The option that limits the tokens of a row."""
-    return "prompt_max_len" if kind_of(config) == "ppo" else "max_len"
+    if kind_of(config) == "ppo":
+        return "prompt_max_len"
+    return "max_len"
 
 
 def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
@@ -248,7 +252,9 @@ def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
     }
     if best[1] is not None and worst[1] is not None:
         pair["margin"] = best[1] - worst[1]
-    return None if pair.get("margin") == 0 or answers[0] == answers[1] else pair
+    if pair.get("margin") == 0 or answers[0] == answers[1]:
+        return None
+    return pair
 
 
 FORMS = {  # name → conversion of a row, and the columns that tell it

@@ -96,7 +96,8 @@ def differences(steps: Sequence[tuple[int, Values, Values]], tolerance: float = 
     found: Differences = {}
     for step, a, b in steps:
         for name in sorted({**a, **b}, key=_place):
-            first, second = a.get(name, "missing"), b.get(name, "missing")
+            first = a.get(name, "missing")
+            second = b.get(name, "missing")
             equal = first == second or _apart(first, second) <= tolerance * max(
                 [1.0, *(abs(v) for v in (first, second) if isinstance(v, float))]
             )
@@ -112,11 +113,9 @@ def _place(name: str) -> tuple[int, bool]:
 
 def _apart(first: Any, second: Any) -> float:
     """Infinity where one is missing, or null: it was not finite."""
-    return (
-        abs(first - second)
-        if isinstance(first, (int, float)) and isinstance(second, (int, float))
-        else math.inf
-    )
+    if isinstance(first, (int, float)) and isinstance(second, (int, float)):
+        return abs(first - second)
+    return math.inf
 
 
 def first_sample(folders: Sequence[Path | None], steps: Sequence[int]) -> str | None:
@@ -190,4 +189,6 @@ def _around(runs: Sequence[Path]) -> Iterator[str]:
 
 
 def _json(values: Mapping[str, Any], name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False) if name in values else "missing"
+    if name in values:
+        return json.dumps(values[name], ensure_ascii=False)
+    return "missing"

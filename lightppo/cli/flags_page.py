@@ -59,26 +59,24 @@ def _line(option: Option) -> str:
     needs = [" or ".join(map(_condition, text.split(" or "))) for text in option.needs]
     brackets = "; ".join(filter(None, (_values(option), ", ".join(needs))))
     brackets = "" if brackets == "`false`" else f" ({brackets})"
-    star, required = "*" * bool(option.resume_safe), " Required." * option.required
+    star = "*" * bool(option.resume_safe)
+    required = " Required." * option.required
     return f"- `--{option.name}`{star}{brackets}: {option.help}{required}"
 
 
 def _condition(text: str) -> str:
     """As code, where the head does not explain it as a word."""
-    flag = (
-        conditions()[text].replace(" or ", "|").replace(" ", "=")
-        if text in conditions()
-        else f"--{text}"
-    )
+    if text in conditions():
+        flag = conditions()[text].replace(" or ", "|").replace(" ", "=")
+    else:
+        flag = f"--{text}"
     return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
 
 
 def _values(option: Option) -> str:
     """The default as code, and what else may be given as far as the default does not say it."""
-    default, kind = (
-        shown_default(option.default),
-        type_text(option).removesuffix(" or None").removeprefix("a "),
-    )
+    default = shown_default(option.default)
+    kind = type_text(option).removesuffix(" or None").removeprefix("a ")
     kind = kind.removeprefix("list of ").replace("whole number", "integer")
     code = "" if option.default in (None, ()) else f"`{default}`"
     if kind.startswith("one of "):

@@ -104,7 +104,8 @@ def masters_note(config: PPOConfig, machine: Machine, found: Estimate) -> Iterat
     if roles := with_second_masters(config, machine.world_size):
         flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
         whole = config.with_options(**{flags[role]: 0 for role in roles}).resolved()
-        there, of_host = budget.estimate(whole, machine), not machine.gpus
+        there = budget.estimate(whole, machine)
+        of_host = not machine.gpus
         spared = found.peak(of_host=of_host)[1] - there.peak(of_host=of_host)[1]
         yield f"note: {second_masters(config)} {budget.gigabytes(spared)} less"
 
@@ -151,9 +152,8 @@ def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:
     if size > 0:
         return size
     is_number = form is not None and not form[2]
-    example = (
-        f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit"
-        if is_number
-        else "80GB, or 24GiB"
-    )
+    if is_number:
+        example = f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit"
+    else:
+        example = "80GB, or 24GiB"
     raise ConfigError(f"{flag} {text}: write {example}")

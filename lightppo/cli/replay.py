@@ -169,10 +169,8 @@ def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -
     saved = recorded_path(args.run, "ckpt_path")
     if "://" in (url := recorded.resolved().checkpoint.ckpt_path) and saved is None:
         saved = url
-    ours, is_ppo = (
-        (CheckpointConfig, EvaluationConfig, LoggingConfig),
-        isinstance(recorded, PPOConfig),
-    )
+    ours = (CheckpointConfig, EvaluationConfig, LoggingConfig)
+    is_ppo = isinstance(recorded, PPOConfig)
     sections = [section for section in recorded.sections().values() if issubclass(section, ours)]
     changes = {one.name: one.default for section in sections for one in section.options().values()}
     changes |= {
@@ -235,7 +233,9 @@ def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:
     read_apart(temporary_folder(strategy))
     strategy.on_rank_0(lambda: download_marks(url), f"read {url}")
     found = strategy.broadcast_object(has_checkpoints(local_folder(url)))
-    return config if found else config.with_options(resume="never")
+    if found:
+        return config
+    return config.with_options(resume="never")
 
 
 def link_rollouts(run: Path, folder: str | None, rank: int) -> None:
@@ -265,7 +265,8 @@ class Replayed:
         """With ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
         if not self.request.pdb:
             return
-        quits, trainer = False, self
+        quits = False
+        trainer = self
         if self.strategy.is_rank_0():
             try:
                 pdb.Pdb(nosigint=True).set_trace()
@@ -296,7 +297,8 @@ class ReplayedOnData(Replayed):
     """Of ``lightppo sft``, ``rm`` and ``dpo``."""
 
     def training_step(self, micro_batches: Sequence[Any]) -> dict[str, float]:
-        step, texts = self.state.global_step + 1, []
+        step = self.state.global_step + 1
+        texts = []
         if step != self.request.step:
             return super().training_step(micro_batches)
         if self.request.batch is not None:
@@ -522,7 +524,8 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
             f"--step {args.step}: {args.run} ends after step {trainer.state.global_step}"
         )
     of_weights, same_weights = compared_weights(trainer, config.checkpoint.resume)
-    lines, equal = [], True
+    lines = []
+    equal = True
     if trainer.strategy.is_rank_0():
         lines, equal = compared(
             args.run, Path(config.checkpoint.save_path), range(start + 1, args.step + 1)
@@ -550,7 +553,8 @@ def compared_weights(trainer: Any, saved: str) -> tuple[list[str], bool]:
             counts["differ"] += int((old != new).sum())
             counts["total"] += new.numel()
     counts = trainer.strategy.all_reduce(counts, "sum")
-    total, differ = int(counts["total"]), int(counts["differ"])
+    total = int(counts["total"])
+    differ = int(counts["differ"])
     if differ:
         return [
             f"differs from what was saved: {differ} of {total} weights are not as in {tag}"
@@ -588,7 +592,8 @@ def check_start(run: Path, start: int, trainer: Any) -> None:
 
 def compared(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], bool]:
     """What to say of the replayed steps beside the recorded ones, and whether they are equal."""
-    then, now = recorded_steps(run), recorded_steps(output)
+    then = recorded_steps(run)
+    now = recorded_steps(output)
     found = differences(
         [(step, then[step], now[step]) for step in steps if step in then and step in now]
     )

@@ -46,10 +46,8 @@ def _areal_critic_betas(their: Their) -> Iterator[tuple[str, Any]]:
 
 @rule("AReaL", "actor.eps_clip actor.eps_clip_higher ppo.eps_clip")
 def _areal_clip(their: Their) -> Iterator[tuple[str, Any]]:
-    low, high = (
-        their.text("actor.eps_clip", "ppo.eps_clip") or "0.2",
-        their.text("actor.eps_clip_higher"),
-    )
+    low = their.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
+    high = their.text("actor.eps_clip_higher")
     if high is None or high == low:
         yield "eps_clip", low
     else:
@@ -183,11 +181,10 @@ _REJECTED = "actor.rejection_sampling"
     f"actor.behave_imp_weight_cap ppo.behav_imp_weight_cap",
 )
 def _areal_correction(their: Their) -> Iterator[tuple[str, Any]]:
-    metric, upper = their.text(f"{_REJECTED}.metric") or "ratio", their.number(f"{_REJECTED}.upper")
-    level, action = (
-        their.text(f"{_REJECTED}.level") or "token",
-        their.text(f"{_REJECTED}.action") or "mask",
-    )
+    metric = their.text(f"{_REJECTED}.metric") or "ratio"
+    upper = their.number(f"{_REJECTED}.upper")
+    level = their.text(f"{_REJECTED}.level") or "token"
+    action = their.text(f"{_REJECTED}.action") or "mask"
     cap = their.number(
         "actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap", "ppo.behav_imp_weight_cap"
     )

@@ -73,7 +73,12 @@ def _openrlhf_correction(their: Their) -> Iterator[tuple[str, Any]]:
     mode = their.text("algo.advantage.is_correction_mode") or "mask"
     kind = None
     if level != "off":
-        kind = "seq_mask_tis" if level == "seq" else "tis" if mode == "clip" else "icepop"
+        if level == "seq":
+            kind = "seq_mask_tis"
+        elif mode == "clip":
+            kind = "tis"
+        else:
+            kind = "icepop"
     elif their.on("algo.advantage.is_correction_enable", "enable_vllm_is_correction"):
         named = their.text("algo.advantage.is_correction_type", "vllm_is_correction_type") or "tis"
         kind = "icepop" if their.on("use_icepop") else named.replace("-", "_")

@@ -40,7 +40,8 @@ def _slime_betas(their: Their) -> Iterator[tuple[str, Any]]:
 
 @rule("slime", "lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction")
 def _slime_rates(their: Their) -> Iterator[tuple[str, Any]]:
-    peak, least = their.number("lr"), their.number("min_lr") or 0.0
+    peak = their.number("lr")
+    least = their.number("min_lr") or 0.0
     if peak:
         yield "actor_learning_rate", peak
         yield "min_lr_ratio", least / peak

@@ -65,7 +65,8 @@ def _trl_steps(their: Their, count: float) -> int:
 
 @rule("TRL", "max_steps num_train_epochs")
 def _trl_length(their: Their) -> Iterator[tuple[str, Any]]:
-    steps, epochs = their.number("max_steps"), their.number("num_train_epochs")
+    steps = their.number("max_steps")
+    epochs = their.number("num_train_epochs")
     if steps is not None and steps > 0:
         total = _trl_steps(their, steps)
         yield "total_training_steps", total
@@ -84,7 +85,8 @@ def _trl_length(their: Their) -> Iterator[tuple[str, Any]]:
 
 @rule("TRL", "max_steps num_train_epochs", SUPERVISED)
 def _trl_supervised_length(their: Their) -> Iterator[tuple[str, Any]]:
-    steps, epochs = their.number("max_steps"), their.number("num_train_epochs")
+    steps = their.number("max_steps")
+    epochs = their.number("num_train_epochs")
     if steps is not None and steps > 0:
         yield "max_steps", int(steps)
     elif epochs is not None:
@@ -101,7 +103,8 @@ def _trl_supervised_length(their: Their) -> Iterator[tuple[str, Any]]:
 def _trl_cadence(their: Their) -> Iterator[tuple[str, Any]]:
     is_ppo = their.command == "ppo"
     per_step = (lambda count: _trl_steps(their, count)) if is_ppo else math.ceil
-    saves, evals = their.text("save_strategy") or "steps", their.text("eval_strategy") or "no"
+    saves = their.text("save_strategy") or "steps"
+    evals = their.text("eval_strategy") or "no"
     if saves == "epoch":
         yield "save_epochs", 1
     elif saves == "steps" and (count := their.number("save_steps")) is not None and count >= 1:
@@ -121,7 +124,8 @@ def _trl_cadence(their: Their) -> Iterator[tuple[str, Any]]:
 
 @rule("TRL", "warmup_ratio warmup_steps", EVERY)
 def _trl_warmup(their: Their) -> Iterator[tuple[str, Any]]:
-    ratio, steps = their.number("warmup_ratio"), their.number("warmup_steps")
+    ratio = their.number("warmup_ratio")
+    steps = their.number("warmup_steps")
     if steps is not None and steps >= 1:
         yield "lr_warmup_steps", int(steps)
     else:
@@ -224,7 +228,8 @@ def _trl_vllm(their: Their) -> Iterator[tuple[str, Any]]:
     if not their.on("use_vllm"):
         return
     if their.text("vllm_mode") == "server":
-        host, port = their.text("vllm_server_host"), their.text("vllm_server_port") or "8000"
+        host = their.text("vllm_server_host")
+        port = their.text("vllm_server_port") or "8000"
         host = "127.0.0.1" if host in (None, "0.0.0.0") else host
         yield "rollout_engine", "vllm_server"
         yield "vllm_server_url", [their.text("vllm_server_base_url") or f"http://{host}:{port}"]
@@ -253,7 +258,8 @@ _TRL_REWARDS = {
 def _trl_rewards(their: Their) -> Iterator[tuple[str, Any]]:
     names = [one for text in their.items("reward_funcs") for one in text.split()]
     weights = their.items("reward_weights")
-    sources, models = [], their.items("reward_model_name_or_path")
+    sources = []
+    models = their.items("reward_model_name_or_path")
     for i, name in enumerate(names):
         weight = f"={weights[i]}" if i < len(weights) and float(weights[i]) != 1 else ""
         if name in _TRL_REWARDS:
@@ -288,10 +294,8 @@ def _trl_sampling(their: Their) -> Iterator[tuple[str, Any]]:
 def _trl_reference(their: Their) -> Iterator[tuple[str, Any]]:
     if not their.on("sync_ref_model"):
         return
-    share, steps = (
-        their.number("ref_model_mixup_alpha") or 0.6,
-        their.whole("ref_model_sync_steps", default=512),
-    )
+    share = their.number("ref_model_mixup_alpha") or 0.6
+    steps = their.whole("ref_model_sync_steps", default=512)
     if share == 1:
         yield "ref_reset_steps", _trl_steps(their, steps)
     elif steps == 1:

@@ -15,7 +15,8 @@ from lightppo.cli.conversion_rules import (
     trackers,
 )
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @rule(
@@ -111,10 +112,8 @@ def _verl_clip(their: Their) -> Iterator[tuple[str, Any]]:
 
 
 def _warmup(their: Their, optim: str, role: str) -> Iterator[tuple[str, Any]]:
-    steps, ratio = (
-        their.number(f"{optim}.lr_warmup_steps"),
-        their.number(f"{optim}.lr_warmup_steps_ratio"),
-    )
+    steps = their.number(f"{optim}.lr_warmup_steps")
+    ratio = their.number(f"{optim}.lr_warmup_steps_ratio")
     if steps is not None and steps > 0:
         yield f"{role}lr_warmup_steps", int(steps)
     elif ratio is not None or steps is not None:

@@ -246,7 +246,9 @@ def _without_files(words: Sequence[str]) -> Iterator[str]:
 
 def _split(text: str) -> list[str]:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
+    lexer.commenters = ""
     try:
         return list(lexer)
     except ValueError as error:
@@ -260,8 +262,11 @@ def _expanded(word: str, known: Mapping[str, list[str]]) -> list[str]:
         return [one for part in known[array[1]] for one in _expanded(part, known)]
 
     def value(found: re.Match[str]) -> str:
-        name, default = found[1] or found[3], found[2]
-        return " ".join(known[name]) if name in known else default or found[0]
+        name = found[1] or found[3]
+        default = found[2]
+        if name in known:
+            return " ".join(known[name])
+        return default or found[0]
 
     return [re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)]
 
@@ -297,9 +302,10 @@ def _read_arguments(words: Sequence[str], theirs: Theirs) -> None:
             own[override[1]], name = override[2], ""
         elif name:
             held = own[name]
-            own[name] = (
-                word if held is True else [*(held if isinstance(held, list) else [held]), word]
-            )
+            if held is True:
+                own[name] = word
+            else:
+                own[name] = [*(held if isinstance(held, list) else [held]), word]
         else:
             theirs.notes.append(f"{word!r} is no option: it was left out")
     for key in ("config", "config_file"):

@@ -14,7 +14,10 @@ from lightppo.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
+PAD = "<pad>"
+BOS = "<s>"
+EOS = "</s>"
+UNKNOWN = "<unk>"
 
 
 def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:

@@ -162,7 +162,9 @@ def _flag(one: Option, value: Any) -> str:
 def _word(value: Any) -> str:
     """In single quotes where needed; a variable of the shell stays one."""
     text = shown_default(value) if isinstance(value, bool) else str(value)
-    return f'"{text}"' if re.search(r"\$[{(]?\w", text) and '"' not in text else shlex.quote(text)
+    if re.search(r"\$[{(]?\w", text) and '"' not in text:
+        return f'"{text}"'
+    return shlex.quote(text)
 
 
 def _names(used: Sequence[str], theirs: Theirs) -> str:
@@ -223,7 +225,8 @@ def _differences(
     for one in kind.all_options():
         if one.name not in ours.values or one.name in said:
             continue
-        value, here = ours.values[one.name], facts[one.name]
+        value = ours.values[one.name]
+        here = facts[one.name]
         if one.name.startswith("eval_") and not (
             facts.get("eval_data") or facts.get("eval_dataset")
         ):

@@ -46,7 +46,8 @@ class Watched:
     """What the files of a run say so far. :meth:`look` reads what is new."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / "metrics.jsonl"
+        self.folder = folder
+        self.path = folder / "metrics.jsonl"
         self._from_the_start()
 
     def _from_the_start(self) -> None:
@@ -65,7 +66,8 @@ class Watched:
         except FileNotFoundError:
             return self._from_the_start()
         whole = new[: new.rfind(b"\n") + 1]  # the last row may be under way
-        self.end, self.tail = self.end + len(whole), (self.tail + whole)[-200:]
+        self.end = self.end + len(whole)
+        self.tail = (self.tail + whole)[-200:]
         for line in whole.splitlines():
             try:
                 self.rows.append(json.loads(line))
@@ -93,27 +95,24 @@ class Watched:
         ended = (
             found and found[2] == socket.gethostname() and not os.path.exists(f"/proc/{found[1]}")
         )
-        return None if found is None or ended else (found[1], found[2])
+        if found is None or ended:
+            return None
+        return (found[1], found[2])
 
     def state(self) -> str:
         """Whether it lives, and its last sign of life."""
-        last = (
-            f"last row {_duration(time.time() - self.rows[-1]['time'])} ago"
-            if self.rows
-            else "no row yet"
-        )
+        if self.rows:
+            last = f"last row {_duration(time.time() - self.rows[-1]['time'])} ago"
+        else:
+            last = "no row yet"
         if holder := self.holder():
             process, host = holder
-            return (
-                f"running, process {process}, {last}"
-                if host == socket.gethostname()
-                else f"on {host}, {last}"
-            )
-        return (
-            f"finished, {last}"
-            if self.total is not None and self.step >= self.total
-            else f"ended, {last}"
-        )
+            if host == socket.gethostname():
+                return f"running, process {process}, {last}"
+            return f"on {host}, {last}"
+        if self.total is not None and self.step >= self.total:
+            return f"finished, {last}"
+        return f"ended, {last}"
 
     def pace(self) -> str:
         """``step 12/100 · 0.9 s per step · ETA 1:20``; evaluations and saving count."""
@@ -160,11 +159,10 @@ class Watched:
         if not files:
             return []
         latest = files[max(files)]
-        text = (
-            gzip.decompress(latest.read_bytes()).decode()
-            if latest.suffix == ".gz"
-            else _text(latest)
-        )
+        if latest.suffix == ".gz":
+            text = gzip.decompress(latest.read_bytes()).decode()
+        else:
+            text = _text(latest)
         rows = sorted(map(json.loads, text.splitlines()), key=lambda row: -(row.get("score") or 0))
         return [
             rows[i * (len(rows) - 1) // max(1, _SAMPLES - 1)]
@@ -173,13 +171,17 @@ class Watched:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 # -- on the screen ---------------------------------------------------------------------------------------------------
@@ -225,7 +227,8 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
     import plotext
     from rich.text import Text
 
-    figure, caption = plotext.figure, Text(f" {title}", style="bold")
+    figure = plotext.figure
+    caption = Text(f" {title}", style="bold")
     figure.clear()
     figure.theme("simple")
     figure.plot_size(width, _PLOT[1])
@@ -305,7 +308,8 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
         parser.error(
             f"{others[0]} is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path"
         )
-    runs, console = [Watched(run) for run in args.runs], Console()
+    runs = [Watched(run) for run in args.runs]
+    console = Console()
 
     def look() -> Any:
         for run in runs:

@@ -133,7 +133,8 @@ def config_from_options(
 
 def idle_options(config: PPOConfig) -> dict[str, str]:
     """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
-    given, facts = config.flat(), facts_of(config)
+    given = config.flat()
+    facts = facts_of(config)
     return {
         one.name: condition_text(condition)
         for one in all_options()
@@ -180,7 +181,9 @@ def fill_schedule(args: Any, steps_per_episode: int) -> None:
 def script_args(strategy: Any, config: PPOConfig) -> Any:
     """``strategy.args``; where there is none, a namespace of all options, which overrides in the seed's style read."""
     args = getattr(strategy, "args", None)
-    return argparse.Namespace(**config.flat()) if args is None else args
+    if args is None:
+        return argparse.Namespace(**config.flat())
+    return args
 
 
 def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +235,12 @@ def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any)
                 f"max_length {length} leaves no room after prompt_max_len {prompt}: set max_new_tokens"
             )
     eos = options.get("eos_token_id")
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if eos is None:
+        eos_ids = ()
+    elif isinstance(eos, (list, tuple)):
+        eos_ids = tuple(eos)
+    else:
+        eos_ids = (eos,)
     known_eos = getattr(tokenizer, "eos_token_id", None)
     values["stop_token_ids"] = (
         *config.rollout.stop_token_ids,

@@ -45,13 +45,12 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
     prompts = []
     for i, text in enumerate(texts):
         if isinstance(text, PromptText):
-            label = (
-                references[i]
-                if references is not None
-                else text.prompt.label
-                if labels is None
-                else labels[i]
-            )
+            if references is not None:
+                label = references[i]
+            elif labels is None:
+                label = text.prompt.label
+            else:
+                label = labels[i]
             prompts.append(replace(text.prompt, label=label))
             continue
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -60,9 +59,12 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
                 f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
                 "raise it, or build the dataset with truncation"
             )
-        label = (
-            references[i] if references is not None else labels[i] if labels is not None else None
-        )
+        if references is not None:
+            label = references[i]
+        elif labels is not None:
+            label = labels[i]
+        else:
+            label = None
         source = str(labels[i]) if references is not None and labels is not None else "default"
         prompts.append(Prompt(text, token_ids, label, _index_of(text), source))
     return prompts
@@ -70,9 +72,12 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
 
 def _columns(batch: Any) -> list:
     """``[prompts, labels, references]``, the last two possibly ``None``."""
-    columns = (
-        [batch] if _is_texts(batch) else list(batch) if isinstance(batch, (list, tuple)) else []
-    )
+    if _is_texts(batch):
+        columns = [batch]
+    elif isinstance(batch, (list, tuple)):
+        columns = list(batch)
+    else:
+        columns = []
     of_rows = all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in columns)
     if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not of_rows:
         raise TypeError(
@@ -111,11 +116,9 @@ class SeedLoader:
     def sampler(self) -> Any:
         """With ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
         batches = getattr(self.loader, "batch_sampler", None)
-        return (
-            _Episodes(batches)
-            if hasattr(batches, "set_epoch")
-            else getattr(self.loader, "sampler", None)
-        )
+        if hasattr(batches, "set_epoch"):
+            return _Episodes(batches)
+        return getattr(self.loader, "sampler", None)
 
     def __len__(self) -> int:
         return len(self.loader)

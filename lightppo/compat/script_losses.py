@@ -43,7 +43,8 @@ def _mean_of(
     if not rows.any():
         return zero_where_masked(tensors[0], mask).sum()
     if not rows.all():
-        tensors, mask = [tensor[rows] for tensor in tensors], mask[rows]
+        tensors = [tensor[rows] for tensor in tensors]
+        mask = mask[rows]
         named = {key: value[rows] for key, value in named.items()}
     loss = fn(*tensors, action_mask=mask, **named)
     if not isinstance(loss, Tensor) or loss.dim() > 0:
@@ -133,13 +134,13 @@ class _PretrainLoss(GPTLMLoss):
         if normalizer_tokens is None:
             return self.fn(logits, labels)
         tokens = self.num_tokens(labels)
-        return (
-            self.fn(logits, labels) * (tokens * dp_size / normalizer_tokens)
-            if tokens
-            else logits.sum() * 0.0
-        )
+        if tokens:
+            return self.fn(logits, labels) * (tokens * dp_size / normalizer_tokens)
+        return logits.sum() * 0.0
 
 
 def pretrain_loss_of(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``ptx_loss_fn`` as the trainer calls it."""
-    return fn if hasattr(fn, "num_tokens") else _PretrainLoss(fn)
+    if hasattr(fn, "num_tokens"):
+        return fn
+    return _PretrainLoss(fn)

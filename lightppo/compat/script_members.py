@@ -42,7 +42,8 @@ class _GivenTracker:
     """A Weights & Biases run (or module), or a TensorBoard writer, that a script has set; the script ends it."""
 
     def __init__(self, name: str, given: Any) -> None:
-        self.replaces, self.given = name, given
+        self.replaces = name
+        self.given = given
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.replaces == "_wandb":
@@ -57,12 +58,15 @@ class _GivenTracker:
 def _is_tracker(sink: Any, name: str) -> bool:
     if isinstance(sink, _GivenTracker):
         return sink.replaces == name
-    return getattr(sink, "name", None) == "wandb" if name == "_wandb" else hasattr(sink, "writer")
+    if name == "_wandb":
+        return getattr(sink, "name", None) == "wandb"
+    return hasattr(sink, "writer")
 
 
 def _setting(path: str, apply: str | None = None) -> property:
     """Make an attribute of an option; when it is set, the trainer works with it."""
-    name, read = path.rpartition(".")[2], attrgetter(f"config.{path}")
+    name = path.rpartition(".")[2]
+    read = attrgetter(f"config.{path}")
 
     def write(trainer: Any, value: Any) -> None:
         trainer._set_options(**{name: value})
@@ -224,7 +228,9 @@ class ScriptMembers:
 
     @property
     def aux_loss(self) -> bool:
-        return self.config.loss.aux_loss_coef > 0 if self._aux_loss is None else self._aux_loss
+        if self._aux_loss is None:
+            return self.config.loss.aux_loss_coef > 0
+        return self._aux_loss
 
     @aux_loss.setter
     def aux_loss(self, value: bool) -> None:
@@ -249,9 +255,10 @@ class ScriptMembers:
 
     @pretrain_dataloader.setter
     def pretrain_dataloader(self, batches: Any) -> None:
-        self.pretraining.batches = (
-            pretrain_batches_of(batches) if isinstance(batches, Iterator) else batches
-        )
+        if isinstance(batches, Iterator):
+            self.pretraining.batches = pretrain_batches_of(batches)
+        else:
+            self.pretraining.batches = batches
 
     @property
     def recorder(self) -> Any | None:
@@ -328,15 +335,19 @@ class ScriptMembers:
         ``ckpt_path``. ``step_bar`` is not used: it is in the signature for scripts in the seed's style.
         """
         self.start_records()  # a loop of the user's own may come without fit()
-        status, outcomes = dict(logs_dict or {}), list(self.outcomes)
+        status = dict(logs_dict or {})
+        outcomes = list(self.outcomes)
         self.outcomes = ()
         if outcomes:  # of a loop of the script's own
             status = optimizer_status([[outcome] for outcome in outcomes], self.strategy) | status
         if global_step > self.state.global_step:  # of a loop of the user's own
             self.state.global_step = global_step
-        before, self.args_of_fit, self.client_states = self.args_of_fit, args, client_states
+        before = self.args_of_fit
+        self.args_of_fit = args
+        self.client_states = client_states
         self._wants_stop = super().finish_step(global_step, status)
-        self.args_of_fit, self.client_states = before, None
+        self.args_of_fit = before
+        self.client_states = None
 
     def finish_step_of_script(self, step: int, status: Mapping[str, float]) -> bool:
         """Do what ``finish_step`` does by ``save_logs_and_checkpoints``, which a script may have replaced."""
@@ -348,7 +359,8 @@ class ScriptMembers:
 
     def write_checkpoint_of_script(self, step: int) -> None:
         """Write a checkpoint with what a script adds, by its ``_save_checkpoint`` if there is one. Collective."""
-        tag, state = tag_of(step), self.whole_state()
+        tag = tag_of(step)
+        state = self.whole_state()
         own = {name: state[name] for name in (*self.states, *self.states_of_ranks)}
         state = state | dict(self.client_states or {}) | own
         if not self.overrides("_save_checkpoint"):
@@ -408,7 +420,8 @@ class ScriptMembers:
             "pretrain_dataloader": self.pretrain_dataloader,
         }
         if self.owns_parts and self.prompts is not None:
-            rollout, training = self.config.rollout, self.config.training
+            rollout = self.config.rollout
+            training = self.config.training
             prompts = self.steps_per_episode() * rollout.rollout_batch_size
             samples = prompts * rollout.n_samples_per_prompt * training.max_epochs
             arguments["num_update_steps_per_episodes"] = math.ceil(

@@ -72,10 +72,8 @@ class ActorLanguage(Actor):
 
 def check_actor(config: PPOConfig, actor: Any) -> None:
     """ConfigError for an actor with a share of tokens that the loss does not have."""
-    of_actor, of_loss = (
-        getattr(actor, "high_entropy_token_ratio", 0.0),
-        config.loss.high_entropy_token_ratio,
-    )
+    of_actor = getattr(actor, "high_entropy_token_ratio", 0.0)
+    of_loss = config.loss.high_entropy_token_ratio
     if of_actor and of_actor != of_loss:
         name = "high_entropy_token_ratio"
         raise ConfigError(
@@ -139,4 +137,5 @@ class NaiveReplayBuffer(ReplayBuffer):
     ) -> None:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         super().__init__(sample_batch_size, limit, cpu_offload, device)
-        self.packing_samples, self.target_device = packing_samples, self.device
+        self.packing_samples = packing_samples
+        self.target_device = self.device

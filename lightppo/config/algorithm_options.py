@@ -154,14 +154,17 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
 
     @staticmethod
     def facts(config: Any) -> Mapping[str, bool]:
-        return {"whitening": False} if config.algorithm.adv_norm_by else {}
+        if config.algorithm.adv_norm_by:
+            return {"whitening": False}
+        return {}
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
         algorithm = config.algorithm
         if algorithm.adv_norm_by:
             return {"adv_norm": False, "adv_norm_eps": None}
-        given, by_default = algorithm.adv_norm, estimator_entry(config).whiten
+        given = algorithm.adv_norm
+        by_default = estimator_entry(config).whiten
         if not (by_default if given is None else given):
             return {}
         return {"adv_norm_eps": 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8}

@@ -207,7 +207,9 @@ def _typed(value: str | list[str], option: Option) -> Any:
     if get_origin(option.kind) is Literal:
         meant |= {str(choice): choice for choice in get_args(option.kind)}
     if isinstance(value, list):
-        return None if value == ["None"] and option.may_be_none else value
+        if value == ["None"] and option.may_be_none:
+            return None
+        return value
     return meant.get(value, value)
 
 

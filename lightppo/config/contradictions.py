@@ -59,7 +59,8 @@ def first_of_each(messages: Iterable[str]) -> list[str]:
 
 
 def _batches(options: SimpleNamespace) -> Iterator[str]:
-    batch, parts = options.train_batch_size, options.ppo_n_minibatches
+    batch = options.train_batch_size
+    parts = options.ppo_n_minibatches
     samples = f"the {options.samples} samples of a rollout"
     product = f"(--rollout_batch_size {options.rollout_batch_size} × --n_samples_per_prompt {options.n_samples_per_prompt})"
     if parts and options.samples % parts:
@@ -88,7 +89,8 @@ def _sampling(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _algorithm(options: SimpleNamespace) -> Iterator[str]:
-    samples, estimator = options.n_samples_per_prompt, estimator_entry(options.config)
+    samples = options.n_samples_per_prompt
+    estimator = estimator_entry(options.config)
     name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"
     least = estimator.min_group_size
     if samples < least:

@@ -126,7 +126,8 @@ def notes(config: Any, given: Iterable[str]) -> Iterator[str]:
 
 def _of_rollouts(config: Any, given: Iterable[str]) -> dict[str, bool]:
     """Options of rollouts that were given for an evaluation; and whether each is at its default."""
-    flat, options = config.flat(), {one.name: one for one in config.all_options()}
+    flat = config.flat()
+    options = {one.name: one for one in config.all_options()}
     names = [name for name in given if name in _OF_EVALUATION] if flat.get("val_only") else []
     return {name: not options[name].is_set(flat[name]) for name in names}
 

@@ -25,14 +25,13 @@ _ALL = "--help all shows all options"
 
 def help_text(prog: str, everything: bool, kind: type[OptionSet] = PPOConfig) -> str:
     """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
-    usage, screen, what = (
-        "--pretrain MODEL --dataset FILE",
-        getattr(kind, "screen", {}),
-        kind.__doc__,
-    )
+    usage = "--pretrain MODEL --dataset FILE"
+    screen = getattr(kind, "screen", {})
+    what = kind.__doc__
     if kind is PPOConfig:
         usage = "--pretrain MODEL --prompt_data FILE --reward_fn FILE.py"
-        screen, what = _SCREEN, "Train a causal language model with PPO."
+        screen = _SCREEN
+        what = "Train a causal language model with PPO."
     lines = [f"usage: {prog} {usage} [--config FILE.yaml] [flags]"]
     if everything:
         lines += ["", f"{what} One process per GPU (or CPU rank): deepspeed, torchrun or python."]

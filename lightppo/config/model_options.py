@@ -163,7 +163,9 @@ class AdapterConfig(Section, of="weights"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        return {"lora_alpha": 16.0, "lora_dropout": 0.0} if config.adapter.lora_rank > 0 else {}
+        if config.adapter.lora_rank > 0:
+            return {"lora_alpha": 16.0, "lora_dropout": 0.0}
+        return {}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:

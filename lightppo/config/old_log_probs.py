@@ -62,7 +62,8 @@ def _weighs_tokens_before(config: Any) -> bool:
 
 def _takes_one_step(config: Any) -> bool:
     """Whether each rollout is trained on in one optimizer step."""
-    training, rollout = config.training, config.rollout
+    training = config.training
+    rollout = config.rollout
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     return training.max_epochs == 1 and training.train_batch_size == samples
 

@@ -87,9 +87,9 @@ def _word(word: str, flags: Collection[str]) -> str:
     name, equals, _ = word.partition("=")
     if name.startswith("-"):
         flag = f"-{name}".replace("-", "_").replace("__", "--", 1)
-        return (
-            f": write {flag}, with two dashes" if flag in flags else nearest(flag, flags, "option")
-        )
+        if flag in flags:
+            return f": write {flag}, with two dashes"
+        return nearest(flag, flags, "option")
     return (
         other_trainers.hint(name, flags=flags)
         or ": write --NAME VALUE" * bool(equals)

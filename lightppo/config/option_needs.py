@@ -50,7 +50,8 @@ def facts_of(config: Any) -> dict[str, bool]:
     """Which of these conditions hold, but for those of reward sources; of a command without a policy none is known."""
     if config.command != "ppo":
         return {}
-    estimator, whitens = estimator_entry(config), config.algorithm.adv_norm
+    estimator = estimator_entry(config)
+    whitens = config.algorithm.adv_norm
     facts = {
         "sampling": config.rollout.do_sample and config.rollout.temperature > 0,
         "critic": estimator.needs_critic,
@@ -79,7 +80,8 @@ def condition_text(condition: str) -> str:
     ``"dynamic_sampling"`` (given or true), ``"zero_stage=2|3"``, ``"rollout_check!=off"``, ``"lora_rank>0"``, one of
     :func:`conditions`, or several of these with ``" or "`` between.
     """
-    texts, known = [], conditions()
+    texts = []
+    known = conditions()
     for name, sign, value in map(_parts, condition.split(" or ")):
         words = {
             "": "",
@@ -117,7 +119,8 @@ def _parts(condition: str) -> tuple[str, str, str]:
 
 def problems(options: SimpleNamespace) -> Iterator[str]:
     """Options without what they need, and such as exclude each other; ``options`` as of ``Section.problems``."""
-    config, given = options.config, options.config.flat()
+    config = options.config
+    given = options.config.flat()
     options.facts = facts_of(config)
     of_trainer = config.of_trainer()
     declared = {
@@ -167,7 +170,8 @@ def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
     Returns:
         what they need, in words → their names.
     """
-    flat, found = config.flat(), {}
+    flat = config.flat()
+    found = {}
     idle = [
         one
         for one in config.all_options()

@@ -87,7 +87,9 @@ def _exact(title: str) -> dict[str, Row]:
 
 def _text(row: Row, pattern: str, name: str) -> str:
     text = row.text_of(pattern)
-    return f"`--{name.rpartition('.')[2]}`" if text == LAST_PART else text
+    if text == LAST_PART:
+        return f"`--{name.rpartition('.')[2]}`"
+    return text
 
 
 def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
@@ -172,7 +174,8 @@ def with_tables(page: str) -> str:
 
 
 def _table(markers: re.Match[str]) -> str:
-    same, lines = [], [f"{markers[2].split()[0]} | lightppo", "---|---"]
+    same = []
+    lines = [f"{markers[2].split()[0]} | lightppo", "---|---"]
     for names, texts in tables()[markers[2]]:
         if texts == ["="]:
             same += names

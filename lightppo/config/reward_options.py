@@ -103,7 +103,9 @@ class RewardConfig(Section, of="trainer"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        return {} if config.reward.overlong_buffer_len is None else {"overlong_penalty_factor": 1.0}
+        if config.reward.overlong_buffer_len is None:
+            return {}
+        return {"overlong_penalty_factor": 1.0}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
@@ -137,7 +139,8 @@ def _score_norm(options: Any) -> Iterator[str]:
 
 
 def _reward_inputs(options: Any) -> Iterator[str]:
-    models, tokenizers = len(options.reward_pretrain), len(options.reward_input_tokenizer)
+    models = len(options.reward_pretrain)
+    tokenizers = len(options.reward_input_tokenizer)
     if models and tokenizers not in (0, 1, models):
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
 

@@ -139,7 +139,8 @@ def source_problems(options: Any) -> Iterator[str]:
         return
     yield from wrong_reward("reward_fn", options.reward_fn)
     try:
-        plan, further = reward_plan(options.config), further_sources(options.config)
+        plan = reward_plan(options.config)
+        further = further_sources(options.config)
     except ConfigError:  # which is told by itself
         return
     if plan is None:

@@ -449,11 +449,9 @@ def _prompt_filter(options: Any) -> Iterator[str]:
 
 
 def _selection(options: Any) -> Iterator[str]:
-    samples, size, batch = (
-        options.n_samples_per_prompt,
-        options.generation_size,
-        options.gen_batch_size,
-    )
+    samples = options.n_samples_per_prompt
+    size = options.generation_size
+    batch = options.gen_batch_size
     if size < samples:
         yield f"--generation_size {size} is below --n_samples_per_prompt {samples}: raise it, or leave it out"
     if size == samples and options.best_of_n_tie != "shorter":

@@ -51,7 +51,8 @@ def needs_reference(config: Any) -> bool:
 
 def reference_is_actor(config: Any) -> bool:
     """Whether the reference is the actor with its adapters off, and no model of its own."""
-    trains_adapters, compares = config.adapter.lora_rank > 0, config.algorithm.init_kl_coef > 0
+    trains_adapters = config.adapter.lora_rank > 0
+    compares = config.algorithm.init_kl_coef > 0
     is_the_same = config.model.ref_pretrain in (None, config.model.pretrain)
     return trains_adapters and compares and is_the_same
 
@@ -104,12 +105,17 @@ def moves_reference(config: Any) -> bool:
 
 def compute_dtype(config: Any) -> Literal["float32", "bfloat16", "float16"]:
     """Torch's name of the type that models are held and run in; fp32 master copies and averages are beside it."""
-    return "bfloat16" if config.model.bf16 else "float16" if config.model.fp16 else "float32"
+    if config.model.bf16:
+        return "bfloat16"
+    if config.model.fp16:
+        return "float16"
+    return "float32"
 
 
 def of_role(config: Any, role: Literal["actor", "critic"]) -> SimpleNamespace:
     """What the actor, or the critic, has of the options that are ``per_role``; of a resolved config."""
-    flat, prefix = config.flat(), "" if role == "actor" else f"{role}_"
+    flat = config.flat()
+    prefix = "" if role == "actor" else f"{role}_"
     return SimpleNamespace(
         **{one.name: flat[prefix + one.name] for one in config.all_options() if one.per_role}
     )
@@ -226,9 +232,13 @@ _NO_VARIABLES = frozenset(
 
 def resolutions(config: Any) -> dict[str, Any]:
     """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
-    model, algorithm, loss_options = config.model, config.algorithm, config.loss
-    training, strategy = config.training, config.strategy
-    estimator, loss = estimator_entry(config), policy_loss_entry(config)
+    model = config.model
+    algorithm = config.algorithm
+    loss_options = config.loss
+    training = config.training
+    strategy = config.strategy
+    estimator = estimator_entry(config)
+    loss = policy_loss_entry(config)
     frozen_stage = 3 if strategy.zero_stage == 3 else 0
     use_kl_loss = _or(
         algorithm.use_kl_loss,
@@ -281,12 +291,12 @@ def resolutions(config: Any) -> dict[str, Any]:
 
 def _critic_resolutions(config: Any) -> dict[str, Any]:
     """The critic's options: as the actor's, but for where it starts."""
-    model, strategy = config.model, config.strategy
-    reward_model = (
-        model.reward_pretrain[0]
-        if model.reward_pretrain and not model.init_critic_from_actor
-        else None
-    )
+    model = config.model
+    strategy = config.strategy
+    if model.reward_pretrain and not model.init_critic_from_actor:
+        reward_model = model.reward_pretrain[0]
+    else:
+        reward_model = None
     stage = _or(strategy.critic_zero_stage, strategy.zero_stage)
     meant = {
         "critic_pretrain": reward_model or model.pretrain,

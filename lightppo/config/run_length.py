@@ -18,7 +18,8 @@ def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int
     From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
     the optimizer steps per episode.
     """
-    rollout, training = config.rollout, config.training
+    rollout = config.rollout
+    training = config.training
     if hasattr(dataloader, "__len__"):
         prompts = len(dataloader) * generation_batch(config)
         return math.ceil(prompts / rollout.rollout_batch_size)
@@ -30,7 +31,8 @@ def optimizer_steps(
     config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
 ) -> int:
     """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
-    rollout, training = config.rollout, config.training
+    rollout = config.rollout
+    training = config.training
     epochs = of_role(config, role).max_epochs or 0  # None: there is no critic
     rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
     if role == "actor":

@@ -362,10 +362,8 @@ class DPOConfig(SupervisedConfig):
 
     def known(self) -> dict[str, Any]:
         values = super().known()
-        entry, averages = (
-            PREFERENCE_LOSSES.find(values["preference_loss"]),
-            values["average_log_probs"],
-        )
+        entry = PREFERENCE_LOSSES.find(values["preference_loss"])
+        averages = values["average_log_probs"]
         own = entry.completed(
             {name: values[name] for name in entry.defaults}, values["preference_loss"]
         )

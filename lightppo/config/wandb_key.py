@@ -15,7 +15,12 @@ def take_wandb_key(arguments: Sequence[str]) -> list[str]:
     kept: list[str] = []
     for before, text in zip(["", *arguments], arguments):
         with_key = text.startswith("--use_wandb=")
-        key = text.partition("=")[2] if with_key else text if before == "--use_wandb" else ""
+        if with_key:
+            key = text.partition("=")[2]
+        elif before == "--use_wandb":
+            key = text
+        else:
+            key = ""
         if not key or key.startswith("-") or key in ("True", "False", "None"):
             kept.append(text)
             continue

@@ -45,7 +45,8 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
 def read_rows(config: Any, name: str, split: str, strategy: Any) -> Dataset:
     """Read the rows of an option, blended as ``--NAME_probs`` says; of prompts with their ``--prompt_metadata``."""
     flat = config.flat()
-    probs, seed = flat.get(f"{name}_probs"), config.strategy.seed
+    probs = flat.get(f"{name}_probs")
+    seed = config.strategy.seed
     rows = blending_datasets(flat[name], probs, strategy, seed, train_split=split, flag=f"--{name}")
     if name not in ("prompt_data", "eval_data"):
         return rows
@@ -293,11 +294,9 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
 
 def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
     """Read the first rows of a file or folder of this machine; None for URLs and hub names, copied as a whole."""
-    return (
-        None
-        if is_url(source) or _is_hub_name(source, flag)
-        else _load_source(source, split, count, flag)
-    )
+    if is_url(source) or _is_hub_name(source, flag):
+        return None
+    return _load_source(source, split, count, flag)
 
 
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
@@ -326,7 +325,8 @@ def _load_saved(source: str, split: str, flag: str) -> Dataset | None:
         return None
     from datasets import DatasetDict, load_from_disk
 
-    saved, shown = load_from_disk(str(path)), shown_url(source)
+    saved = load_from_disk(str(path))
+    shown = shown_url(source)
     if not isinstance(saved, DatasetDict):
         return with_origins(saved, shown)
     if split not in saved:

@@ -232,7 +232,8 @@ Written = Callable[[Chat], str]  # a chat through a template; a ValueError where
 def with_calls(messages: Chat, written: Written) -> str:
     """Write a chat through a template, arguments of calls as objects; as texts, where the template cannot write objects."""
     calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
-    refusal, text = None, ""
+    refusal = None
+    text = ""
     try:
         text = written(messages)
     except ValueError as error:

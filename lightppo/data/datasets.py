@@ -56,7 +56,9 @@ class PreparedDataset(TorchDataset):
         self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
     ) -> None:
         """Encode the rows; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
-        self.dataset, self.template, self.fields = dataset, template, fields
+        self.dataset = dataset
+        self.template = template
+        self.fields = fields
         self.tokenizer = template.tokenizer
         parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
         columns = fields.columns_in(dataset.column_names)

@@ -18,7 +18,9 @@ class ExactJson(Json):
         return json.dumps(example_data)
 
     def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
-        return None if example_data is None else json.loads(example_data)
+        if example_data is None:
+            return None
+        return json.loads(example_data)
 
     def cast_storage(self, storage: pa.Array) -> pa.Array:
         if not pa.types.is_string(storage.type):
@@ -49,10 +51,12 @@ def _exact(feature: Any) -> Any:
         return ExactJson() if feature.decode else feature
     if isinstance(feature, dict):
         inner = {name: _exact(each) for name, each in feature.items()}
-        return feature if all(inner[name] is each for name, each in feature.items()) else inner
+        if all(inner[name] is each for name, each in feature.items()):
+            return feature
+        return inner
     within = getattr(feature, "feature", None)  # of List and LargeList
     if within is None or (inner := _exact(within)) is within:
         return feature
-    return (
-        type(feature)(inner, feature.length) if hasattr(feature, "length") else type(feature)(inner)
-    )
+    if hasattr(feature, "length"):
+        return type(feature)(inner, feature.length)
+    return type(feature)(inner)

@@ -117,7 +117,8 @@ def read_example(
     if output is None and fields.completion_required:
         raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
     if output is None and fields.preference and row.get("chosen") is not None:
-        output, answer = "chosen", row["chosen"]
+        output = "chosen"
+        answer = row["chosen"]
     # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
     finished = isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
     if finished and not fields.completion_required:
@@ -144,7 +145,8 @@ def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, st
     """Return prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return prompt, answer
-    chat, answer = as_chat(prompt, "user"), as_chat(answer, "assistant")
+    chat = as_chat(prompt, "user")
+    answer = as_chat(answer, "assistant")
     repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
     return chat, answer[len(chat) :] if repeated else answer
 
@@ -173,7 +175,8 @@ def read_pair(
     if isinstance(prompt, str) and all(
         isinstance(x, str) and x.startswith(prompt) for x in (chosen, rejected)
     ):
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        chosen = chosen[len(prompt) :]
+        rejected = rejected[len(prompt) :]
     _, chosen = after_prompt(prompt, chosen)
     prompt, rejected = after_prompt(prompt, rejected)
     if type(chosen) is not type(rejected):

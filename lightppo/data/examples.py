@@ -54,7 +54,9 @@ class Example(NamedTuple):
 
 def examples_of(rows: PreparedDataset, position: int) -> list[Example]:
     """Return a row as texts and ids: its prompt with each of its answers, of which a prompt for rollouts has none."""
-    return rows.examples(position) if isinstance(rows, SFTDataset) else [Example(rows[position])]
+    if isinstance(rows, SFTDataset):
+        return rows.examples(position)
+    return [Example(rows[position])]
 
 
 class SFTDataset(PreparedDataset):
@@ -115,9 +117,11 @@ class SFTDataset(PreparedDataset):
             if pretrain_mode or setting(strategy, "apply_chat_template", apply_chat_template):
                 input_template = None
             strategy = with_args(args, input_template=input_template)
-        self.overlong_cure, self.multiturn = overlong_cure, multiturn
+        self.overlong_cure = overlong_cure
+        self.multiturn = multiturn
         self.max_len = _one_length(max_length, max_len)
-        self.pretrain_mode, self.padding_side = pretrain_mode, padding_side
+        self.pretrain_mode = pretrain_mode
+        self.padding_side = padding_side
         self.truncation = truncation or ("right" if pretrain_mode else "error")
         check_choice("truncation", self.truncation, SFTTruncation)
         check_choice("padding_side", padding_side, PaddingSide)
@@ -135,17 +139,13 @@ class SFTDataset(PreparedDataset):
             form["system_prompt"] = system_prompt
         of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
         of_row |= fields
+        workers = num_processors if num_workers is None else num_workers
         super().__init__(
             dataset,
             PromptTemplate(tokenizer, **_settings(strategy, form)),
             resolve_example_fields(columns_of(dataset), **_settings(strategy, of_row)),
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
-            num_workers=setting(
-                strategy,
-                "data_num_workers",
-                num_processors if num_workers is None else num_workers,
-                0,
-            ),
+            num_workers=setting(strategy, "data_num_workers", workers, 0),
             ranks=ranks,
         )
 
@@ -185,8 +185,10 @@ class SFTDataset(PreparedDataset):
             self.ids_of(position),
             self._rows.first_answers[position],
         )
-        rendered, prompt = self._render_row(self.row(number)), self.prompt_ids_of(position)
-        rest, examples = ids[len(prompt) :], []
+        rendered = self._render_row(self.row(number))
+        prompt = self.prompt_ids_of(position)
+        rest = ids[len(prompt) :]
+        examples = []
         answers = [rest[:first], rest[first:]] if first else [rest]
         learned = self._rows.learned(position)[len(prompt) :]
         for (start, whole, *_), answer in zip(rendered if first else [rendered], answers):
@@ -200,7 +202,9 @@ class SFTDataset(PreparedDataset):
     def _pad_id(self) -> int:
         """Return an id for padding. Any will do: it is masked and has no label."""
         tokenizer = self.tokenizer
-        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        if tokenizer.pad_token_id is None:
+            return tokenizer.eos_token_id
+        return tokenizer.pad_token_id
 
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
@@ -271,7 +275,9 @@ class SFTDataset(PreparedDataset):
 
     def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
-        ids, learned, place = [], [], 0
+        ids = []
+        learned = []
+        place = 0
         for begin, end in spans:
             for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
                 new = self._ids_of_piece(piece, is_first=not ids)
@@ -279,7 +285,8 @@ class SFTDataset(PreparedDataset):
                 learned += [is_learned] * len(new)
             place = end
         rest = self._ids_of_piece(text[place:], is_first=False)
-        ids, learned = ids + rest, learned + [False] * len(rest)
+        ids = ids + rest
+        learned = learned + [False] * len(rest)
         ends = ids[-1:] != [self.tokenizer.eos_token_id]
         return ids + [self.tokenizer.eos_token_id] * ends, learned + [True] * ends
 
@@ -302,7 +309,9 @@ class SFTDataset(PreparedDataset):
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         outcomes = super()._encode_chunk(rows)
-        return [_left_out(outcome) for outcome in outcomes] if self.of_script else outcomes
+        if self.of_script:
+            return [_left_out(outcome) for outcome in outcomes]
+        return outcomes
 
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
         if not (self.of_script and self.truncation == "right" and not self.pretrain_mode):
@@ -366,4 +375,6 @@ def script_args(strategy: Any, tokenizer: Any, multiple_of: int) -> Any:
 
 def with_args(args: Any, **changes: Any) -> Any:
     """Return a strategy whose ``args`` are the script's with these changes."""
-    return None if args is None else SimpleNamespace(args=SimpleNamespace(**vars(args) | changes))
+    if args is None:
+        return None
+    return SimpleNamespace(args=SimpleNamespace(**vars(args) | changes))

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # of a file that the ranks of a node do not parse each for itself
-SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000
+SHARED_BYTES = 64 << 20
+SHARED_ROWS = 1000
 
 
 def read_json(path: str | Path, name: str, limit: int | None) -> Dataset:
@@ -56,7 +57,9 @@ def read_arrow(path: str | Path, name: str, limit: int | None) -> Dataset:
 
 
 def _first(dataset: Dataset, limit: int | None) -> Dataset:
-    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+    if limit is None:
+        return dataset
+    return dataset.select(range(min(limit, len(dataset))))
 
 
 def _parsed_once(
@@ -77,7 +80,8 @@ def _shared(read: Callable[[], Dataset], name: str, key: Any) -> Dataset:
     from datasets.arrow_writer import ArrowWriter
 
     def write(target: Path) -> None:
-        rows, part = read(), f"{target}.partial"
+        rows = read()
+        part = f"{target}.partial"
         with ArrowWriter(path=part, features=rows.features) as writer:
             writer.write_table(rows.data.table)
             writer.finalize()  # closing alone would hide a full disk

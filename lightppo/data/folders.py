@@ -155,7 +155,9 @@ def file_problem(file: Path) -> str | None:
             return "is empty: download it again"
         if file.suffix != ".safetensors":
             is_cut = start[:2] == b"PK" and not zipfile.is_zipfile(file)
-            return f"is not complete ({size:,} bytes): download it again" if is_cut else None
+            if is_cut:
+                return f"is not complete ({size:,} bytes): download it again"
+            return None
         header_bytes = int.from_bytes(start[:8], "little")
         if header_bytes > size - 8:
             is_header = size > 8 and stream.seek(8) and stream.read(1) == b"{"
@@ -173,8 +175,6 @@ def file_problem(file: Path) -> str | None:
     whole = 8 + header_bytes + max(ends, default=0)
     if size > whole:
         return f"is damaged: it has {size:,} bytes, and by its header {whole:,}: download it again"
-    return (
-        None
-        if size == whole
-        else f"is not complete: {size:,} of {whole:,} bytes; download it again"
-    )
+    if size == whole:
+        return None
+    return f"is not complete: {size:,} of {whole:,} bytes; download it again"

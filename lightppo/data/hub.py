@@ -62,7 +62,9 @@ def _why_not(name: str, kind: Kind) -> str | None:
             return f"{type(error).__name__}: the hub cannot be reached"
         if response.status_code in (401, 403):
             return "the hub does not have it, or not for you (HF_TOKEN)"
-        return "the hub does not have it" if response.status_code == 404 else None
+        if response.status_code == 404:
+            return "the hub does not have it"
+        return None
     _FOUND.add((name, kind))
     return None
 
@@ -75,4 +77,6 @@ def mistyped_path(path: str) -> str:
         os.listdir(beside) if beside.is_dir() and os.access(beside, os.R_OK) else ()
     )
     matches = similar(named.name, names)
-    return f"; there is {Path(path).parent / matches[0]}" if matches else ""
+    if matches:
+        return f"; there is {Path(path).parent / matches[0]}"
+    return ""

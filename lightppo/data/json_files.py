@@ -170,7 +170,9 @@ def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
 
 def _written(value: Any, feature: Any) -> Any:
     """Return a chat or a list of tools as it was before a table put nulls into it; other values as they are."""
-    return chat_without_nulls(value, feature) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return chat_without_nulls(value, feature)
+    return value
 
 
 def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:

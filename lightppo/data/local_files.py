@@ -37,7 +37,8 @@ def load_source(source: str, split: str, flag: str, limit: int | None = None) ->
         raise DataError(f"{flag}: {error}") from error
     if not path.exists():
         raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()})")
-    shown, parts = shown_url(source), {}
+    shown = shown_url(source)
+    parts = {}
     names = _files_of_split(path, shown, split, flag) if path.is_dir() else [""]
     for name in names:
         whole = f"{shown.rstrip('/')}/{name}" if name else shown
@@ -95,7 +96,9 @@ def file_format(path: str | Path) -> str | None:
     suffixes = [s.lower() for s in Path(path).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
+    if suffixes and suffixes[-1] in FORMATS:
+        return suffixes[-1]
+    return None
 
 
 def known_format(path: str | Path, name: str) -> str:

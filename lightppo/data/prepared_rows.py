@@ -95,7 +95,8 @@ class PreparedRows:
 
     def learned(self, position: int) -> np.ndarray:
         """Return whether each id of the kept row at this position is learned. (S,)"""
-        start, end = self.offsets[position], self.offsets[position + 1]
+        start = self.offsets[position]
+        end = self.offsets[position + 1]
         if len(self.flat_learned):
             return self.flat_learned[start:end]
         return np.arange(end - start) >= self.prompt_lengths[position]
@@ -141,7 +142,8 @@ def prepare_rows(
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
     rows = DatasetRows(dataset, columns, encode_chunk, on_bad_row)
     arrays, dropped, bad = encode_by_shares(rows, num_workers, ranks or Alone())
-    lengths, truncated = arrays.pop("lengths"), int(arrays["truncated"].sum())
+    lengths = arrays.pop("lengths")
+    truncated = int(arrays["truncated"].sum())
     report = DatasetReport(len(dataset), len(lengths), truncated, dict(dropped), bad)
     if report.kept < report.rows or report.truncated:
         report.warn()
@@ -226,7 +228,10 @@ def encode_by_shares(rows: DatasetRows, num_workers: int, ranks: Ranks) -> Encod
         return rows.encoded(share, _outcomes(rows, share, num_workers))
     import torch  # a look at rows before a run starts loads none
 
-    arrays, dropped, skipped, failure = {}, Counter(), [], None
+    arrays = {}
+    dropped = Counter()
+    skipped = []
+    failure = None
     try:
         arrays, dropped, skipped = rows.encoded(share, _outcomes(rows, share, num_workers))
     except Exception as error:  # the others wait

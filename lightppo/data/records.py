@@ -62,7 +62,9 @@ class Rollout:
     @property
     def trained_length(self) -> int:
         """How many response ids were sampled."""
-        return len(self.response_ids) if self.trained is None else sum(self.trained)
+        if self.trained is None:
+            return len(self.response_ids)
+        return sum(self.trained)
 
 
 def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:

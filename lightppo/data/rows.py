@@ -90,7 +90,8 @@ def resolve_fields(
     prompt = known_keys(prompt_keys, columns)
     if (input_key or DEFAULT_INPUT_KEY) != DEFAULT_INPUT_KEY:
         require_column(input_key, columns, "--input_key")
-        prompt, prompt_of_pair = (input_key,), False
+        prompt = (input_key,)
+        prompt_of_pair = False
     if not prompt and not prompt_of_pair and not has_prompt:
         raise _no_prompt_column(columns)
     return RowFields(prompt, label, label_key is not None, prompt_of_pair)
@@ -187,7 +188,9 @@ def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
 
 def as_chat(prompt: str | Chat, role: str) -> Chat:
     """Return a chat as it is, a text as one message."""
-    return prompt if isinstance(prompt, list) else [{"role": role, "content": prompt}]
+    if isinstance(prompt, list):
+        return prompt
+    return [{"role": role, "content": prompt}]
 
 
 def text_or_chat(value: Any, where: str) -> str | Chat:
@@ -292,14 +295,18 @@ def chat_without_nulls(value: Any, feature: Any) -> Any:
 
 def _within(feature: Any) -> Any:
     """Return the feature of a list's values; None: it is no list."""
-    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(feature, list):
+        return feature[0]
+    return getattr(feature, "feature", None)
 
 
 def pair_of(row: Mapping[str, Any]) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Return the common beginning of ``chosen`` and ``rejected``, and the rest of both."""
-    chosen, rejected = row["chosen"], row["rejected"]
+    chosen = row["chosen"]
+    rejected = row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
-        chosen, rejected = checked_chat(chosen, "'chosen'"), checked_chat(rejected, "'rejected'")
+        chosen = checked_chat(chosen, "'chosen'")
+        rejected = checked_chat(rejected, "'rejected'")
     return split_pair(chosen, rejected)
 
 

@@ -50,8 +50,10 @@ def average_into(
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
     import deepspeed
 
-    source, target = unwrap_model(model), unwrap_model(ema_model)
-    source_params, target_params = dict(source.named_parameters()), dict(target.named_parameters())
+    source = unwrap_model(model)
+    target = unwrap_model(ema_model)
+    source_params = dict(source.named_parameters())
+    target_params = dict(target.named_parameters())
     shapes = [
         {name: full_shape(p) for name, p in params.items()}
         for params in (source_params, target_params)
@@ -72,11 +74,13 @@ def average_into(
             new = _matching_part(param, ema_param)
         old = ema_param.ds_tensor if is_sharded(ema_param) else ema_param.data
         if beta != 0.0:  # at 0 the old values do not count, even if they are not finite
-            place, dtype = device or old.device, torch.promote_types(old.dtype, new.dtype)
+            place = device or old.device
+            dtype = torch.promote_types(old.dtype, new.dtype)
             new = torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
         old.copy_(new)
         forget_secondary_shard(ema_param)
-    saved, buffers = target.state_dict(keep_vars=True).keys(), dict(source.named_buffers())
+    saved = target.state_dict(keep_vars=True).keys()
+    buffers = dict(source.named_buffers())
     for name, ema_buffer in target.named_buffers():
         if name in saved:  # the others are derived, some in every forward
             ema_buffer.copy_(buffers[name])

@@ -65,7 +65,8 @@ def drop_gradients(engine: Any) -> None:
     gradient until the first backward pass of the next step overwrites it. A parameter that gets its gradient only from
     a later pass would add to the old one; a parameter without a new gradient would be stepped with the old one.
     """
-    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
+    optimizer = engine.optimizer
+    kind = type(engine.optimizer).__name__
     engine.zero_grad()
     engine._unmanaged_backward_count = 0  # the next step counts samples by it
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: has only the parameters' gradients
@@ -204,7 +205,11 @@ class DeepspeedStrategy(DistributedStrategy):
     @property
     def dtype(self) -> torch.dtype:
         """The type that models are held and run in."""
-        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+        if self.bf16:
+            return torch.bfloat16
+        if self.fp16:
+            return torch.float16
+        return torch.float32
 
     @property
     def accumulated_gradient(self) -> int:
@@ -361,11 +366,10 @@ class DeepspeedStrategy(DistributedStrategy):
         offloads = self.param_offload if param_offload is None else param_offload
         config = self._config(self.dtype, sharded=zero_stage == 3, offload=offloads)
         zero = config["zero_optimization"]
-        overlaps = (
-            on_cuda() and zero_stage == 3
-            if self.overlap_comm is None
-            else self.overlap_comm and zero_stage > 1
-        )
+        if self.overlap_comm is None:
+            overlaps = on_cuda() and zero_stage == 3
+        else:
+            overlaps = self.overlap_comm and zero_stage > 1
         zero |= {"stage": zero_stage, "overlap_comm": overlaps}
         if not on_cuda():
             zero |= {
@@ -465,7 +469,9 @@ class DeepspeedStrategy(DistributedStrategy):
         loss = self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
         scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
         scale = None if scaler is None else scaler.cur_scale
-        skipped, grad_norm, overflow = True, math.inf, False
+        skipped = True
+        grad_norm = math.inf
+        overflow = False
         if math.isfinite(loss):
             engine.step()  # moves the engine's own scheduler
             skipped = not engine.was_step_applied()

@@ -159,9 +159,10 @@ class DistributedStrategy:
             gathered = {key: self.all_gather(data[key]) for key in sorted(data)}
             return {key: gathered[key] for key in data}
         precise = torch.float64 if isinstance(data, float) else None
-        tensor = (
-            data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
-        )
+        if isinstance(data, torch.Tensor):
+            tensor = data.detach()
+        else:
+            tensor = torch.tensor(data, dtype=precise)
         local = tensor.reshape(1) if tensor.dim() == 0 else tensor
         sizes = self._each(torch.tensor([len(local)], device=self.device)).flatten().tolist()
         everything = local.new_empty((sum(sizes), *(row := local.shape[1:])))

@@ -136,7 +136,8 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
     it. If Python ends meanwhile, the process aborts after all its work is done: "terminate called without an active
     exception". Destroying the group does not help: DeepSpeed's hooks keep it. Without /proc, threads get a moment.
     """
-    deadline, before = time.monotonic() + seconds, None
+    deadline = time.monotonic() + seconds
+    before = None
     while time.monotonic() <= deadline:
         time.sleep(0.03)  # releases the lock; a waiting thread asks for it every 5 ms
         now = _torch_threads()
@@ -153,7 +154,9 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
     Python's may be one, but for those that wait for sockets.
     """
     named_only = on_cuda()
-    threads, unnamed, python = {}, {}, {str(thread.native_id) for thread in threading.enumerate()}
+    threads = {}
+    unnamed = {}
+    python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in TASKS.iterdir() if TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())

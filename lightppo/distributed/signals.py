@@ -44,7 +44,8 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int, on_all_ranks: bool = False) -> None:
         super().__init__(128 + number)
-        self.name, self.on_all_ranks = signal.Signals(number).name, on_all_ranks
+        self.name = signal.Signals(number).name
+        self.on_all_ranks = on_all_ranks
 
 
 class _Watch:
@@ -133,9 +134,11 @@ class _Watch:
 
     def ask(self, number: int, launcher: str = "") -> None:
         """Note the first one. A later one ends the process, but for what a launcher hands on."""
-        now, name = time.monotonic(), signal.Signals(number).name
+        now = time.monotonic()
+        name = signal.Signals(number).name
         if not self.number:
-            self.since, self.number = now, number
+            self.since = now
+            self.number = number
             with contextlib.suppress(OSError):
                 self._outbox.send(b"\0")  # wakes the thread, whose time runs from now on
             if self.deferred and os.environ.get("RANK", "0") == "0":
@@ -162,7 +165,9 @@ class _NotebookWatch:
     """Interrupts of a notebook's cell: the first one waits for the end of the step, a second one is Python's own."""
 
     def __init__(self) -> None:
-        self.number, self.saved, self.deferred = 0, False, True
+        self.number = 0
+        self.saved = False
+        self.deferred = True
         self._before = signal.signal(signal.SIGINT, self._interrupted)
 
     def restore(self) -> None:
@@ -246,7 +251,8 @@ def safe_points(grace: float = GRACE) -> Iterator[None]:
         if (watch := _watch) is None:
             yield
             return
-        watch.grace, watch.deferred = grace, True
+        watch.grace = grace
+        watch.deferred = True
         yield
         watch.deferred, watch.number = False, 0  # a signal that came at the end has nothing to stop
 
@@ -318,7 +324,8 @@ class StopAtSignal(Callback):
     def stop(self, run: Any, step: int, number: int) -> None:
         """Save and end the process. Collective."""
         self.stopping = True
-        checkpoint, stop = run.config.checkpoint, Stopped(number, on_all_ranks=True)
+        checkpoint = run.config.checkpoint
+        stop = Stopped(number, on_all_ranks=True)
         saved = "nothing is saved"
         if run.keeps and not checkpoint.disable_ds_ckpt:
             run.save_checkpoint(step)
@@ -346,12 +353,14 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
             above.append((process.pid, " ".join(process.cmdline())))
     matches = [_LAUNCHER.match(command) for _, command in above]
     if launchers := [i for i, match in enumerate(matches) if match]:
-        last, command = launchers[-1], above[launchers[-1]][1]
+        last = launchers[-1]
+        command = above[launchers[-1]][1]
         # On a single node it is `deepspeed` that starts launch.py, and so.
         single = " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
-        gone = (
-            "deepspeed" if single and matches[last]["name"] == "deepspeed.launcher.launch" else ""
-        )
+        if single and matches[last]["name"] == "deepspeed.launcher.launch":
+            gone = "deepspeed"
+        else:
+            gone = ""
         named = zip(above[: last + 1], matches)
         return [(pid, match["name"] if match else command) for (pid, command), match in named], gone
     if above and not re.match(r"\S*python", above[0][1]):  # which may be a launcher of its own

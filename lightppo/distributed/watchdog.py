@@ -36,8 +36,11 @@ class Watchdog:
     """Looks whether the heartbeat of this process goes on; a context manager."""
 
     def __init__(self) -> None:
-        self._done, self._store, self._peers = threading.Event(), None, {}
-        self._rank, self._world = int(os.environ.get("RANK", "0")), 1
+        self._done = threading.Event()
+        self._store = None
+        self._peers = {}
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._world = 1
         # Asks the store, which never answers where the network is cut: torch waits for it without a limit.
         self._question: threading.Thread | None = None
         self._other_hangs = threading.Event()
@@ -51,17 +54,22 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        idle, seen, work = 0.0, None, self._work()
+        idle = 0.0
+        seen = None
+        work = self._work()
         while not self._done.wait(pause := min(_LOOK, (heartbeat.limit or 6) / 12)):
             if heartbeat.limit is None:
                 continue
             # For code that keeps Python's lock, such as a regular expression: this thread cannot say anything then.
             faulthandler.dump_traceback_later(heartbeat.limit + 2 * pause)
-            now, before, work = (heartbeat.beats, heartbeat.phases), work, self._work()
+            now = (heartbeat.beats, heartbeat.phases)
+            before = work
+            work = self._work()
             works = work[0] - before[0] > pause / 50 or work[1] - before[1] > 1 << 20
             moves = now != seen or (works and heartbeat.phase in _WORKING) or _in_debugger()
             # Looks, not a clock: a process that was stopped for a while is not late.
-            seen, idle = now, 0.0 if moves else idle + pause
+            seen = now
+            idle = 0.0 if moves else idle + pause
             if idle >= heartbeat.limit or self._peer_hangs():
                 self._end(idle)
         faulthandler.cancel_dump_traceback_later()  # it may have been set since __exit__
@@ -70,7 +78,9 @@ class Watchdog:
         """Return seconds on cores and bytes to and from disks, of this process and what it has started."""
         import psutil
 
-        seconds, size, process = 0.0, 0, psutil.Process()
+        seconds = 0.0
+        size = 0
+        process = psutil.Process()
         for one in (
             (process, *process.children(recursive=True)) if heartbeat.phase in _WORKING else ()
         ):
@@ -87,7 +97,8 @@ class Watchdog:
         import torch.distributed as dist
 
         try:
-            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+            self._rank = dist.get_rank()
+            self._world = dist.get_world_size()
             if self._world == 1:
                 return
             store = _second_connection(dist.distributed_c10d._get_default_store())
@@ -191,11 +202,10 @@ class Watchdog:
     def _report(self, idle: float) -> str:
         # Half the limit: ranks that wait for each other became silent at almost the same moment.
         hangs = idle >= (heartbeat.limit or 0) / 2
-        since = (
-            f"hangs, without a sign of life for {idle:.0f} s"
-            if hangs
-            else "moves, but another rank hangs"
-        )
+        if hangs:
+            since = f"hangs, without a sign of life for {idle:.0f} s"
+        else:
+            since = "moves, but another rank hangs"
         lines = [f"[rank {self._rank}] {since}: step {heartbeat.step}, phase {heartbeat.phase}"]
         places = []
         for ident, stack in _stacks().items():
@@ -210,11 +220,10 @@ class Watchdog:
                     f"  {name}:",
                     *("  " + line for line in "".join(stack.format()).rstrip().splitlines()),
                 ]
-        remedy = (
-            "; --reward_timeout limits a call"
-            if heartbeat.phase in ("reward", "rollout", "eval")
-            else ""
-        )
+        if heartbeat.phase in ("reward", "rollout", "eval"):
+            remedy = "; --reward_timeout limits a call"
+        else:
+            remedy = ""
         lines += [
             f"[rank {self._rank}] your code is at {place}{remedy}"
             for place in dict.fromkeys(places)
@@ -232,7 +241,8 @@ class Watchdog:
             return None
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        deadline, ended = time.monotonic() + _PATIENCE, {}
+        deadline = time.monotonic() + _PATIENCE
+        ended = {}
         while not ended and time.monotonic() < deadline:
             ended = {
                 rank: how
@@ -272,7 +282,8 @@ def _collectives() -> dict[str, int]:
 
 def _behind(issued: dict[int, dict[str, int]]) -> list[int]:
     """Return the ranks that others wait for and that wait for nobody; ``issued``: of each rank, see :func:`_collectives`."""
-    awaited, waiting = set(), set()
+    awaited = set()
+    waiting = set()
     for group in set().union(*issued.values()):
         counts = {rank: of_rank[group] for rank, of_rank in issued.items() if group in of_rank}
         awaited |= {rank for rank, count in counts.items() if count < max(counts.values())}
@@ -316,12 +327,15 @@ def _how_it_ended(pid: int) -> str | None:
         return ""
     if fields[0] not in "ZX":
         return None
-    number, code = int(fields[-1]) & 0x7F, int(fields[-1]) >> 8
+    number = int(fields[-1]) & 0x7F
+    code = int(fields[-1]) >> 8
     if number == signal.SIGKILL:
         return "killed by signal 9 (SIGKILL), by the system if memory ran out"
     if number:
         return f"killed by signal {number} ({signal.Signals(number).name})"
-    return "" if code in (1, EXIT_CODE) or code > 128 else f"exit code {code}"
+    if code in (1, EXIT_CODE) or code > 128:
+        return ""
+    return f"exit code {code}"
 
 
 # -- stacks ------------------------------------------------------------------------------------------------------------

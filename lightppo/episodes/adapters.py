@@ -116,10 +116,12 @@ class GymEnvironment:
 
     def step(self, text: str) -> Step:
         """Return one action."""
-        space, action = self._env.action_space, text.strip()
+        space = self._env.action_space
+        action = text.strip()
         if type(space).__name__ == "Discrete":
             numbers = re.findall(r"-?\d+", text)
-            first, last = int(space.start), int(space.start + space.n) - 1
+            first = int(space.start)
+            last = int(space.start + space.n) - 1
             # Python may refuse to read a number of very many digits, and no action has 20.
             number = numbers[-1] if numbers and len(numbers[-1]) < 20 else None
             if number is None or not first <= int(number) <= last:
@@ -257,7 +259,8 @@ class SkyRLEnvironment:
                 "step replaces what the model said by postprocessed_action; only the tokens that "
                 "were sampled can be trained"
             )
-        done, metrics = bool(output["done"]), _numbers_of(output.get("metadata") or {})
+        done = bool(output["done"])
+        metrics = _numbers_of(output.get("metadata") or {})
         if done:
             metrics |= _numbers_of(self._env.get_metrics())
         return Step(output["observations"] or None, output["reward"], done, metrics)
@@ -324,7 +327,8 @@ class TextWorldEnvironment:
             state, score, done = self._env.step(lines[-1].removeprefix(">").strip())
         if score is None:
             raise ValueError("the game tells no score, which would be the reward")
-        reward, self._score = (score - self._score) / (state.max_score or 1), score
+        reward = (score - self._score) / (state.max_score or 1)
+        self._score = score
         metrics = {name: float(bool(state[name])) for name in ("won", "lost") if name in state}
         observation = self._observation(state, state.feedback, self._shows and not done)
         return Step(observation, reward, bool(done), metrics if done else {})
@@ -337,7 +341,9 @@ class TextWorldEnvironment:
     @staticmethod
     def _begin(state: Any) -> int:
         """Return where the text begins that says what to do: a picture of letters stands before it."""
-        return max(state.feedback.find(state.objective), 0) if state.objective else 0
+        if state.objective:
+            return max(state.feedback.find(state.objective), 0)
+        return 0
 
     @staticmethod
     def _observation(state: Any, text: str, with_commands: bool) -> str:
@@ -348,7 +354,8 @@ class TextWorldEnvironment:
 
 
 def _textworld(name: str) -> Adapted:
-    option, path = f"--env textworld:{name}", Path(name)
+    option = f"--env textworld:{name}"
+    path = Path(name)
     package = _installed("textworld", option)
     games = list(path.iterdir()) if path.is_dir() else [path]
     if not any(game.is_file() and _GAME.search(game.name) for game in games):
@@ -387,7 +394,8 @@ class OpenRLHFAgent:
 
     async def reset(self, **row: Any) -> str | None:
         """Begin with the row's prompt."""
-        prompt, self._label = _plain_prompt(row.get("prompt")), row.get("label")
+        prompt = _plain_prompt(row.get("prompt"))
+        self._label = row.get("label")
         states = {"observation": prompt, "prompt": prompt, "label": self._label}
         self._text = str((await _awaited(self._agent.reset(states)))["observation"])
         new = self._text.removeprefix(prompt)
@@ -412,7 +420,8 @@ class OpenRLHFAgent:
             }.items()
             if isinstance(number := _number(value), (int, float))
         }
-        done, reward = bool(result["done"]), _number(result["rewards"])
+        done = bool(result["done"])
+        reward = _number(result["rewards"])
         return Step(_without_markup(feedback) or None, reward, done, metrics)
 
 
@@ -450,7 +459,8 @@ def _stand_in() -> Iterator[None]:
         setattr(modules[names[2]], name, type(name, (), {}))
     executor = type("MultiTurnAgentExecutor", (modules[names[2]].AgentExecutorBase,), {})
     modules[names[2]].MultiTurnAgentExecutor = executor
-    modules[names[0]].utils, modules[names[1]].agent = modules[names[1]], modules[names[2]]
+    modules[names[0]].utils = modules[names[1]]
+    modules[names[1]].agent = modules[names[2]]
     sys.modules.update(modules)
     try:
         yield

@@ -134,7 +134,8 @@ def _error(status: int, message: str) -> Any:
 
 def _worth_reading(record: logging.LogRecord) -> bool:
     """Return a filter: openenv names a session by its key, and a program often asks once more when its episode has ended."""
-    record.msg, record.args = _KEY.sub("an episode", record.getMessage()), ()
+    record.msg = _KEY.sub("an episode", record.getMessage())
+    record.args = ()
     return HAS_ENDED not in record.msg
 
 
@@ -199,12 +200,15 @@ def constraint_of(request: Mapping[str, Any]) -> str | None:
     form = request.get("response_format") or {"type": "text"}
     if not isinstance(form, Mapping) or form.get("type", "text") != "text":
         return "response_format"
-    return "tool_choice" if request.get("tool_choice") not in (None, "auto") else None
+    if request.get("tool_choice") not in (None, "auto"):
+        return "tool_choice"
+    return None
 
 
 def completion_of(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a turn in OpenAI's form, with vLLM's fields for token ids."""
-    prompt, sampled = len(turn["prompt_ids"]), len(turn["ids"])
+    prompt = len(turn["prompt_ids"])
+    sampled = len(turn["ids"])
     choice = {
         "index": 0,
         "message": turn["message"],

@@ -107,7 +107,8 @@ class AgentEnvironment:
 
     def let_nobody_in(self) -> None:
         """The program's key and its requests count no more. May be called in any thread, and again."""
-        key, self._key = self._key, ""
+        key = self._key
+        self._key = ""
         if not key:
             return
         from lightppo.episodes.agent_server import the_door
@@ -117,7 +118,8 @@ class AgentEnvironment:
 
     async def _stop(self) -> None:
         self.let_nobody_in()
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             running.cancel()
             await asyncio.wait({running})
@@ -227,11 +229,14 @@ def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
     def work() -> None:
         try:
             with without_copies("the agent program"):
-                value, tell = function(**given), result.set_result
+                value = function(**given)
+                tell = result.set_result
         except Exception as error:
-            value, tell = error, result.set_exception
+            value = error
+            tell = result.set_exception
         except BaseException as error:
-            value, tell = _ended_by(error), result.set_exception
+            value = _ended_by(error)
+            tell = result.set_exception
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(lambda: result.done() or tell(value))
 

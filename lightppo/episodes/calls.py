@@ -124,7 +124,9 @@ def _plain(place: Place, result: Any) -> Any:
     if place == "reset":
         names = ("name", "contract", "has_step", "has_reward", "opening", "is_agent")
         return {name: getattr(result, name) for name in names}
-    return asdict(result) if isinstance(result, Reply | Step) else result
+    if isinstance(result, Reply | Step):
+        return asdict(result)
+    return result
 
 
 def _restored(place: Place, reply: Any) -> Any:
@@ -215,7 +217,8 @@ class EpisodeTape:
     def __init__(
         self, tape: Tape, key: tuple[int, int, int], sample_index: int, may_answer: bool = True
     ) -> None:
-        self.tape, self.key = tape, key
+        self.tape = tape
+        self.key = key
         self.taken = tape.whole_take(key) if may_answer or tape.plays else None
         self.number = 0  # of the try
         self._next = 0  # entry
@@ -248,7 +251,8 @@ class EpisodeTape:
 
     def flush(self) -> None:
         """Write what waits."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         if waiting:
             self.tape.write(*waiting)
 

@@ -208,7 +208,8 @@ class ChatFormat:
             else message
             for message in self._harmless(messages[first:], roles=None)
         ]
-        own, messages = messages[:first], [*messages[:first], *harmless]
+        own = messages[:first]
+        messages = [*messages[:first], *harmless]
         if self.system_prompt is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
@@ -570,7 +571,9 @@ class ChatFormat:
         messages = [{"role": "user", "content": _PROBE}]
         behind = self.control.encode(self._written(bridge.writing, messages, generation=True)[1])
         ends = behind[: behind.index(bridge.end) + 1]
-        return tuple(ends) if self.control.among(ends) == tuple(ends) else (bridge.end,)
+        if self.control.among(ends) == tuple(ends):
+            return tuple(ends)
+        return (bridge.end,)
 
     @functools.cached_property
     def _last_end(self) -> int | None:
@@ -581,7 +584,9 @@ class ChatFormat:
         except _Refused:
             return bridge.end
         control = self.control.among(behind)
-        return control[0] if control and bridge.end not in control else bridge.end
+        if control and bridge.end not in control:
+            return control[0]
+        return bridge.end
 
     def _ended(self, ids: Sequence[int], stopped: bool) -> bool:
         return bool(ids) and (stopped or ids[-1] in self.stop_ids)
@@ -786,7 +791,9 @@ def _harmless_values(value: Any, breaker: Breaker) -> Any:
             _harmless_values(key, breaker): _harmless_values(each, breaker)
             for key, each in value.items()
         }
-    return [_harmless_values(each, breaker) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_harmless_values(each, breaker) for each in value]
+    return value
 
 
 def text_of(content: Any) -> str:
@@ -817,11 +824,10 @@ def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call
     for message in messages:
         if message["role"] == "tool":
             place = next(answers)
-            name = (
-                calls[place].name
-                if place < len(calls) and _NAME.fullmatch(calls[place].name)
-                else "unknown"
-            )
+            if place < len(calls) and _NAME.fullmatch(calls[place].name):
+                name = calls[place].name
+            else:
+                name = "unknown"
             id = ids[min(place, len(ids) - 1)] if ids else made_id(place)
             message = {**message, "name": name, "tool_call_id": id}
         result.append(message)

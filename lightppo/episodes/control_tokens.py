@@ -50,7 +50,9 @@ class Strings:
 
 def _broken(string: str, breaker: str) -> str:
     # A single character has no middle: the breaker takes its place.
-    return string[0] + breaker + string[1:] if len(string) > 1 else breaker
+    if len(string) > 1:
+        return string[0] + breaker + string[1:]
+    return breaker
 
 
 class ControlTokens:

@@ -43,7 +43,8 @@ class History:
             raise EnvFailure("the agent program's first request has no messages")
         if any("calls" in one or one["role"] == "tool" for one in messages):
             raise EnvFailure("the agent program's first request has calls of tools already")
-        self._known, self._tools = messages, list(request.get("tools") or [])
+        self._known = messages
+        self._tools = list(request.get("tools") or [])
         return Opening([dict(one) for one in messages], self._tools)
 
     def said(self, turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +119,8 @@ class Conversation:
             if self._refusal:
                 raise EnvFailure(self._refusal)
             if self._request is None:
-                self._request, self._answer = request, Future()
+                self._request = request
+                self._answer = Future()
                 self._tell(request)
             elif self._request != request:  # the same again: a client whose patience was short
                 problem = "the agent program asks twice at the same time; it must ask in turn"

@@ -78,7 +78,8 @@ class Environments:
             raise ConfigError(
                 f"--env_timeout must be > 0 and --env_workers ≥ 0, got {timeout} and {workers}"
             )
-        entries, tools = _as_list(entries), _as_list(tools)
+        entries = _as_list(entries)
+        tools = _as_list(tools)
         self.contract = contract
         self.timeout = timeout
         self.workers = workers
@@ -206,7 +207,8 @@ class Environments:
             try:
                 good, value = made.result(self.timeout)
             except TimeoutError:
-                good, value = False, TimeoutError(f"no answer within {self.timeout:g} s")
+                good = False
+                value = TimeoutError(f"no answer within {self.timeout:g} s")
             if not good:
                 raise ConfigError(f"--env: {spec.where} fails: {error_text(value)}")
             spec.look_at(type(value))
@@ -256,7 +258,9 @@ class Session:
     @property
     def environment(self) -> Any:
         """Return the user's object, for reward functions; ``None`` in a process of its own and after the end."""
-        return self._seat.environment if self._seat is not None else None
+        if self._seat is not None:
+            return self._seat.environment
+        return None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """Call a tool. What is wrong with the call is a reply with ``error``."""
@@ -289,7 +293,9 @@ class Session:
         """``None``: the class has none; in TRL's contract also: this episode has none."""
         if self._rewarded is not None:
             return self._value("get_reward", self._rewarded)
-        return await self._ask("get_reward") if self.has_reward else None
+        if self.has_reward:
+            return await self._ask("get_reward")
+        return None
 
     async def close(self) -> None:
         """End the session; afterwards its failures are no news. May be called again."""
@@ -306,7 +312,8 @@ class Session:
                 raise
             logger.debug("%s", error)
         finally:
-            seat, self._seat = self._seat, None
+            seat = self._seat
+            self._seat = None
             if seat is not None:
                 seat.leave()
 
@@ -322,7 +329,8 @@ class Session:
 
     async def _start(self, row: Mapping[str, Any], seed: int) -> None:
         try:
-            calls, timeout = opening_calls(row, seed), self._environments.timeout
+            calls = opening_calls(row, seed)
+            timeout = self._environments.timeout
             answers = await self._used_seat.ask_in_turn(calls, timeout)
             self._is_made = "reset" in answers
             place = list(answers)[-1]

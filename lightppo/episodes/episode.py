@@ -111,7 +111,9 @@ class Limits:
     def turn_budget(self, taken: int) -> int:
         """Return the most tokens of the next turn."""
         left = self.budget - taken
-        return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens)
+        if self.max_turn_tokens is None:
+            return left
+        return min(left, self.max_turn_tokens)
 
 
 @dataclass
@@ -167,7 +169,8 @@ class Episode:
 
     async def play(self) -> Rollout:
         """Return the whole episode. EnvironmentFailed: its world failed."""
-        self.transcript, self.metrics = Transcript(), {}
+        self.transcript = Transcript()
+        self.metrics = {}
         self.spent = 0.0
         row = row_of(self.prompt)
         session = await self._in_time(
@@ -283,7 +286,8 @@ class Episode:
             return messages, "done" if step.done or not messages else None
         if not turn.calls:
             return [], "answer" if turn.complete or turn.text else "no call"
-        messages, done = [], None
+        messages = []
+        done = None
         for call in turn.calls:
             now["calls"] += 1
             if call.problem is not None:
@@ -325,7 +329,9 @@ class Episode:
     def _too_many_calls(self) -> str | None:
         limit = self.limits.max_tool_calls
         calls = sum(turn["calls"] for turn in self.transcript.turns)
-        return "max_tool_calls" if limit is not None and calls >= limit else None
+        if limit is not None and calls >= limit:
+            return "max_tool_calls"
+        return None
 
     def _go_on(
         self, turn: AssistantTurn, closing: list[int], answer: list[dict[str, Any]]
@@ -349,7 +355,8 @@ class Episode:
 
     def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return an observation of at most ``max_observation_len`` tokens, with a mark where it was cut."""
-        limit, text = self.limits.max_observation_len, message["content"]
+        limit = self.limits.max_observation_len
+        text = message["content"]
         if limit is None or not isinstance(text, str):
             return message
         return message | {"content": self.shortened(text, limit)}
@@ -372,7 +379,8 @@ class Episode:
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def _rollout(self, opening: list[dict[str, Any]], reason: str) -> Rollout:
-        said, turns = self.transcript, self.transcript.turns
+        said = self.transcript
+        turns = self.transcript.turns
         extras = {
             "turns": float(len(turns)),
             "tool_calls": float(sum(turn["calls"] for turn in turns)),
@@ -406,7 +414,9 @@ def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
     """Return the row's messages; a prompt that is no chat is a message of the user."""
     if prompt.messages is not None:
         return [dict(message) for message in prompt.messages]
-    return [{"role": "user", "content": prompt.text}] if prompt.text else []
+    if prompt.text:
+        return [{"role": "user", "content": prompt.text}]
+    return []
 
 
 def as_messages(observation: str | list[dict[str, Any]] | None, role: str) -> list[dict[str, Any]]:

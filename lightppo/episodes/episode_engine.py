@@ -167,7 +167,9 @@ class EpisodeEngine:
             return Direct()
         # Reward functions ask the objects of TRL's environments, and no tape has these.
         episode_tape = EpisodeTape(self.tape, key, sample_index, may_answer=not self._keeps_objects)
-        return Answered(episode_tape) if episode_tape.answers else Recording(episode_tape)
+        if episode_tape.answers:
+            return Answered(episode_tape)
+        return Recording(episode_tape)
 
     @property
     def _keeps_objects(self) -> bool:
@@ -257,7 +259,8 @@ class EpisodeEngine:
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) <= limit:
             return text
-        head, tail = ids[: (limit + 1) // 2], ids[len(ids) - limit // 2 :]
+        head = ids[: (limit + 1) // 2]
+        tail = ids[len(ids) - limit // 2 :]
         return CUT.join(self.tokenizer.decode(part) for part in (head, tail) if part)
 
     # -- what the engine within does -------------------------------------------------------------------------------
@@ -327,7 +330,9 @@ def _whereabouts(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident)
     stack = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
     lines = [f"{line.filename}:{line.lineno} {line.name}" for line in stack]
-    return f"it is at {' → '.join(lines)}" if lines else "it has ended"
+    if lines:
+        return f"it is at {' → '.join(lines)}"
+    return "it has ended"
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:

@@ -87,7 +87,8 @@ class EpisodeSums:
 
     def take(self) -> dict[str, float]:
         """Return the sums, with the same names on every rank; then they begin anew."""
-        sums, self._sums = self._sums, Counter()
+        sums = self._sums
+        self._sums = Counter()
         return {name: float(sums[name]) for name in _SUMS}
 
 
@@ -147,7 +148,9 @@ def _ratio(part: float, whole: float) -> float:
 def episode_metrics(run: Any) -> EpisodeMetrics | None:
     """Return the callback of a run with episodes."""
     episode_sums = getattr(getattr(run, "rollout_engine", None), "episode_sums", None)
-    return EpisodeMetrics(episode_sums) if isinstance(episode_sums, EpisodeSums) else None
+    if isinstance(episode_sums, EpisodeSums):
+        return EpisodeMetrics(episode_sums)
+    return None
 
 
 class EpisodeMetrics(Callback):

@@ -90,7 +90,9 @@ class Host:
         def call() -> Any:
             with without_copies(self.spec.where):
                 result = function()
-            return awaited(result) if inspect.isawaitable(result) else result
+            if inspect.isawaitable(result):
+                return awaited(result)
+            return result
 
         async def awaited(result: Awaitable[Any]) -> Any:
             with without_copies(self.spec.where):
@@ -102,7 +104,8 @@ class Host:
         if self.is_reusable or self.spec.make is None:
             return
         self._seed(seed)
-        self.environment, self._spoilt = await self._called(self.spec.make), False
+        self.environment = await self._called(self.spec.make)
+        self._spoilt = False
         if self.spec.kind is None:
             self.spec.look_at(type(self.environment))
 
@@ -319,8 +322,10 @@ class Once:
         with self._lock:
             if self.has_happened:
                 return
-            self.value, self.has_happened = value, True
-            waiting, self._waiting = self._waiting, set()
+            self.value = value
+            self.has_happened = True
+            waiting = self._waiting
+            self._waiting = set()
         for future in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_result(value)
@@ -427,7 +432,9 @@ class InThread:
 async def in_loop(function: Callable[[], Any]) -> Any:
     """Call a function in the present event loop."""
     result = function()
-    return await result if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
@@ -720,9 +727,13 @@ class LocalPool:
 
     def close(self) -> None:
         with self._lock:
-            free_seats, self._free_seats = self._free_seats, {}
-            idle, self._idle, self._is_closed = self._idle, [], True
-            loop, self._loop = self._loop, None
+            free_seats = self._free_seats
+            self._free_seats = {}
+            idle = self._idle
+            self._idle = []
+            self._is_closed = True
+            loop = self._loop
+            self._loop = None
         for thread in idle:
             thread.end()
         for seat in (seat for seats in free_seats.values() for seat in seats):

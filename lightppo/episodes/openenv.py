@@ -144,7 +144,8 @@ def _tools(make: Callable[..., Any]) -> list[dict[str, Any]]:
 
 def _method(tool: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
     """Return a tool of the server as a method; ValueError if it has no name that a method can have."""
-    name, schema = tool["name"], tool["input_schema"]
+    name = tool["name"]
+    schema = tool["input_schema"]
     if name.startswith("_") or name in _RESERVED:
         raise ValueError(f"the server has a tool named {name!r}, which cannot be called")
 
@@ -190,7 +191,9 @@ def _docstring(description: str, fields: Mapping[str, Mapping[str, Any]]) -> str
         f"    {name}: {' '.join(str(field.get('description') or name).split())}"
         for name, field in fields.items()
     ]
-    return "\n".join([text, "", "Args:", *lines]) if lines else text
+    if lines:
+        return "\n".join([text, "", "Args:", *lines])
+    return text
 
 
 def _result_of(result: Any) -> Any:
@@ -200,7 +203,9 @@ def _result_of(result: Any) -> Any:
     if result.get("data") is not None:
         return result["data"]
     texts = [part.get("text") for part in result.get("content") or () if isinstance(part, Mapping)]
-    return "\n".join(text for text in texts if text) if texts else dict(result)
+    if texts:
+        return "\n".join(text for text in texts if text)
+    return dict(result)
 
 
 def _text_of(observation: Mapping[str, Any]) -> str:
@@ -210,4 +215,6 @@ def _text_of(observation: Mapping[str, Any]) -> str:
     values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
-    return json.dumps(fields, ensure_ascii=False) if fields else ""
+    if fields:
+        return json.dumps(fields, ensure_ascii=False)
+    return ""

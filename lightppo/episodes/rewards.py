@@ -72,7 +72,9 @@ def unless_failed(source: RewardSource, request: RewardRequest) -> RewardSource:
     """Return the source that does not see failed episodes, in a run that plays any."""
     options = request.config.episodes
     plays = options.env or options.tools
-    return UnlessFailed(source) if plays and not isinstance(source, EnvironmentReward) else source
+    if plays and not isinstance(source, EnvironmentReward):
+        return UnlessFailed(source)
+    return source
 
 
 class UnlessFailed:
@@ -125,7 +127,9 @@ def taped(
     name = name if request.flag == "--reward_fn" else f"{name} of {request.flag}"
     if tape.plays:  # of a source that is not on the tape, the run itself is asked
         is_there = name in tape.sources
-        return TapedReward(None, name, tape, request.ranks) if is_there else make()
+        if is_there:
+            return TapedReward(None, name, tape, request.ranks)
+        return make()
     of_file = name == "server" and is_file_alone(request.config.reward.remote_rm_url)
     of_episode = request.config.flat().get("env_contract") == "trl"  # it asks their objects
     is_kept = is_certain and not of_file
@@ -146,7 +150,10 @@ class TapedReward:
     """
 
     def __init__(self, source: RewardSource | None, kind: str, tape: Tape, ranks: Ranks) -> None:
-        self.source, self.kind, self.tape, self.ranks = source, kind, tape, ranks
+        self.source = source
+        self.kind = kind
+        self.tape = tape
+        self.ranks = ranks
         if source is not None:
             tape.sources[kind] = source.name
         self.name = tape.sources[kind]  # which names its metrics

@@ -88,7 +88,9 @@ class EnvironmentSpec:
 
     def method(self, name: str) -> Callable[..., Any] | None:
         """Return a method of the class that is no tool."""
-        return getattr(self.kind, name, None) if name in RESERVED[self.contract] else None
+        if name in RESERVED[self.contract]:
+            return getattr(self.kind, name, None)
+        return None
 
     @property
     def is_agent(self) -> bool:
@@ -290,4 +292,6 @@ def _kind_of(target: Any, where: str) -> type | None:
         hint = typing.get_type_hints(target).get("return")
     except Exception as error:
         raise ConfigError(f"--env: {where}: {error_text(error)}") from error
-    return hint if isinstance(hint, type) and hasattr(hint, "reset") else None
+    if isinstance(hint, type) and hasattr(hint, "reset"):
+        return hint
+    return None

@@ -87,7 +87,10 @@ class Tape:
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, *, plays: bool = False) -> None:
-        self.folder, self.rank, self.ranks, self.plays = folder, rank, ranks, plays
+        self.folder = folder
+        self.rank = rank
+        self.ranks = ranks
+        self.plays = plays
         self.run = ""  # the name of the run
         # What a run that plays must know of environments that are gone. It is in the first lines of files.
         self.environments: dict[str, Any] = {}
@@ -104,7 +107,8 @@ class Tape:
         self._forget()
         if plays:
             header = self._first_header()
-            self.environments, self.sources = header["environments"], header["sources"]
+            self.environments = header["environments"]
+            self.sources = header["sources"]
 
     # -- where it stands ---------------------------------------------------------------------------------------------
 
@@ -125,12 +129,15 @@ class Tape:
         with self._lock:
             if step != self.step:
                 self._close()
-                self.step, self._strip = step, None
+                self.step = step
+                self._strip = None
                 self._forget()
                 path = self.folder / file_name(step, self.rank, self.ranks)
                 if path.is_file():
                     self._take_up(path)
-            self.phase, self._batches, self._question_counts = phase, 0, Counter()
+            self.phase = phase
+            self._batches = 0
+            self._question_counts = Counter()
 
     def next_batch(self) -> int:
         """Return the number of a call of the engine in this step, from 0."""

@@ -32,7 +32,8 @@ def keeper(run: Any) -> Keeper | None:
 
 def asks_outside(config: Any) -> bool:
     """Tell whether the tape has something of the run: of its environments, tools, or sources of rewards."""
-    flat, judge = config.flat(), evaluation_config(config)
+    flat = config.flat()
+    judge = evaluation_config(config)
     if flat.get("env") or flat.get("tools"):
         return True
     sources = reward_sources(config) + ([] if judge is None else reward_sources(judge))
@@ -44,7 +45,8 @@ class Keeper(Callback):
     """Tells the tape which step it is, and checkpoints where the tape ends."""
 
     def __init__(self, run: Any, tape: Tape) -> None:
-        self.run, self.tape = run, tape
+        self.run = run
+        self.tape = tape
         run.register_state("tape", self, per_rank=True)
 
     def on_start(self, run: Any) -> None:
@@ -77,7 +79,8 @@ class Keeper(Callback):
             self.tape.check_past(self.run.state.global_step)
         if state is None or self.tape.plays or state["ranks"] == self.tape.ranks:
             return
-        step, ranks = self.run.state.global_step, state["ranks"]
+        step = self.run.state.global_step
+        ranks = state["ranks"]
         self.run.strategy.on_rank_0(
             lambda: self.tape.set_aside(step, ranks), f"set files of {self.tape.folder} aside"
         )

@@ -99,7 +99,8 @@ def chained(entries: Iterable[Mapping[str, Any]], before: str) -> tuple[bytes, l
     Raises:
         TypeError: JSON cannot hold a value.
     """
-    lines, hashes = [], []
+    lines = []
+    hashes = []
     for entry in entries:
         body = _encode(entry).encode()
         before = _hash(before, body)
@@ -124,7 +125,9 @@ def read_strip(path: Path, whole: bool = True) -> Strip:
     Raises:
         TapeError: it names the line that was altered, and which reply it holds.
     """
-    strip, before, data = Strip(path), "", path.read_bytes()
+    strip = Strip(path)
+    before = ""
+    data = path.read_bytes()
     lines = data.split(b"\n")
     strip.torn = len(lines.pop())
     for number, line in enumerate(lines, start=1):
@@ -214,7 +217,8 @@ def missing_files(folder: Path, rank: int, ranks: int, last: int) -> list[str]:
                 check_follows(strip, end)
             since = "" if earlier is None else f"behind step {at} and "
             missing.append(f"{since}before step {step}")
-        earlier, at = strip, step
+        earlier = strip
+        at = step
     return missing
 
 

@@ -177,7 +177,8 @@ def read_llama3(text: str, **_: Any) -> tuple[str, list[Call]]:
     ``<|python_tag|>``."""
     before, tag, written = text.partition("<|python_tag|>")
     if not tag:
-        before, written = "", text
+        before = ""
+        written = text
     written = written.strip()
     if not tag and not (
         written.startswith("{")
@@ -264,7 +265,8 @@ def _read_blocks(
 ) -> tuple[str, list[Call]]:
     """Return the text outside of blocks, and a call of each block. The last block may lack its end, as in vLLM."""
     before, *pieces = text.split(opening)
-    outside, calls = [before], []
+    outside = [before]
+    calls = []
     for piece in pieces:
         inner, _, behind = piece.partition(closing)
         calls.append(read(inner))
@@ -311,7 +313,9 @@ def _typed(value: str, schema: Any) -> Any:
     """Return a value of the XML format, by its parameter's schema; what does not fit stays text."""
     kinds = _kinds(schema)
     if not kinds - {"string", "null"}:
-        return None if "null" in kinds and value.strip() in ("null", "None") else value
+        if "null" in kinds and value.strip() in ("null", "None"):
+            return None
+        return value
     as_json = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
     try:
         return _DECODER.decode(as_json.strip())

@@ -197,7 +197,8 @@ class Tool:
 def _rewritten(text: str, names: list[str]) -> str:
     """Return a docstring whose sections stand anywhere, such as ``Guess. Args: x: a number.``, with lines of their own."""
     parts = re.split(rf"(?:^|(?<=\s))({_SECTIONS}):(?=\s|$)", text)
-    description, sections = parts[0].strip(), dict(zip(parts[1::2], parts[2::2]))
+    description = parts[0].strip()
+    sections = dict(zip(parts[1::2], parts[2::2]))
     arguments = next(
         (sections.pop(name) for name in ("Args", "Arguments", "Parameters") if name in sections), ""
     )
@@ -214,7 +215,8 @@ def _rewritten(text: str, names: list[str]) -> str:
 
 def _is_basic(hint: Any) -> bool:
     """Tell whether transformers describes a type exactly."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin is None:
         return any(hint is basic for basic in _BASIC)
     if origin is typing.Literal:

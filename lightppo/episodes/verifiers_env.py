@@ -55,7 +55,8 @@ class VerifiersEnvironment:
             raise EnvFailure("the episode ended before the model was asked")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}] if prompt else []
-        opening, row_messages = self._history.first(answer), list(map(plain_message, prompt or ()))
+        opening = self._history.first(answer)
+        row_messages = list(map(plain_message, prompt or ()))
         if opening.messages[: len(row_messages)] != row_messages:
             raise EnvFailure("a row needs the messages that its task begins with")
         return opening
@@ -136,7 +137,8 @@ class VerifiersProcess:
                 answers.put(answer)
         code = self._process.wait()
         with self._lock:
-            left, self._queues = self._queues, {}
+            left = self._queues
+            self._queues = {}
         for answers in left.values():
             answers.put({"failure": f"verifiers' process has ended with code {code}"})
 

@@ -48,7 +48,8 @@ def rows(env: Any) -> Iterator[dict[str, Any]]:
     from verifiers.v1.dialects.chat import message_to_wire
 
     for number, task in enumerate(env.taskset.load()):
-        system, prompt = task.data.system_prompt, task.data.prompt
+        system = task.data.system_prompt
+        prompt = task.data.prompt
         start = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             start.append({"role": "user", "content": prompt})
@@ -197,7 +198,8 @@ async def serve(env: Any, write: Any) -> None:
 
 def main() -> None:
     """Exit code 1 if the taskset cannot be played; the reason is the last line of stderr."""
-    taskset, mode = sys.argv[1], sys.argv[2:]
+    taskset = sys.argv[1]
+    mode = sys.argv[2:]
     # What packages print must not get among the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -391,7 +391,8 @@ class _Worker:
         return json.loads(await self._read(length))
 
     async def _read(self, length: int) -> bytes:
-        loop, data = asyncio.get_running_loop(), bytearray()
+        loop = asyncio.get_running_loop()
+        data = bytearray()
         while len(data) < length:
             part = await loop.sock_recv(self._socket, min(length - len(data), 1 << 20))
             if not part:

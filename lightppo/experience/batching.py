@@ -36,8 +36,10 @@ class ReplayBuffer:
         device: torch.device | str = "cpu",
         pin_memory: bool = False,
     ) -> None:
-        self.sample_batch_size, self.limit = sample_batch_size, limit
-        self.cpu_offload, self.device = cpu_offload, torch.device(device)
+        self.sample_batch_size = sample_batch_size
+        self.limit = limit
+        self.cpu_offload = cpu_offload
+        self.device = torch.device(device)
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.items: list[Experience] = []
 

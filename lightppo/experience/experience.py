@@ -157,8 +157,10 @@ class Experience:
     def _cut(self, rows: Sequence[tuple[int, int, int]]) -> Self:
         """Cut out rows by number, length of the prompt, and length of the response."""
         numbers, prompts, responses = zip(*rows)
-        start, end = self._prompt_columns - max(prompts), self._prompt_columns + max(responses)
-        columns, actions = slice(start, end), slice(0, max(responses))
+        start = self._prompt_columns - max(prompts)
+        end = self._prompt_columns + max(responses)
+        columns = slice(start, end)
+        actions = slice(0, max(responses))
         picked = to_device(torch.tensor(numbers), self.sequences.device)
         return type(self)(
             self.sequences[picked, columns],
@@ -178,7 +180,9 @@ class Experience:
         """Join parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
-        names, extra, info = parts[0]._present(), parts[0].extra.keys(), parts[0].info.keys()
+        names = parts[0]._present()
+        extra = parts[0].extra.keys()
+        info = parts[0].info.keys()
         if any(
             part._present() != names or part.extra.keys() != extra or part.info.keys() != info
             for part in parts
@@ -190,7 +194,8 @@ class Experience:
 
         def sequence_shaped(name: str) -> Tensor:
             """Join (ΣB, S): prompts are padded on the left, responses on the right."""
-            prompts, responses = [], []
+            prompts = []
+            responses = []
             for part in parts:
                 prompts += getattr(part, name)[:, : part._prompt_columns]
                 responses += getattr(part, name)[:, part._prompt_columns :]
@@ -236,7 +241,8 @@ class Experience:
 
 
 def _check_tokens(rollout: Rollout) -> None:
-    where, length = f"prompt {rollout.prompt.index}", len(rollout.response_ids)
+    where = f"prompt {rollout.prompt.index}"
+    length = len(rollout.response_ids)
     if not rollout.prompt.token_ids:
         raise ValueError(f"{where}: the prompt has no tokens")
     if length == 0:

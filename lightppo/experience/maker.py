@@ -108,13 +108,20 @@ class ExperienceMaker:
         progress: Callable[[Sequence], Any] = iter,
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
-        self.actor, self.critic, self.initial_model = actor, critic, initial_model
+        self.actor = actor
+        self.critic = critic
+        self.initial_model = initial_model
         self.passes = dict(passes)
         self.measures = [one.measure for one in self.passes.values()]
-        self.advantage_terms, self.rewarded = list(advantage_terms), rewarded
-        self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
-        self.progress, self.timer = progress, timer
-        self.config, self.algorithm = config, config.algorithm
+        self.advantage_terms = list(advantage_terms)
+        self.rewarded = rewarded
+        self.strategy = strategy
+        self.kl_ctl = kl_ctl
+        self.value_norm = value_norm
+        self.progress = progress
+        self.timer = timer
+        self.config = config
+        self.algorithm = config.algorithm
         self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.advantages_of = partial(
@@ -124,11 +131,13 @@ class ExperienceMaker:
         self.estimator_inputs = None
         if self.estimator.inputs is not None:
             self.estimator_inputs = load(self.estimator.inputs)(config)
-        kl_name, kl_clip = self.algorithm.kl_estimator, self.algorithm.kl_clip
+        kl_name = self.algorithm.kl_estimator
+        kl_clip = self.algorithm.kl_clip
         kl_entry = KL_ESTIMATORS.find(kl_name)
         self.kl_of_models = None
         if kl_entry.over_vocabulary:
-            self.kl_of_models, kl_name = partial(kl_entry.fn, clip=kl_clip), "k1"
+            self.kl_of_models = partial(kl_entry.fn, clip=kl_clip)
+            kl_name = "k1"
         self.kl_of_samples = KLEstimate(kl_name, kl_clip)
         self.micro_rollout_batch_size = rollout_rows(config)
         self.micro_batches = {
@@ -185,7 +194,8 @@ class ExperienceMaker:
         made = self.run_models(batch)
         self._require_finite(batch)
         if not rollouts:
-            batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
+            batch = batch.without_rows()
+            made = {name: values[:0] for name, values in made.items()}
         truncated = [rollout.truncated for rollout in rollouts]
         truncated = torch.tensor(truncated, dtype=torch.bool, device=self.strategy.device)  # (B,)
         if self.config.reward.mask_too_long:
@@ -196,7 +206,9 @@ class ExperienceMaker:
             self._add_advantages(batch, rollouts, last_values, made.get("score_norms"))
             self._add_info(batch, rollouts)
             self._add_loss_weights(batch, made.get("entropy"))
-        return batch.split(self.micro_rollout_batch_size) if rollouts else []
+        if rollouts:
+            return batch.split(self.micro_rollout_batch_size)
+        return []
 
     def _require_finite(self, batch: Experience) -> None:
         """Raise NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
@@ -228,7 +240,8 @@ class ExperienceMaker:
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         sizes = Counter(rollout.prompt.index for rollout in rollouts)
         for rollout in rollouts:
-            index, needed = rollout.prompt.index, self.estimator.min_group_size
+            index = rollout.prompt.index
+            needed = self.estimator.min_group_size
             if rollout.reward is None:
                 raise ValueError(
                     f"prompt {index}, sample {rollout.sample_index} has no reward: score it first"
@@ -260,7 +273,8 @@ class ExperienceMaker:
         for model in self.models():
             model.eval()
 
-        lengths, device = batch.row_lengths(), self.strategy.device
+        lengths = batch.row_lengths()
+        device = self.strategy.device
         prompts = batch.prompts() if self.layout.shares_prompts else ()
         near = Experience(
             sequences=on_cpu(batch.sequences),
@@ -348,7 +362,9 @@ class ExperienceMaker:
         norms: Tensor | None,
     ) -> None:
         """Make token rewards, then advantages and returns; update the statistics of ``--value_norm``."""
-        config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
+        config = self.algorithm
+        device = self.strategy.device
+        mask = batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
         groups = [rollout.prompt.index for rollout in rollouts]

@@ -51,14 +51,16 @@ def normalize_by(
     sums = {"group": groups.sum, "batch": lambda numbers: all_reduce_sum(numbers.sum())}
     ones = torch.ones_like(kept)
     if norm.mean is not None:
-        total, number = sums[norm.mean](kept), sums[norm.mean](ones)
+        total = sums[norm.mean](kept)
+        number = sums[norm.mean](ones)
         if norm.leave_one_out:
             others = (total - kept) / (number - 1).clamp(min=1)
             kept = kept - torch.where(number > 1, others, 0.0)
         else:
             kept = kept - total / number.clamp(min=1)
     if norm.std is not None:
-        squares, number = sums[norm.std](kept.square()), sums[norm.std](ones)
+        squares = sums[norm.std](kept.square())
+        number = sums[norm.std](ones)
         std = (squares / (number - int(norm.unbiased)).clamp(min=1)).sqrt()
         if norm.unbiased:
             std = torch.where(number > 1, std, 1.0)
@@ -228,7 +230,9 @@ class ValueNorm:
     def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
         if kind not in ("ma", "exp"):
             raise ValueError(f"ValueNorm: kind must be ma or exp, not {kind!r}")
-        self.kind, self.beta, self.eps = kind, beta, eps
+        self.kind = kind
+        self.beta = beta
+        self.eps = eps
         self._moments = Moments()
         self._old = (0.0, 1.0)  # mean and std before the last update
 
@@ -240,7 +244,9 @@ class ValueNorm:
     @property
     def std(self) -> float:
         """Standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
-        return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
+        if self._moments.weight:
+            return math.sqrt(max(self._moments.variance, self.eps))
+        return 1.0
 
     def update(
         self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity

@@ -64,7 +64,9 @@ class RolloutCheck:
     def __init__(
         self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig
     ) -> None:
-        self.actor, self.engine, self.strategy = actor, engine, strategy
+        self.actor = actor
+        self.engine = engine
+        self.strategy = strategy
         self.mode = config.engine.rollout_check
         self.tolerance = tolerance_of(config, strategy)
         self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
@@ -77,7 +79,8 @@ class RolloutCheck:
     def first(self, rollouts: Sequence[Rollout]) -> None:
         """Compare on the first call, and on the first of each adapter. Collective: a rank may have no rollouts."""
         adapter = getattr(self.engine, "adapter", None)
-        is_first, is_new = self.pending, self.checks_adapters and adapter != self.checked
+        is_first = self.pending
+        is_new = self.checks_adapters and adapter != self.checked
         if not is_first and not is_new:
             return
         # An episode whose environment failed has none.
@@ -85,7 +88,8 @@ class RolloutCheck:
         mean, largest, tokens = self.difference(with_tokens[: self.rows])
         if not tokens:
             return  # on any rank: the next batch is compared
-        self.pending, self.checked = False, adapter
+        self.pending = False
+        self.checked = adapter
         if mean <= self.tolerance:
             if is_first:
                 self.strategy.print(
@@ -107,7 +111,8 @@ class RolloutCheck:
         Collective."""
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
-        temperature, training = self.actor.temperature, self.actor.training
+        temperature = self.actor.temperature
+        training = self.actor.training
         self.actor.eval()
         try:
             if self.greedy:
@@ -133,7 +138,8 @@ class RolloutCheck:
             return "This engine cannot say which weights differ"
         differing, unknown = self.engine.differing_weights()
         if differing:
-            names, more = ", ".join(differing[:NAMED_WEIGHTS]), len(differing) - NAMED_WEIGHTS
+            names = ", ".join(differing[:NAMED_WEIGHTS])
+            more = len(differing) - NAMED_WEIGHTS
             return f"Weights that differ: {names}{f' and {more} more' if more > 0 else ''}"
         if unknown:
             return f"No weight was seen to differ, but {len(unknown)} could not be compared, first {unknown[0]}"

@@ -24,7 +24,9 @@ def scale_scores(
 ) -> Tensor:
     """Return clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
     scores = (at_least_float32(scores) - bias) * scaling
-    return scores if max_clip is None else scores.clamp(-max_clip, max_clip)
+    if max_clip is None:
+        return scores
+    return scores.clamp(-max_clip, max_clip)
 
 
 def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class ScoreShaper:
 
     def __init__(self, config: PPOConfig, ranks: Ranks) -> None:
         reward = self.options = config.reward
-        self.device, self.max_len = ranks.device, config.rollout.generate_max_len
+        self.device = ranks.device
+        self.max_len = config.rollout.generate_max_len
         self.scale = partial(
             scale_scores,
             bias=reward.reward_bias,
@@ -94,7 +97,9 @@ class ScoreShaper:
     @property
     def states(self) -> dict[str, RunningMeanStd]:
         """The parts that have a state, by its name in checkpoints."""
-        return {} if self.running is None else {"score_statistics": self.running}
+        if self.running is None:
+            return {}
+        return {"score_statistics": self.running}
 
     def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
         """Return the score of each response (B,).
@@ -109,7 +114,8 @@ class ScoreShaper:
         return scores if limits is None else scores.clamp(*limits)
 
     def _unclipped(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
-        options, rewards = self.options, [rollout.reward for rollout in rollouts]
+        options = self.options
+        rewards = [rollout.reward for rollout in rollouts]
         scores = self.scale(torch.tensor(rewards, dtype=torch.float32, device=self.device))
         if self.running is not None:
             if learn:
@@ -164,8 +170,11 @@ class ScoreShaper:
 
     def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Return what training maximises for each sample before KL (B,)."""
-        scores, token_scores = self.shape(rollouts), self.token_scores(rollouts)
-        return scores if token_scores is None else scores + token_scores.sum(-1)
+        scores = self.shape(rollouts)
+        token_scores = self.token_scores(rollouts)
+        if token_scores is None:
+            return scores
+        return scores + token_scores.sum(-1)
 
     # -- for the logs ------------------------------------------------------------------------------------------------
 
@@ -178,7 +187,8 @@ class ScoreShaper:
 
     def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return what is logged of each sample's score (B,), by name."""
-        numbers, unclipped = {}, self._unclipped(rollouts)
+        numbers = {}
+        unclipped = self._unclipped(rollouts)
         scores = self._clipped(unclipped)
         if self.options.reward_clip_range is not None:
             numbers["reward_clip_ratio"] = (unclipped != scores).float()

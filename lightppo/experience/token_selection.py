@@ -19,7 +19,9 @@ from lightppo.table import load
 def selection_of(loss: Any) -> SelectionFn | None:
     """Return the function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
     entry = getattr(loss, "entry", None)  # a loss of a script has none
-    return None if entry is None or entry.selection is None else load(entry.selection)
+    if entry is None or entry.selection is None:
+        return None
+    return load(entry.selection)
 
 
 def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: int) -> None:

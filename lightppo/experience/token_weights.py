@@ -25,11 +25,10 @@ Weigh = Callable[..., Tensor]
 
 def token_weights(config: PPOConfig, in_training: bool) -> list[Weigh]:
     """Return the factors that this run needs, those of other packages last: of each micro batch in training, or before."""
-    shipped = (
-        (rejection_in_training(config),)
-        if in_training
-        else (correction(config), rejection(config), high_entropy(config))
-    )
+    if in_training:
+        shipped = (rejection_in_training(config),)
+    else:
+        shipped = (correction(config), rejection(config), high_entropy(config))
     further = (
         weigh for _, entry, weigh in _of_packages(config) if entry.in_training == in_training
     )
@@ -56,7 +55,9 @@ def first_needing_engine_log_probs(config: PPOConfig) -> str | None:
         if entry.needs_rollout_log_probs:
             value = config.flat()[entry.flag] if entry.flag else None
             text = " ".join(value) if isinstance(value, list | tuple) else value
-            return f"--{entry.flag} {text}" if entry.flag else f"the token weight {name!r}"
+            if entry.flag:
+                return f"--{entry.flag} {text}"
+            return f"the token weight {name!r}"
     return None
 
 

@@ -68,7 +68,8 @@ def at_its_worst(
 ) -> bool:
     """Return whether scores were better, and the last steps' means are within 5% of the worst so far: in more steps and
     prompts than chance explains, if the scores of a prompt were as before or the worst."""
-    best, worst = max(highest), min(lowest)
+    best = max(highest)
+    worst = min(lowest)
     if not best > worst:
         return False
     near = worst + 0.05 * (best - worst)
@@ -85,7 +86,8 @@ SCORES = ("rollout/reward", "rollout/reward_max", "rollout/reward_min")
 
 def solved(means: Sequence[float], highest: Sequence[float], lowest: Sequence[float]) -> bool:
     """Return whether the last steps' mean score is within 5% of the range of all samples so far from the best of them."""
-    best, worst = max(highest, default=0.0), min(lowest, default=0.0)
+    best = max(highest, default=0.0)
+    worst = min(lowest, default=0.0)
     return best > worst and fmean(means[-LASTING:]) >= best - 0.05 * (best - worst)
 
 
@@ -231,7 +233,8 @@ class Alarms:
     """
 
     def __init__(self, vocabulary: int | None = None, prompts: int | None = None) -> None:
-        self.vocabulary, self.prompts = vocabulary, prompts
+        self.vocabulary = vocabulary
+        self.prompts = prompts
         self.series: dict[str, list[float]] = defaultdict(list)
         self.ringing: set[str] = set()
         self.told: set[str] = set()  # of those that ring
@@ -246,7 +249,8 @@ class Alarms:
         for name in {name for alarm in ALARMS.values() for name in alarm.metrics if name in status}:
             self.series[name].append(status[name])
         is_solved = solved(*(self.series[name] for name in SCORES))
-        seen, lines = {}, []
+        seen = {}
+        lines = []
         for name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
@@ -289,7 +293,8 @@ class Alarms:
         if "series" not in state:  # of an older lightppo
             state = {"series": state, "ringing": [], "rang": {}}
         self.series = defaultdict(list, state["series"])
-        self.ringing, self.rang = set(state["ringing"]), defaultdict(list, state["rang"])
+        self.ringing = set(state["ringing"])
+        self.rang = defaultdict(list, state["rang"])
         self.told.clear()
 
 

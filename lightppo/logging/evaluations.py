@@ -24,10 +24,8 @@ class Evaluations(Callback):
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         samples = getattr(run.evaluator, "samples", None)
-        folder, metrics = (
-            local_folder(run.config.checkpoint.save_path) / "eval",
-            {name: value for name, value in result.items() if name.startswith("eval/")},
-        )
+        folder = local_folder(run.config.checkpoint.save_path) / "eval"
+        metrics = {name: value for name, value in result.items() if name.startswith("eval/")}
 
         def write() -> None:
             if samples:

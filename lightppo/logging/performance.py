@@ -37,7 +37,9 @@ class PhaseTimer:
 
     def reset(self) -> dict[str, float]:
         """Return the seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
-        passed, self.passed, seconds = self.passed, [], Counter()
+        passed = self.passed
+        self.passed = []
+        seconds = Counter()
         for phase, start, end in passed:
             if not isinstance(end, float):
                 end.synchronize()

@@ -66,7 +66,8 @@ def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **opt
 
 def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
     """Yield the steps of a run, with a bar; how many there are may change with each episode."""
-    shown, done = run.strategy.is_rank_0(), run.state.global_step
+    shown = run.strategy.is_rank_0()
+    done = run.state.global_step
     with progress_bar(None, run.unit, shown=shown, initial=done) as run.bar:
         for step in steps:
             run.bar.total = run.total_steps

@@ -52,7 +52,8 @@ class JsonlSink:
             set_aside(path)
         elif path.exists():
             _cut(path, start_step)
-        self.path, self.file = path, path.open("a", buffering=1)
+        self.path = path
+        self.file = path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -117,11 +118,9 @@ def open_sinks(
 def metrics_file(config: OptionSet) -> Path:
     """Return where the rows of a run are: ``metrics.jsonl`` in its folder, or ``--log_file``, which PPO has not."""
     log_file = config.flat().get("log_file")
-    return (
-        local_folder(config.checkpoint.save_path) / "metrics.jsonl"
-        if log_file is None
-        else Path(log_file)
-    )
+    if log_file is None:
+        return local_folder(config.checkpoint.save_path) / "metrics.jsonl"
+    return Path(log_file)
 
 
 # -- the callback ------------------------------------------------------------------------------------------------------
@@ -178,7 +177,9 @@ class Recorder(Callback):
         self.records = RecordSums(run.config.checkpoint.save_path, self.path)
 
     def on_start(self, run: Any) -> None:
-        config, strategy, step = run.config, run.strategy, run.state.global_step
+        config = run.config
+        strategy = run.strategy
+        step = run.state.global_step
         folder = config.checkpoint.save_path
         self.locks = locks_of([folder, config.checkpoint.ckpt_path])
         if step == 0:

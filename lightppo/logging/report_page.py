@@ -47,7 +47,8 @@ class Panel:
     unit_interval: bool = False  # the y axis is 0 to 1
 
 
-_TRAINING, _HELD_OUT = "training prompts", "held-out prompts"
+_TRAINING = "training prompts"
+_HELD_OUT = "held-out prompts"
 PANELS = (
     Panel("reward", {"rollout/reward": _TRAINING}, {"eval/reward": _HELD_OUT}),
     Panel("KL to the reference (nats per token)", {"rollout/kl": _TRAINING}, {}),
@@ -85,7 +86,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         text = Path(path).read_text()
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror})") from error
-    rows, lines = [], text.splitlines()
+    rows = []
+    lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -156,7 +158,8 @@ def before_and_after(rows: Sequence[Row]) -> str:
         best = at = ""
         if name.endswith(("reward", "accuracy", "loss")):
             value = (min if name.endswith("loss") else max)(values)
-            best, at = f"{value:.4g}", f", best at {steps[values.index(value)]}"
+            best = f"{value:.4g}"
+            at = f", best at {steps[values.index(value)]}"
         ends = f"{sum(values[:window]) / window:>12.4g}{sum(values[-window:]) / window:>12.4g}"
         lines.append(f"{plain(name):<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
     return "\n".join(lines)
@@ -275,7 +278,9 @@ def options_of(run: Path, file: str = "run_config.resolved.yaml") -> dict[str, A
     import yaml
 
     path = run / file
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if path.is_file():
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {}
 
 
 KINDS = {"ppo": PPOConfig, **COMMANDS}
@@ -394,7 +399,8 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
     """
     from plotly.offline import get_plotlyjs
 
-    page, blocks = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8"), []
+    page = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8")
+    blocks = []
     shown = []
     for number, path in enumerate(runs):
         shown.append(run := _run(path))
@@ -425,7 +431,8 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
 
 def _run(path: Path) -> dict[str, Any]:
     """Return what the page shows of a run, beside its samples."""
-    rows, run = read_metrics(path), path.parent
+    rows = read_metrics(path)
+    run = path.parent
     names = sorted({name for row in rows for name in row} - {"step", "time"})
     curves = {name: (steps, [float(f"{x:.6g}") for x in values]) for name in names
               for steps, values in [series(rows, name)] if steps and not name.startswith("alarm/")}  # fmt: skip
@@ -529,10 +536,8 @@ def brought(run: str) -> Path:
     if is_url(run):
         from lightppo.logging.run_paths import RECORDS
 
-        kinds, folder = (
-            {name.partition(".")[0] for name in RECORDS} - {"profile"},
-            tempfile.mkdtemp(prefix="lightppo-"),
-        )
+        kinds = {name.partition(".")[0] for name in RECORDS} - {"profile"}
+        folder = tempfile.mkdtemp(prefix="lightppo-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         read_apart(folder)
         download(run, lambda name: name.partition("/")[0].partition(".")[0] in kinds)

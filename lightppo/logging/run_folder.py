@@ -170,11 +170,10 @@ def _prepare(flag: str, folder: str) -> str | None:
         return None
     try:
         probe(folder)
-        reason = (
-            "ended, and its memory with it"
-            if is_forgotten(folder)
-            else "could not send all it wrote"
-        )
+        if is_forgotten(folder):
+            reason = "ended, and its memory with it"
+        else:
+            reason = "could not send all it wrote"
         # These files belong to no run any more: only what is at the URL counts.
         if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:
             logger.warning(
@@ -280,7 +279,8 @@ def set_aside(*paths: Path) -> None:
 
 def set_records_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
-    logs, folder = config.logging, config.checkpoint.save_path
+    logs = config.logging
+    folder = config.checkpoint.save_path
     paths = [local_folder(folder).absolute() / name for name in RECORDS]
     if logs.use_tensorboard:
         paths.append(Path(logs.use_tensorboard).absolute() / run_name(logs, folder))
@@ -303,7 +303,8 @@ class RecordSums:
     """
 
     def __init__(self, folder: str, metrics: Path) -> None:
-        self.folder, self.metrics = local_folder(folder).absolute(), metrics.absolute()
+        self.folder = local_folder(folder).absolute()
+        self.metrics = metrics.absolute()
         # (size, time of the last change) and digest of each file.
         self._known: dict[Path, tuple[tuple[int, int], Digest]] = {}
 
@@ -363,7 +364,8 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         config: resolved.
         rows: the rows of a run, by the option that names their files.
     """
-    flat, marks = config.flat(), {}
+    flat = config.flat()
+    marks = {}
     is_answered = bool(flat.get("tape_from"))  # then files of code outside may be gone
     if ranks.is_rank_0():
         for name, spec in _code_of(config).items():
@@ -389,11 +391,10 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
         # Where one folder lies from the other: both may have been moved together.
         checkpoint = config.checkpoint
-        marks["save_path"] = (
-            shown_url(checkpoint.save_path)
-            if is_url(checkpoint.save_path)
-            else os.path.relpath(checkpoint.save_path, checkpoint.ckpt_path)
-        )
+        if is_url(checkpoint.save_path):
+            marks["save_path"] = shown_url(checkpoint.save_path)
+        else:
+            marks["save_path"] = os.path.relpath(checkpoint.save_path, checkpoint.ckpt_path)
     return ranks.broadcast_object(marks)
 
 
@@ -403,7 +404,9 @@ def _content_of_world(entry: Any) -> bytes | None:
         source = source_of(entry)
         return None if source is None else source.encode()
     file = file_of_world(entry)
-    return None if file is None else Path(file).expanduser().read_bytes()
+    if file is None:
+        return None
+    return Path(file).expanduser().read_bytes()
 
 
 def _rows_mark(rows: Any, batch: int = 1000) -> str:
@@ -525,7 +528,8 @@ def record_start(
         content: of :func:`content_of`.
         total_steps: of the whole run, where they are known.
     """
-    folder, device = config.checkpoint.save_path, ranks.device
+    folder = config.checkpoint.save_path
+    device = ranks.device
     if device.type == "cuda":
         import torch
 

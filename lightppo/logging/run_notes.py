@@ -39,7 +39,8 @@ def tell_models(building: Any) -> Iterator[str]:
 def described(config: OptionSet) -> str:
     """Return the options that were set, and differ from the defaults and from what None means, by section."""
     config, asked = config.resolved(), config.flat()
-    values, public = config.flat(), public_options(config)
+    values = config.flat()
+    public = public_options(config)
     lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant(name: str) -> bool:
@@ -58,11 +59,13 @@ def described(config: OptionSet) -> str:
 
 def model_sizes(building: Any) -> str:
     """Return the parameters of each model, and how many of them train where not all do."""
-    texts, rewards = [], 0
+    texts = []
+    rewards = 0
     for flag, model in building.models.items():
         rewards += flag.startswith("--reward_pretrain")
         name = _MODELS.get(flag, f"reward model {rewards}")
-        total, trained = parameter_count(model), parameter_count(model, trained_only=True)
+        total = parameter_count(model)
+        trained = parameter_count(model, trained_only=True)
         part = f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
         texts.append(f"{name} {total:,} parameters{part}")
     if (average := building.sizes.get("ema")) is not None:
@@ -106,7 +109,8 @@ class ClosingLines(Callback):
 
 def closing_lines(run: Any) -> Iterator[str]:
     """Yield what to do next, of a run that has ended."""
-    config, folder = run.config, local_folder(run.config.checkpoint.save_path)
+    config = run.config
+    folder = local_folder(run.config.checkpoint.save_path)
     yield f"files: {places(config)}"
     if not isinstance(config, PPOConfig):
         return

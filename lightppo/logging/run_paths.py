@@ -19,7 +19,9 @@ from lightppo.redaction import shown_url
 from lightppo.storage import check_scheme, is_url, local_folder
 
 # What a run writes into --save_path beside the model.
-METADATA, SAMPLES, TAPE = "run_metadata.jsonl", "rollouts", "tape"
+METADATA = "run_metadata.jsonl"
+SAMPLES = "rollouts"
+TAPE = "tape"
 RECORDS = ("metrics.jsonl", "eval", SAMPLES, "plot.png", "report.html", "profile")
 RECORDS += ("run_config.yaml", "run_config.resolved.yaml", METADATA, TAPE)
 
@@ -61,7 +63,8 @@ class Place:
                 given, "", Path(os.path.realpath(Path(given.split("://", 1)[-1]).expanduser()))
             )
         file_system = check_scheme(given)
-        protocol, host = file_system.protocol, urlsplit(given).hostname or ""
+        protocol = file_system.protocol
+        host = urlsplit(given).hostname or ""
         path = PurePosixPath(
             os.path.normpath("/" + str(file_system._strip_protocol(given)).lstrip("/"))
         )
@@ -78,7 +81,9 @@ class Place:
         follows_link = not self.server and os.path.abspath(local_folder(self.text)) != str(
             self.path
         )
-        return f"{self.text} (a link to {self.path})" if follows_link else self.text
+        if follows_link:
+            return f"{self.text} (a link to {self.path})"
+        return self.text
 
     def below(self, folder: Place) -> tuple[str, ...] | None:
         """Return the names that lead from the folder to this place: none if they are the same; ``None`` if it is outside."""
@@ -172,7 +177,12 @@ def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[st
         given = values.get(flag)
         if is_object(given):
             continue  # a function, say
-        texts = [] if given is None else [given] if isinstance(given, str) else list(given)
+        if given is None:
+            texts = []
+        elif isinstance(given, str):
+            texts = [given]
+        else:
+            texts = list(given)
         if flag in ROWS:
             texts = [part.strip() for text in texts for part in text.split(",")]
         if flag in CODE:

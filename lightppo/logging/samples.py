@@ -56,9 +56,10 @@ def with_overlong(
 
 def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
     """Return a sample as a row of a file; an episode has its messages and turns, too."""
-    episode = (
-        {} if rollout.turns is None else {"messages": rollout.messages, "turns": rollout.turns}
-    )
+    if rollout.turns is None:
+        episode = {}
+    else:
+        episode = {"messages": rollout.messages, "turns": rollout.turns}
     texts = {
         name: text
         for name, text in rollout.texts.items()
@@ -86,7 +87,8 @@ def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strat
         (r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n")
         for r in rollouts
     ]
-    lines, path = _in_order(own, strategy), Path(folder) / f"step{step}.jsonl"
+    lines = _in_order(own, strategy)
+    path = Path(folder) / f"step{step}.jsonl"
     strategy.on_rank_0(lambda: write_whole(path, "".join(lines)), f"{path}")
 
 
@@ -106,7 +108,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def examined(rollout: Rollout) -> str:
     """Return a sample for people: the end of its prompt, the answer, label, score and other numbers."""
-    prompt, facts = rollout.prompt, {"score": rollout.reward} | rollout.extras | rollout.texts
+    prompt = rollout.prompt
+    facts = {"score": rollout.reward} | rollout.extras | rollout.texts
     label = "" if prompt.label is None else f"label {prompt.label} · "
     end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
     numbers = " · ".join(
@@ -136,9 +139,12 @@ class Samples(Callback):
 
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
         """Write the samples of the step that are to be kept. Collective."""
-        collected, config = self.collected, run.config
-        reward, max_len = config.reward, config.rollout.generate_max_len
-        buffer_len, penalty = reward.overlong_buffer_len, reward.overlong_penalty_factor
+        collected = self.collected
+        config = run.config
+        reward = config.reward
+        max_len = config.rollout.generate_max_len
+        buffer_len = reward.overlong_buffer_len
+        penalty = reward.overlong_penalty_factor
         rollouts = with_overlong(collected.rollouts, max_len, buffer_len, penalty)
         self.record.pick(step, rollouts, experience, len(collected.repeated))
         if (folder := config.sampling.rollout_data_dir) is not None:
@@ -197,13 +203,12 @@ class SampleRecord:
         decode: Callable[[list[int]], str],
         sampled_kl: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        self.folder, self.count, self.group_size, self.strategy = (
-            folder,
-            count,
-            group_size,
-            strategy,
-        )
-        self.pieces, self.sampled_kl = TokenPieces(decode), sampled_kl
+        self.folder = folder
+        self.count = count
+        self.group_size = group_size
+        self.strategy = strategy
+        self.pieces = TokenPieces(decode)
+        self.sampled_kl = sampled_kl
         self.picked: list[tuple[Rollout, Experience | None]] = []
         self.passes: dict[bytes, list[_Pass]] = {}  # by token ids: the first and the last one
 
@@ -218,7 +223,8 @@ class SampleRecord:
         sizes = [
             min(self.group_size, self.count - i) for i in range(0, self.count, self.group_size)
         ]
-        rank, ranks = self.strategy.get_rank(), self.strategy.world_size
+        rank = self.strategy.get_rank()
+        ranks = self.strategy.world_size
         own = [size for i, size in enumerate(sizes) if (i + step) % ranks == rank]
         # From the end, because a full buffer drops its first rows.
         rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
@@ -250,7 +256,8 @@ class SampleRecord:
         own = [
             (r.prompt.index, r.sample_index, self._line(step, r, item)) for r, item in self.picked
         ]
-        self.picked, self.passes = [], {}
+        self.picked = []
+        self.passes = {}
         if not (lines := _in_order(own, self.strategy)):
             return
         path = self.folder / f"step{step}.jsonl.gz"
@@ -313,11 +320,9 @@ def _plain(values: Tensor, length: int) -> list[float | int | None]:
     if not values.is_floating_point():
         return values[:length].int().tolist()
     rounded = values[:length].double().cpu().round(decimals=DIGITS) + 0.0  # no -0
-    return (
-        rounded.tolist()
-        if rounded.isfinite().all()
-        else [x if math.isfinite(x) else None for x in rounded.tolist()]
-    )
+    if rounded.isfinite().all():
+        return rounded.tolist()
+    return [x if math.isfinite(x) else None for x in rounded.tolist()]
 
 
 class TokenPieces:
@@ -333,7 +338,8 @@ class TokenPieces:
             self.before = [
                 i for i in ids if (text := self.decode([i])).strip() and not text.endswith("\ufffd")
             ][:1]
-        pieces, run = [], []
+        pieces = []
+        run = []
         for token in ids:
             if not run and token not in self.known:
                 self.known[token] = self._text([token])

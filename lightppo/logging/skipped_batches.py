@@ -34,7 +34,9 @@ class SkippedInARow(Callback):
         self.limit = limit
 
     def after_step(self, run: Any, step: int) -> None:
-        skipped, strategy, folder = run.skipped, run.strategy, run.config.checkpoint.save_path
+        skipped = run.skipped
+        strategy = run.strategy
+        folder = run.config.checkpoint.save_path
         models = " and ".join(skipped.models())
         if not models or run.state.skipped_in_a_row < self.limit:
             return
@@ -127,7 +129,8 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
             for name in ("pretrain", "own_losses"):  # of an older lightppo
                 part.pop(name, None)
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
-        tensors, own = plain["tensors"], {field.name for field in fields(Experience)}
+        tensors = plain["tensors"]
+        own = {field.name for field in fields(Experience)}
         extra = {name: tensors.pop(name) for name in tensors.keys() - own}
         extra = {name: values for name, values in extra.items() if values is not None}
         return Experience(**tensors, extra=extra, info=plain["info"], part=part)

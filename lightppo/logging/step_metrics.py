@@ -65,7 +65,8 @@ class SampleSummaries:
 
     def read(self) -> None:
         """Take in what was added: a wait for a GPU."""
-        unread, self.unread = self.unread, []
+        unread = self.unread
+        self.unread = []
         maker = self.update.experience_maker
         summaries = [
             policy_summaries(experience, log_probs, maker.sampled_kl, maker.measures)
@@ -115,24 +116,32 @@ class Summary:
     @property
     def variance(self) -> float:
         """Biased."""
-        return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
+        if self.count:
+            return max(0.0, self.squares / self.count - self.mean**2)
+        return math.nan
 
 
 def chi_square(ratios: Summary) -> float:
     """E[ρ²] - 1, the χ² divergence of π_old from π_rollout, from the ratios of tokens that π_rollout sampled."""
-    return ratios.squares / ratios.count - 1 if ratios.count else math.nan
+    if ratios.count:
+        return ratios.squares / ratios.count - 1
+    return math.nan
 
 
 def effective_share(weights: Summary) -> float:
     """(Σw)² / (n·Σw²): Kish's effective sample size (1965) as a share of the n samples; 1 if all weigh the same."""
     if not weights.count:
         return math.nan
-    return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
+    if weights.squares:
+        return weights.total**2 / (weights.count * weights.squares)
+    return 0.0
 
 
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
     """Return the metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
-    tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
+    tokens = summaries["ratio"]
+    rows = summaries["seq_ratio"]
+    difference = summaries["logp_diff"]
     return {
         "kl": summaries["kl"].mean,
         "k3_kl": summaries["k3_kl"].mean,
@@ -164,7 +173,8 @@ def policy_summaries(
         measures: what else there is to say.
     """
     terms: dict[str, Tensor] = {}
-    reference, engine = experience.base_action_log_probs, experience.rollout_log_probs
+    reference = experience.base_action_log_probs
+    engine = experience.rollout_log_probs
     # A step with NaN is skipped, and counted elsewhere.
     mask = experience.action_mask & ~log_probs.isnan()
     if reference is not None:
@@ -262,9 +272,10 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
     if "residual" in summaries:
         spread = summaries["return_token"].variance
-        status["vf_explained_var"] = (
-            1 - summaries["residual"].variance / spread if spread > 0 else math.nan
-        )
+        if spread > 0:
+            status["vf_explained_var"] = 1 - summaries["residual"].variance / spread
+        else:
+            status["vf_explained_var"] = math.nan
     return status
 
 
@@ -279,7 +290,8 @@ def micro_batch_status(metrics: Mapping[str, Tensor], scale: float) -> dict[str,
 
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     """Return a status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
-    status, numbers = dict(status or {}), {}
+    status = dict(status or {})
+    numbers = {}
     tensors = {
         name: value.detach().double()
         for name, value in status.items()

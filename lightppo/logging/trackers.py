@@ -78,7 +78,8 @@ class WandbSink:
         self.run = _package("wandb").init(
             **where, name=run_name, id=run_id, resume="allow", config=dict(options)
         )
-        self.run_id, self.names = self.run.id, config.metric_names
+        self.run_id = self.run.id
+        self.names = config.metric_names
         self.run.define_metric("global_step")
         own_axes = STEPS[self.names] if self.names in OWN_AXES else ()
         for namespace in NAMESPACES[self.names]:
@@ -126,17 +127,18 @@ class MlflowSink:
         self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
     ) -> None:
         self.client, found = open_mlflow(config)
-        self.mlflow, self.waiting, self.next_try = import_module("mlflow"), [], 0.0
+        self.mlflow = import_module("mlflow")
+        self.waiting = []
+        self.next_try = 0.0
         self.refused: set[str] = set()  # names that it cannot hold
         if run_id is not None:
             self.client.update_run(run_id, status="RUNNING")
             self.run_id = run_id
             return
-        experiment = (
-            found.experiment_id
-            if found
-            else self.client.create_experiment(config.mlflow_experiment)
-        )
+        if found:
+            experiment = found.experiment_id
+        else:
+            experiment = self.client.create_experiment(config.mlflow_experiment)
         tags = {"group": config.wandb_group} if config.wandb_group else {}
         self.run_id = self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
         params = [self.mlflow.entities.Param(name, str(value)) for name, value in options.items()]
@@ -144,7 +146,8 @@ class MlflowSink:
             self.client.log_batch(self.run_id, params=params[first : first + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now, metric = int(1000 * time.time()), self.mlflow.entities.Metric
+        now = int(1000 * time.time())
+        metric = self.mlflow.entities.Metric
         named = {mlflow_name(name): float(value) for name, value in metrics.items()}
         self.waiting += [
             metric(name, value, now, step)

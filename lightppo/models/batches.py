@@ -178,19 +178,17 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def _pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor from which the driver can copy to the device at its leisure; small ones it keeps aside by itself."""
     travels = tensor.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta")
-    return (
-        tensor.pin_memory()
-        if travels and tensor.nbytes > _KEPT_ASIDE and not tensor.is_pinned()
-        else tensor
-    )
+    if travels and tensor.nbytes > _KEPT_ASIDE and not tensor.is_pinned():
+        return tensor.pin_memory()
+    return tensor
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """On the CPU, without a wait for a GPU if it came by :func:`to_device` and nothing was written to it since."""
     source, version = getattr(tensor, "source", (None, 0))
-    return (
-        tensor.cpu() if source is None or source._version + tensor._version != version else source
-    )
+    if source is None or source._version + tensor._version != version:
+        return tensor.cpu()
+    return source
 
 
 # -- what a forward takes, and what a model is made of ----------------------------------------------------------------
@@ -383,7 +381,9 @@ def segments_as_mask(
 def plan_of(mask: Tensor, device: torch.device) -> RowPlan:
     """The plan of :func:`segments_as_mask`, also where something has copied the mask."""
     plan = getattr(mask, "plan", None)
-    return RowPlan.of(*mask[0, 0].tolist(), device) if plan is None else plan
+    if plan is None:
+        return RowPlan.of(*mask[0, 0].tolist(), device)
+    return plan
 
 
 def continued(
@@ -443,7 +443,9 @@ def pack_shared(
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
     """Places (K,) to read -> the distinct places (U,), and each read's index (K,) into them; None: K = U."""
     different, reads = torch.unique(places, return_inverse=True)
-    return (places, None) if len(different) == len(places) else (different, reads)
+    if len(different) == len(places):
+        return (places, None)
+    return (different, reads)
 
 
 def read(at_places: Tensor, reads: Tensor | None) -> Tensor:

@@ -82,7 +82,9 @@ class ModelLoader:
         strategy: DeepspeedStrategy,
         into_engine: Callable[[Any, Role], Any],
     ) -> None:
-        self.config, self.strategy, self.into_engine = config, strategy, into_engine
+        self.config = config
+        self.strategy = strategy
+        self.into_engine = into_engine
         self.by_flag: dict[str, Any] = {}
         self.options = loading_options(config)
         of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
@@ -108,7 +110,8 @@ class ModelLoader:
 
     def critic(self) -> Any:
         """Load ``--critic_pretrain``, in its engine."""
-        named, zero = self.config.model, self.config.strategy
+        named = self.config.model
+        zero = self.config.strategy
         ds_config = self.strategy.get_ds_train_config(
             zero_stage=zero.critic_zero_stage,
             max_norm=of_role(self.config, "critic").max_norm,
@@ -127,7 +130,8 @@ class ModelLoader:
 
     def reference(self, actor: Actor) -> Actor | None:
         """Load ``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
-        path, zero = self.config.model.ref_pretrain, self.config.strategy
+        path = self.config.model.ref_pretrain
+        zero = self.config.strategy
         if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
             return None
         # A reference that moves, like an average, is fp32: small steps would vanish in 16 bits.
@@ -161,7 +165,8 @@ class ModelLoader:
 
     def follower(self, name: str) -> Actor:
         """Load what the actor is, in float32."""
-        path, zero = self.config.model.pretrain, self.config.strategy
+        path = self.config.model.pretrain
+        zero = self.config.strategy
         ds_config = self.strategy.get_ds_eval_config(
             zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
         )

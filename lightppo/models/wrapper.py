@@ -72,7 +72,9 @@ class PretrainedWrapper(nn.Module):
     @property
     def hf_model(self) -> PreTrainedModel:
         """The Hugging Face model, taken out of the engine."""
-        return self.model if isinstance(self.model, PreTrainedModel) else self.model.module
+        if isinstance(self.model, PreTrainedModel):
+            return self.model
+        return self.model.module
 
     @property
     def untrainable(self) -> str | None:

@@ -64,7 +64,8 @@ def with_second_masters(config: PPOConfig, ranks: int) -> list[str]:
 
 def advice(config: PPOConfig) -> list[str]:
     """Return what works but is seldom meant; of a resolved config."""
-    algorithm, found = config.algorithm, []
+    algorithm = config.algorithm
+    found = []
     if not config.evaluation.val_only and not (
         config.rollout.do_sample and config.rollout.temperature > 0
     ):

@@ -87,7 +87,9 @@ def preflight(config: PPOConfig) -> None:
 
     For one rank, which decides for all. The first rows alone are read; all are checked before models load.
     """
-    model, checkpoint, data = config.model, config.checkpoint, config.data
+    model = config.model
+    checkpoint = config.checkpoint
+    data = config.data
     models = [("pretrain", model.pretrain)] + [
         ("reward_pretrain", path) for path in model.reward_pretrain
     ]
@@ -134,7 +136,9 @@ def preflight(config: PPOConfig) -> None:
 
 def preflight_supervised(config: SupervisedConfig) -> None:
     """Do the same for training on data."""
-    checkpoint, data, flat = config.checkpoint, config.data, config.flat()
+    checkpoint = config.checkpoint
+    data = config.data
+    flat = config.flat()
     is_pairs = not hasattr(data, "output_key")
     fields = {"input_key": data.input_key} | (
         {
@@ -213,14 +217,13 @@ def before_imports(check: Callable[[], None], prog: str) -> None:
 
 def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
     """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
-    rollout, evaluation = config.rollout, config.evaluation
+    rollout = config.rollout
+    evaluation = config.evaluation
     samples = max(
         estimator_entry(config).min_group_size, min(rollout.n_samples_per_prompt, _DRY_SAMPLES)
     )
-    prompts, tokens = (
-        min(rollout.rollout_batch_size, 2 * world_size),
-        min(rollout.generate_max_len, _DRY_TOKENS),
-    )
+    prompts = min(rollout.rollout_batch_size, 2 * world_size)
+    tokens = min(rollout.generate_max_len, _DRY_TOKENS)
     sizes = {
         "rollout_batch_size": prompts,
         "gen_batch_size": prompts,
@@ -303,7 +306,8 @@ def _check_worlds(config: PPOConfig) -> None:
 
 def _check_steps(config: PPOConfig) -> None:
     """Refuse JSONL files whose rows do not hold ``--total_training_steps``. What is dropped is seen later."""
-    training, data = config.training, config.data
+    training = config.training
+    data = config.data
     files = [Path(path).expanduser() for path in _sources(data.prompt_data)]
     if (
         training.total_training_steps is None
@@ -317,7 +321,8 @@ def _check_steps(config: PPOConfig) -> None:
     for file in files:
         with file.open("rb") as lines:
             rows += sum(1 for line in lines if line.strip())
-    sampled, batch = generation_batch(config), config.rollout.rollout_batch_size
+    sampled = generation_batch(config)
+    batch = config.rollout.rollout_batch_size
     # the last prompts of an episode count as many as are sampled at once
     check_total_steps(config, math.ceil(math.ceil(rows / sampled) * sampled / batch), rows)
 
@@ -365,7 +370,8 @@ def _check_shape(config: PPOConfig) -> None:
 
 def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
     """Refuse a split that no source has, and whose name is none of the usual ones: files have no splits."""
-    flat, usual = config.flat(), type(config)().flat()
+    flat = config.flat()
+    usual = type(config)().flat()
     for name, source in splits.items():
         paths = _sources(flat[source])
         is_named = flat[name] != usual[name] and flat[name].lower() not in SPLIT_WORDS
@@ -411,12 +417,17 @@ def _place(path: str, split: str) -> tuple[str, str]:
 def _check_prompts(config: PPOConfig, flag: str) -> None:
     """Check the reward file, and the first rows of each source: keys, template, labels that the rewards need."""
     data = config.data
-    paths, probs, split = data.prompt_data, data.prompt_data_probs, data.prompt_split
+    paths = data.prompt_data
+    probs = data.prompt_data_probs
+    split = data.prompt_split
     if flag == "--eval_data":
-        paths, probs, split = data.eval_data, None, data.eval_split
+        paths = data.eval_data
+        probs = None
+        split = data.eval_split
     scoring = evaluation_config(config) if flag == "--eval_data" else None
     named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
-    function, reads_labels = None, None
+    function = None
+    reads_labels = None
     if not config.flat().get("tape_from"):  # which answers for reward files that may be gone
         function, reads_labels = check_reward_files(*named)
     check_data_paths(paths, probs, flag=flag)

@@ -41,19 +41,15 @@ from lightppo.models.kernels.linear_log_probs import is_untouched, scores_from_h
 from lightppo.models.packing.packed_layout import READ_SHARE, only_at, position_wise
 from lightppo.rollout.vllm.weights import BUCKET_BYTES
 
-LOADING, ROLLOUT, SCORING, SYNC, SAVE = (
-    "loading",
-    "rollout",
-    "scoring",
-    "weights to the engine",
-    "saving",
-)
-ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP = (
-    "actor: training",
-    "actor: step",
-    "critic: training",
-    "critic: step",
-)
+LOADING = "loading"
+ROLLOUT = "rollout"
+SCORING = "scoring"
+SYNC = "weights to the engine"
+SAVE = "saving"
+ACTOR = "actor: training"
+ACTOR_STEP = "actor: step"
+CRITIC = "critic: training"
+CRITIC_STEP = "critic: step"
 PHASES = (LOADING, ROLLOUT, SCORING, ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP, SYNC, SAVE)
 TRAINING = {ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP}
 
@@ -78,7 +74,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.device, self.live, self.peak = device, 0, 0
+        self.device = device
+        self.live = 0
+        self.peak = 0
         self.small = self.most_small = 0
         # (bytes of finished gradients, the most bytes alive until then)
         self.curve: list[tuple[int, int]] = []
@@ -128,7 +126,9 @@ class LiveBytes(TorchDispatchMode):
 
 def _holder(x: Tensor) -> int:
     """Tells apart what holds bytes; weights that oneDNN has packed have no storage."""
-    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+    if x.layout is torch.strided:
+        return x.untyped_storage()._cdata
+    return id(x)
 
 
 class _Attention(torch.autograd.Function):
@@ -176,7 +176,8 @@ def _counted_experts(
     module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     """Return a mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
-    up, down = module.gate_up_proj[0], module.down_proj[0]
+    up = module.gate_up_proj[0]
+    down = module.down_proj[0]
     rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
     gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
     inner = nn.functional.silu(gate) * value
@@ -242,9 +243,11 @@ class PassBytes:
 @lru_cache(maxsize=32)
 def built(shape: Shape) -> Actor | Critic:
     """Return the model on the meta device; its attention is counted unless it is eager."""
-    config, auto = copy.deepcopy(shape.config), transformers.AutoModelForCausalLM
+    config = copy.deepcopy(shape.config)
+    auto = transformers.AutoModelForCausalLM
     if shape.scores:
-        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
+        config.num_labels = 1
+        auto = transformers.AutoModelForSequenceClassification
     options = {"dtype": shape.dtype, "attn_implementation": "eager"}
     # An earlier run in this process may have set it, and nothing is sharded here.
     hf_deepspeed.unset_hf_deepspeed_config()
@@ -272,7 +275,8 @@ def built(shape: Shape) -> Actor | Critic:
 @lru_cache(maxsize=32)
 def sizes(shape: Shape) -> Sizes:
     """Return numbers of parameters, and bytes."""
-    model, width = built(shape).hf_model, shape.dtype.itemsize
+    model = built(shape).hf_model
+    width = shape.dtype.itemsize
     named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
     trained, total = (
         sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True)
@@ -301,7 +305,9 @@ def pass_bytes(
     entropy: bool = False,
 ) -> PassBytes:
     """Return one pass on the meta device: forward through body and head, in training the backward too."""
-    wrapper, model, live = built(shape), built(shape).hf_model, LiveBytes("meta")
+    wrapper = built(shape)
+    model = built(shape).hf_model
+    live = LiveBytes("meta")
     transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
     model.train(trains)
     (
@@ -343,7 +349,8 @@ def _scores(
     shape: Shape, rows: PassRows, places: Tensor, kind: str, entropy: bool
 ) -> tuple[Tensor, tuple[int, int]]:
     """Return log probs, or values, at the places that are read; and the bytes of the cache, (0, 0) without one."""
-    model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
+    model = built(shape).hf_model
+    ids = torch.zeros(rows.batch, rows.length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
     if takes(model, "position_ids"):
         inputs["position_ids"] = torch.zeros_like(ids)
@@ -363,7 +370,8 @@ def _scores(
     if kind == "cache":
         output = model(**inputs)
         return output.logits, _cache_bytes(output[cache_argument(model)].layers)
-    labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
+    labels = torch.zeros(rows.read, dtype=torch.long)
+    trains = torch.is_grad_enabled()
 
     def select(hidden: Tensor) -> Tensor:
         return (hidden if in_model else hidden[:, places]).reshape(rows.read, -1).clone()
@@ -424,9 +432,12 @@ class Estimate:
     def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
         """Return bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
         there = [p for p in self.parts if phase in p.phases and (p.sure or not sure)]
-        gpu, host = sum(p.gpu for p in there), sum(p.host for p in there)
+        gpu = sum(p.gpu for p in there)
+        host = sum(p.host for p in there)
         ranks = min(self.machine.world_size, self.machine.per_node)
-        return (gpu, host * ranks) if self.machine.gpus else (0, (gpu + host) * ranks)
+        if self.machine.gpus:
+            return (gpu, host * ranks)
+        return (0, (gpu + host) * ranks)
 
     def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
         """Return the phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
@@ -494,7 +505,8 @@ def estimate(
 
 def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
     """Yield what is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
-    ranks, saving = min(machine.world_size, machine.per_node), frozenset({SAVE})
+    ranks = min(machine.world_size, machine.per_node)
+    saving = frozenset({SAVE})
     named = built(actor).hf_model.named_parameters()
     adapted = sum(p.numel() for name, p in named if name.endswith(".base_layer.weight"))
     yield Part("actor", "copy for files", saving, host=sizes(actor).bytes // ranks)
@@ -512,7 +524,9 @@ def _kept(parts: Iterable[Part]) -> Iterator[Part]:
 
 def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
     """Return the models of a run, by role."""
-    model, adapter, lora = config.model, config.adapter, None
+    model = config.model
+    adapter = config.adapter
+    lora = None
     options = {"override_config": model.override_config}
     options |= {"trust_remote_code": model.trust_remote_code, "external_lib": model.external_lib}
 
@@ -555,19 +569,25 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     strategy = config.strategy
     if role in ("actor", "critic"):
         of_critic = (strategy.critic_zero_stage, bool(strategy.critic_param_offload))
-        return of_critic if role == "critic" else (strategy.zero_stage, strategy.param_offload)
-    stage, offload = strategy.ref_zero_stage, strategy.ref_offload
+        if role == "critic":
+            return of_critic
+        return (strategy.zero_stage, strategy.param_offload)
+    stage = strategy.ref_zero_stage
+    offload = strategy.ref_offload
     if role.startswith("reward"):
-        stage, offload = strategy.reward_zero_stage, strategy.reward_offload
+        stage = strategy.reward_zero_stage
+        offload = strategy.reward_offload
     elif (further := frozen_models(config).get(role)) is not None:
-        stage, offload = further.zero_stage, further.offload
+        stage = further.zero_stage
+        offload = further.offload
     return 3 if offload else stage, offload
 
 
 def _weights(
     role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
-    counted, always = sizes(shape), frozenset(PHASES)
+    counted = sizes(shape)
+    always = frozenset(PHASES)
     held = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
     yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
     if stage == 3 and config.strategy.zpg > 1:
@@ -580,7 +600,8 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
     """Yield the largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
     found = []
     for role, shape in roles.items():
-        counted, scratch = sizes(shape), config.model.init_from_scratch
+        counted = sizes(shape)
+        scratch = config.model.init_from_scratch
         # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
         mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
             shape.in_4bit or scratch
@@ -598,16 +619,17 @@ def _trained(
     role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
     """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
-    strategy, counted = config.strategy, sizes(shape)
-    critic, always = role == "critic", frozenset(PHASES)
+    strategy = config.strategy
+    counted = sizes(shape)
+    critic = role == "critic"
     offload = strategy.critic_adam_offload if critic else strategy.adam_offload
     train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
     accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
     # Whether gradients are summed in another type than they are made in.
     apart = counted.width == 2 and accumulated == 4
-    elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
-    twice = bool(strategy.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
-    bucket, total = counted.width * elements * (1 + twice), counted.width * counted.trained
+    bucket = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
+    bucket *= 2 if strategy.overlap_comm and stage == 2 else 1  # stage 3 overlaps from one buffer
+    total = counted.trained * counted.width
     shard = counted.trained if stage == 0 else math.ceil(counted.trained / machine.world_size)
     many = _micro_batches(config, _rows(config, f"{role}_train", machine)[0], machine) > 1
     # From the first backward pass to the step; where there are several, the other model trains between them.
@@ -616,9 +638,8 @@ def _trained(
     whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
     copies = (4 + 2 * apart) * min(counted.trained, GPU_BUCKET_ELEMENTS) * (machine.world_size > 1)
-    again = (
-        0 if apart and many else shard * accumulated
-    )  # of this pass, beside the sum of earlier ones
+    # Of this pass, beside the sum of earlier ones.
+    again = 0 if apart and many else shard * accumulated
 
     def part(
         what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
@@ -633,11 +654,12 @@ def _trained(
             return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
         return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
 
-    leaves = not offload and _makes_room_for_vllm(config, machine)
-    there = always - ({ROLLOUT} if leaves else set())
-    if leaves:
-        of_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
-        yield part("put aside while vLLM samples", always, of_number * shard, host=True)
+    always = frozenset(PHASES)
+    there = always
+    if not offload and _makes_room_for_vllm(config, machine):
+        there = always - {ROLLOUT}
+        per_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
+        yield part("put aside while vLLM samples", always, per_number * shard, host=True)
     if stage > 0:
         yield part("fp32 masters", there, 4 * shard, offload)
     yield part("Adam", there - {LOADING}, 8 * shard, offload)
@@ -685,10 +707,8 @@ def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Pa
     """
     small = int(share * gradients.gpu)
     yield dataclasses.replace(gradients, small=small)
-    what, new = (
-        f"gradients of a pass ({gradients.owner})",
-        small * (1 + (train not in gradients.phases)),
-    )
+    what = f"gradients of a pass ({gradients.owner})"
+    new = small * (1 + (train not in gradients.phases))
     yield Part("process", what, frozenset({train}), host=new, sure=False, small=new)
 
 
@@ -712,8 +732,10 @@ def _joint(config: PPOConfig) -> bool:
 def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str]:
     """Return a full micro batch of a call, and how it attends."""
     training = config.training
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
-    attention, per_prompt = config.model.attn_implementation, config.rollout.n_samples_per_prompt
+    prompt = config.data.prompt_max_len
+    response = config.rollout.generate_max_len
+    attention = config.model.attn_implementation
+    per_prompt = config.rollout.n_samples_per_prompt
     spec = rules.micro_batch_spec(config, call)
     samples = config.rollout.rollout_batch_size * per_prompt
     packed = attention != "eager" and training.packing_samples is not False and call != "reward"
@@ -722,21 +744,19 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
         or training.shuffle == "groups"
         or training.train_batch_size >= samples
     )
-    shared = (
-        per_prompt
-        if packed and training.share_prompts and whole_groups and attention != "flash_attention_2"
-        else 1
-    )
+    if packed and training.share_prompts and whole_groups and attention != "flash_attention_2":
+        shared = per_prompt
+    else:
+        shared = 1
     per_rank = max(
         1,
         min(samples, training.train_batch_size if call.endswith("train") else samples)
         // machine.world_size,
     )
-    fitting = (
-        spec.size
-        if spec.unit == "samples"
-        else max(1, math.floor(spec.size / (prompt / shared + response)))
-    )
+    if spec.unit == "samples":
+        fitting = spec.size
+    else:
+        fitting = max(1, math.floor(spec.size / (prompt / shared + response)))
     count = min(fitting, per_rank)
     if not packed:
         return PassRows(count, prompt + response, count * response, False), "masked"
@@ -749,7 +769,8 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
 
 def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
     """Of an optimizer step, on a rank."""
-    rollout, training = config.rollout, config.training
+    rollout = config.rollout
+    training = config.training
     samples = min(
         training.train_batch_size, rollout.rollout_batch_size * rollout.n_samples_per_prompt
     )
@@ -783,7 +804,9 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
 
 def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """Yield the KV cache of the HF engine, or vLLM's share."""
-    engine, rollout, counted = config.engine, config.rollout, sizes(shape)
+    engine = config.engine
+    rollout = config.rollout
+    counted = sizes(shape)
     prompt = config.data.prompt_max_len
     slots = max(
         1,
@@ -850,7 +873,8 @@ def decoding_rows(
 
     A step of decoding launches the same kernels for any number of rows.
     """
-    found, rollout = estimate(config, machine, configs), config.rollout
+    found = estimate(config, machine, configs)
+    rollout = config.rollout
     held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
     ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
     samples = max(
@@ -904,12 +928,14 @@ def advice(
 ) -> list[str]:
     """For a run that does not fit: what each remedy saves by itself, and the first ones that are enough together."""
     start = best = estimate(config, machine, configs).peak()[1]
-    now, lines = config, []
+    now = config
+    lines = []
     idle = set() if config.model.reward_pretrain else {"reward_zero_stage"}
     idle |= set() if rules.needs_reference(config) else {"ref_zero_stage"}
 
     def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[float, PPOConfig]:
-        flat, critic = base.flat(), rules.needs_critic(base)
+        flat = base.flat()
+        critic = rules.needs_critic(base)
         changes = {
             n: v
             for n, v in changes.items()
@@ -925,7 +951,8 @@ def advice(
         return size, changed
 
     def flags(changed: PPOConfig) -> str:
-        before, after = config.flat(), changed.flat()
+        before = config.flat()
+        after = changed.flat()
         return " ".join(
             f"--{n}" + f" {v}" * (v is not True) for n, v in after.items() if before[n] != v
         )
@@ -937,11 +964,12 @@ def advice(
         if best > 0.9 * machine.limit:  # the estimate may be 10% off
             together, changed = peak(now, remedy)
             now, best = (changed, together) if together < 0.99 * best else (now, best)
-    fits = (
-        "fits"
-        if best <= machine.limit
-        else f"does not fit either: more {'GPUs' if machine.gpus else 'memory'}, or a smaller model"
-    )
+    if best <= machine.limit:
+        fits = "fits"
+    else:
+        fits = (
+            f"does not fit either: more {'GPUs' if machine.gpus else 'memory'}, or a smaller model"
+        )
     if now is config:
         return [*lines, f"  no option saves enough: {gigabytes(best)}, which {fits}"]
     return [*lines, f"  together {flags(now)}: {gigabytes(best)}, which {fits}"]
@@ -953,14 +981,16 @@ def gigabytes(size: float) -> str:
 
 def table(found: Estimate) -> list[str]:
     """Parts and phases for people."""
-    gpus, ranks = found.machine.gpus, min(found.machine.world_size, found.machine.per_node)
+    gpus = found.machine.gpus
+    ranks = min(found.machine.world_size, found.machine.per_node)
     lines = [
         f"GB of {found.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
     ]
     for p in found.parts:
-        when = (
-            ", ".join(phase for phase in PHASES if phase in p.phases) if len(p.phases) < 8 else ""
-        )
+        if len(p.phases) < 8:
+            when = ", ".join(phase for phase in PHASES if phase in p.phases)
+        else:
+            when = ""
         lines.append(
             f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip()
         )

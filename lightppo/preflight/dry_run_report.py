@@ -37,7 +37,8 @@ from lightppo.rollout.sampling import end_of_text_ids
 
 _ROWS = 1000  # that are looked at
 _FEWEST = 4  # scores or answers, of which it says something that all are equal
-_FEWEST_PAIRS, _MOSTLY_LONGER = 20, 0.9
+_FEWEST_PAIRS = 20
+_MOSTLY_LONGER = 0.9
 _FEWEST_TOKENS, _GUESSING = 16, 0.95  # of the loss of a model to which all tokens are the same
 _LONGEST_SCORE, _LONGEST_STEP = 15.0, 60.0  # seconds: of one sample, of the rewards of a step
 _RIGHT = (
@@ -97,7 +98,8 @@ def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
         )
     if isinstance(config, SFTConfig) and not config.model.init_from_scratch:
         row = next(row for row in rows if "train/loss" in row)
-        loss, known = row["train/loss"], len(tokenizer)
+        loss = row["train/loss"]
+        known = len(tokenizer)
         if row["train/tokens"] >= _FEWEST_TOKENS and loss > _GUESSING * math.log(known):
             yield (
                 f"look at this: the loss of the step, {loss:.2f}, is that of guessing among {known} tokens: do the "
@@ -110,7 +112,8 @@ def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
 
 def described(dataset: Any, ids: bool = True) -> Iterator[str]:
     """Yield the first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
-    fields, examples = dataset.fields, examples_of(dataset, 0)
+    fields = dataset.fields
+    examples = examples_of(dataset, 0)
     parts = ("prompt", "completion", "label")  # prompts for rollouts have no completion
     keys = {name: " or ".join(getattr(fields, name, ())) for name in parts}
     keys["chosen, rejected"] = ", ".join(fields.pair) if len(examples) > 1 else ""
@@ -191,7 +194,9 @@ def fewer_rows(config: OptionSet, rows: Any) -> str | None:
 
 
 def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
-    flat, usual, report = config.flat(), type(config)().flat(), rows.report
+    flat = config.flat()
+    usual = type(config)().flat()
+    report = rows.report
     rate, _, limit, _, _, what = _names(config)
     if flat[rate] > 100 * usual[rate] and config.adapter.lora_rank == 0:
         usually = f"{usual[rate] / 10:g} to {usual[rate] * 10:g}"
@@ -214,8 +219,11 @@ def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
 
 
 def _prompts(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
-    tokenizer, prompts = rows.tokenizer, [one[0].prompt for one in some]
-    bos, eos, unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
+    tokenizer = rows.tokenizer
+    prompts = [one[0].prompt for one in some]
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    unknown = tokenizer.unk_token_id
     marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
     labels = Counter(type(p.label).__name__ for p in prompts if p.label is not None)
     usual = labels.most_common(1)[0][0] if labels else None
@@ -239,7 +247,8 @@ def _prompts(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
 
 
 def _answers(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
-    tokenizer, unknown = rows.tokenizer, rows.tokenizer.unk_token_id
+    tokenizer = rows.tokenizer
+    unknown = rows.tokenizer.unk_token_id
     marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
     found = {
         "hold special tokens": (lambda e: any(mark in e.written for mark in marks),
@@ -330,7 +339,9 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
 
 
 def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
-    first, template, tokenizer = examples_of(rows, 0)[0].prompt, rows.template, rows.tokenizer
+    first = examples_of(rows, 0)[0].prompt
+    template = rows.template
+    tokenizer = rows.tokenizer
     if first.messages is None:
         return
     chat = first.messages
@@ -343,7 +354,8 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     # Rows of supervised training end with end-of-text, whatever the template writes.
     if not isinstance(config, PPOConfig):
         return
-    rollout, mark = config.rollout, "answer 7"
+    rollout = config.rollout
+    mark = "answer 7"
     tail = (
         template.chat_text([*chat, {"role": "assistant", "content": mark}])
         .rpartition(mark)[2]
@@ -384,7 +396,8 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
         else:
             everything = []
     except OutOfTime:
-        everything, seconds = [], _LONGEST_SCORE
+        everything = []
+        seconds = _LONGEST_SCORE
     except RewardError as error:
         yield f"the reward fails on answers that were made up for this check; the model's may be like them: {error}"
         return

@@ -51,11 +51,10 @@ def _check_one(flag: str, wrapper: Any, strategy: Ranks) -> None:
     for name in other_attentions(wrapper.hf_model):
         with attending(wrapper.hf_model, name):
             right += [] if _agreed(strategy, padding_problem(wrapper, strategy.device)) else [name]
-    advice = (
-        f"set --attn_implementation {right[0]}"
-        if right
-        else "no other attention helps: choose another model"
-    )
+    if right:
+        advice = f"set --attn_implementation {right[0]}"
+    else:
+        advice = "no other attention helps: choose another model"
     kind = wrapper.hf_model.config.get_text_config().model_type
     raise ModelLoadError(
         f"{flag}: transformers' model type {kind!r} is wrong in padded batches: {reason}; {advice}"
@@ -107,7 +106,8 @@ def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) 
     vocabulary = actor.valid_vocab_size or text.vocab_size
     prompts = [Prompt("", [i % vocabulary for i in ids], index=n) for n, ids in enumerate(_PROMPTS)]
     sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=actor.temperature)
-    was_training, runner = actor.training, engine.runner
+    was_training = actor.training
+    runner = engine.runner
     engine.runner = None  # nothing is captured for these shapes
     actor.eval()
     try:
@@ -253,7 +253,9 @@ def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Ten
 def pad_id(model: PreTrainedModel) -> int:
     """Return the pad token if the config names one, else id 0."""
     configured = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return configured if isinstance(configured, int) and configured >= 0 else 0
+    if isinstance(configured, int) and configured >= 0:
+        return configured
+    return 0
 
 
 def distance(

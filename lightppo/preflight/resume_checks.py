@@ -15,7 +15,9 @@ from lightppo.redaction import shown_value
 
 def check_same_run(resumed: Resumed) -> Iterator[str]:
     """Yield a line for each option that may change, and did; ConfigError for what may not."""
-    saved, options, content = resumed.saved, resumed.options, resumed.content
+    saved = resumed.saved
+    options = resumed.options
+    content = resumed.content
     # Older checkpoints hold values as they were given.
     as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
     idle: set[str] = set()
@@ -60,7 +62,8 @@ def unsafe_changes(
     Returns:
         (refused, safe): for each option that changed, (old, new).
     """
-    refused, safe = {}, {}
+    refused = {}
+    safe = {}
     read_by = {name: section.of for name, section in PPOConfig.sections().items()}
     for one in kind.all_options():
         unread = not trains and (

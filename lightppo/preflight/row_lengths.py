@@ -22,7 +22,8 @@ def check_positions_of(building: Building) -> None:
     if isinstance(config, PPOConfig):  # else rows say how long they are
         from lightppo.models.loading import check_language_model
 
-        loaded, model = _config_of_pretrain(config), config.model
+        loaded = _config_of_pretrain(config)
+        model = config.model
         is_new = model.init_from_scratch
         check_language_model(loaded, "--pretrain", model.pretrain, is_new=is_new)
         check_positions(config, _positions_in(loaded))
@@ -30,7 +31,8 @@ def check_positions_of(building: Building) -> None:
 
 def check_rows(building: Building) -> None:
     """Check that the longest row to learn from fits the positions, and prompts hold ``--total_training_steps``."""
-    config, loader = building.config, building.prompts_dataloader
+    config = building.config
+    loader = building.prompts_dataloader
     if "dataset" in building.rows:
         check_longest_row(config, int(building.rows["dataset"].lengths.max()), positions_of(config))
     elif loader is not None and building.keeps:
@@ -55,7 +57,8 @@ def _positions_in(loaded: PretrainedConfig) -> int | None:
 
 def check_positions(config: Any, positions: int | None) -> None:
     """Refuse prompts and responses that do not fit; ``None``: a model without a limit."""
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    prompt = config.data.prompt_max_len
+    response = config.rollout.generate_max_len
     if positions is not None and prompt + response > positions:
         raise ConfigError(
             f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
@@ -75,7 +78,8 @@ def check_longest_row(config: Any, longest: int, positions: int | None) -> None:
 def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
     """Refuse schedules that stretch over steps which the prompts do not hold."""
     training = config.training
-    total, held = training.total_training_steps, training.num_episodes * per_episode
+    total = training.total_training_steps
+    held = training.num_episodes * per_episode
     if total is not None and total > held:
         raise ConfigError(
             f"--total_training_steps {total} is more than the {held} steps of --num_episodes {training.num_episodes} "

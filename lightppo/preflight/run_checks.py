@@ -56,7 +56,8 @@ def _refusal(config: PPOConfig) -> str | None:
 
 def tell_memory_of(building: Building) -> None:
     """Say what memory a run needs that has a GPU, or is only tried. Collective."""
-    config, strategy = building.config, building.strategy
+    config = building.config
+    strategy = building.strategy
     if isinstance(config, PPOConfig) and (
         config.training.dry_run or strategy.device.type == "cuda"
     ):
@@ -65,7 +66,8 @@ def tell_memory_of(building: Building) -> None:
 
 def become_dry_run(building: Building) -> None:
     """Make a small run of one with ``--dry_run``, in a folder that goes at its end. Collective."""
-    config, strategy = building.config, building.strategy
+    config = building.config
+    strategy = building.strategy
     if not config.training.dry_run:
         return
     folder = temporary_folder(strategy)
@@ -125,7 +127,8 @@ def check_places(building: Building) -> None:
 
 def check_padded_batches(building: Building) -> None:
     """Check that padded batches are right, and that training changes no number by itself. Collective."""
-    models, strategy = building.models, building.strategy
+    models = building.models
+    strategy = building.strategy
     always_padded = "pretrain_data" in building.rows
 
     def test() -> None:
@@ -161,7 +164,8 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
     """
     from lightppo.preflight.budget import check_memory
 
-    machine, answer = _machine(strategy), None
+    machine = _machine(strategy)
+    answer = None
     if strategy.is_rank_0():
         try:
             answer = "\n".join(check_memory(config, machine))
@@ -180,7 +184,8 @@ def _machine(strategy: DeepspeedStrategy) -> Machine:
     """Return the machine of this run."""
     from lightppo.preflight.budget import Machine
 
-    device, ranks = strategy.device, strategy.world_size
+    device = strategy.device
+    ranks = strategy.world_size
     is_gpu = device.type == "cuda"
     size = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
     per_node = ranks_on_node(ranks)

@@ -24,7 +24,8 @@ def once_per_model(run: Building, what: str, test: Callable[[], None]) -> None:
 
     A model with code of its own, whose files may change, is tested at each start.
     """
-    strategy, flat = run.strategy, run.config.flat()
+    strategy = run.strategy
+    flat = run.config.flat()
     has_own_code = flat["trust_remote_code"] or flat["external_lib"] is not None
     if not run.keeps or has_own_code:
         return test()
@@ -37,7 +38,8 @@ def once_per_model(run: Building, what: str, test: Callable[[], None]) -> None:
 
 def tested(run: Building) -> dict[str, Any]:
     """Return all that a self-test depends on: contents of models, options, versions and the device."""
-    flat, content = run.config.flat(), run.content
+    flat = run.config.flat()
+    content = run.content
     kinds = run.config.sections()
     device = run.strategy.device
     is_gpu = device.type == "cuda"

@@ -21,9 +21,10 @@ _PR_SET_PDEATHSIG = 1
 
 def default_processes() -> int:
     """Return how many worker processes suit this rank: its share of the available cores, from 1 to 16."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return min(max(cores // ranks_on_node(1), 1), 16)
 
 

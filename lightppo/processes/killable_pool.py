@@ -127,7 +127,8 @@ class _RunningPool(SpawnContext):
         *_, self._cpu_seconds = setup
         self._workers: deque[_Worker] = deque(maxlen=256)
         self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self)
-        self._started, self._ended = threading.Event(), threading.Event()
+        self._started = threading.Event()
+        self._ended = threading.Event()
         in_daemon_thread(self._keep)
         self._started.wait()
 
@@ -161,11 +162,10 @@ class _RunningPool(SpawnContext):
             else:
                 if "unloadable" in answer:
                     raise WorkerStartError(answer["unloadable"])
-                trace = (
-                    RewardError(f"in a worker process:\n{answer['trace']}")
-                    if "trace" in answer
-                    else None
-                )
+                if "trace" in answer:
+                    trace = RewardError(f"in a worker process:\n{answer['trace']}")
+                else:
+                    trace = None
                 yield Outcome(answer.get("value"), answer.get("error"), cause=trace)
 
     def _died(self, pid: int) -> Outcome:
@@ -261,7 +261,8 @@ def _data_for_worker(name: str) -> dict[str, Any]:
 
 
 _starting = threading.local()
-_data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _data_for_worker
+_data_for_process = spawn.get_preparation_data
+spawn.get_preparation_data = _data_for_worker
 
 
 # --- inside a worker

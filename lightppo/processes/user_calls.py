@@ -74,4 +74,6 @@ def awaited(value: Any) -> Any:
     async def run() -> Any:
         return await value
 
-    return asyncio.run(run()) if inspect.isawaitable(value) else value
+    if inspect.isawaitable(value):
+        return asyncio.run(run())
+    return value

@@ -68,7 +68,8 @@ class AsyncScorer:
 
         If the source fails on a part, or the time limit has passed, it raises and no sample changes.
         """
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         late = wait([future for _, future in parts], self.timeout).not_done
         everything = [rollout for rollouts, _ in parts for rollout in rollouts]
         if late:

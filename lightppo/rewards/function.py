@@ -118,9 +118,10 @@ class FunctionReward:
             worst = next(
                 (i for i in failed if not isinstance(settled[i].error, NonFinite)), failed[0]
             )
-            kind = (
-                NonFiniteRewardError if isinstance(settled[worst].error, NonFinite) else RewardError
-            )
+            if isinstance(settled[worst].error, NonFinite):
+                kind = NonFiniteRewardError
+            else:
+                kind = RewardError
             raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
         answers: list[Answer] = [
             state.value or Answer(RewardOutput([None] * len(part)), [True] * len(part))
@@ -148,11 +149,10 @@ class FunctionReward:
         problem = state.error or ""
         if problem.startswith(self._label):
             return problem
-        which = (
-            describe_sample(rollouts, call)
-            if self._style.per_sample
-            else f"a batch of {len(rollouts)}"
-        )
+        if self._style.per_sample:
+            which = describe_sample(rollouts, call)
+        else:
+            which = f"a batch of {len(rollouts)}"
         unlabelled = self._bound.label_parameter and all(
             rollout.prompt.label is None for rollout in rollouts
         )
@@ -169,7 +169,8 @@ def function_source(
 
     ``options`` are further arguments of :class:`FunctionReward`.
     """
-    name, spec = None, None
+    name = None
+    spec = None
     if isinstance(given, str):
         path, default = split_python_spec(given, FUNCTION_NAMES[0], option=option)
         given = load_python_object(given, *FUNCTION_NAMES, option=option)
@@ -239,7 +240,8 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
         or matches[0].decorator_list
     ):
         return None
-    parameters, body = matches[0].args, ast.Module(matches[0].body)
+    parameters = matches[0].args
+    body = ast.Module(matches[0].body)
     for one in (node for node in ast.walk(parameters) if isinstance(node, ast.arg)):
         one.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
@@ -252,7 +254,9 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
 
 
 def _assigned(node: ast.AST) -> str | None:
-    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return None
 
 
 def check_reward_files(
@@ -262,10 +266,13 @@ def check_reward_files(
 
     Return the function, if it gets all rows, and its parameter with the labels, if it reads them.
     """
-    reward, sources = config.reward, reward_sources(config)
-    option, spec = flag, reward.reward_fn if "function" in sources else None
+    reward = config.reward
+    sources = reward_sources(config)
+    option = flag
+    spec = reward.reward_fn if "function" in sources else None
     if not spec and is_file_alone(reward.remote_rm_url):
-        option, spec = "--remote_rm_url", reward.remote_rm_url[0]
+        option = "--remote_rm_url"
+        spec = reward.remote_rm_url[0]
     if isinstance(reward.reward_fn, str) and not spec and "model" in sources:
         declared_function(reward.reward_fn, COMBINE_NAME, option=flag)
     options = RewardRequest(config, None).options_of(FunctionReward)

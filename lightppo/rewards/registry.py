@@ -203,7 +203,8 @@ class RoutedReward:
             for i, score, row in zip(
                 places, output.scores, output.token_scores or [None] * len(places)
             ):
-                weight, total = weights[routes[i]], totals[i]
+                weight = weights[routes[i]]
+                total = totals[i]
                 totals[i] = None if total is None or score is None else total + weight * score
                 if row is not None:
                     before = token_totals[i] or [0.0] * len(row)
@@ -230,11 +231,10 @@ class RoutedReward:
 
     def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
         prompt = rollouts[i].prompt
-        value = (
-            getattr(prompt, self.by)
-            if self.by in ("data_source", "label")
-            else prompt.extra.get(self.by)
-        )
+        if self.by in ("data_source", "label"):
+            value = getattr(prompt, self.by)
+        else:
+            value = prompt.extra.get(self.by)
         key = value if isinstance(value, str) else repr(value)
         if key in self._routes:
             return key

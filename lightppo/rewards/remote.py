@@ -84,7 +84,9 @@ class RemoteReward:
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
-        servers, size, ranks = len(self._servers), len(rollouts), self.ranks or Alone()
+        servers = len(self._servers)
+        size = len(rollouts)
+        ranks = self.ranks or Alone()
         # As if the samples of all ranks, equally many, stood in one row: each server has the next equal part of it.
         edges = [
             size * ranks.world_size * i // servers - size * ranks.get_rank()
@@ -131,11 +133,9 @@ class RemoteReward:
             raise RewardError(f"{error}; labels must be text, numbers, lists or objects") from None
         except RequestError as error:
             if self.on_reward_failure == "error" or isinstance(error, RefusedError):
-                return (
-                    NonFiniteRewardError(str(error))
-                    if error.answer_error is NonFiniteRewardError
-                    else error
-                )
+                if error.answer_error is NonFiniteRewardError:
+                    return NonFiniteRewardError(str(error))
+                return error
             logger.warning("%s; its %d samples stay unscored", error, samples)
             output = RewardOutput([None] * samples)
         if self.retries or self.on_reward_failure == "unscored":

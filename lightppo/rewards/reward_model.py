@@ -71,7 +71,9 @@ class RewardModelSource:
     name: str = "reward_model"
 
     def __post_init__(self) -> None:
-        count, longest, size = len(self.models), self.reward_max_length, self.micro_batch_size
+        count = len(self.models)
+        longest = self.reward_max_length
+        size = self.micro_batch_size
         if count == 0 or (count > 1 and self.reward_fn is None):
             raise ValueError(
                 f"{count} reward models: give one, or several with --reward_fn to combine them"
@@ -400,7 +402,8 @@ def reward_inputs(
     """
     from transformers import AutoTokenizer
 
-    model, files = config.model, files_in_use()
+    model = config.model
+    files = files_in_use()
     forms = forms or [None] * len(model.reward_pretrain)
     load_tokenizer = partial(
         AutoTokenizer.from_pretrained,

@@ -117,13 +117,16 @@ class RewardApp:
         if self.token is None:
             return ""
         shown = headers.get(b"authorization", b"")
-        return "" if hmac.compare_digest(shown, f"Bearer {self.token}".encode()) else None
+        if hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
+            return ""
+        return None
 
     async def _health(self) -> dict[str, str]:
         return {"status": "ok", "source": self.source.name}
 
     async def _score(self, body: ScoreRequest, request: Request) -> Response:
-        count, start = len(body.query), time.monotonic()
+        count = len(body.query)
+        start = time.monotonic()
         if count > self.max_samples:
             return _error(
                 413, f"{count} samples in one request; --max_samples is {self.max_samples}"
@@ -154,7 +157,8 @@ class RewardApp:
         return JSONResponse(answer)
 
     def _answer(self, body: ScoreRequest) -> dict[str, Any]:
-        rollouts, name = body.rollouts(), self.source.name
+        rollouts = body.rollouts()
+        name = self.source.name
         try:
             output = check_output(self.source.score(rollouts), rollouts, name)
         except Exception:
@@ -342,7 +346,9 @@ class Gate:
             return
         refusal = self._refusal(scope)
         seconds = self.seconds if refusal is None else self.connections.seconds / 2
-        read, ended, end = 0, False, time.monotonic() + seconds
+        read = 0
+        ended = False
+        end = time.monotonic() + seconds
 
         async def counted() -> _Message:
             nonlocal read, ended, refusal
@@ -354,7 +360,8 @@ class Gate:
                     408, f"the request did not end within {self.seconds:g} s"
                 )
                 raise ClientDisconnect from None
-            read, ended = read + len(message.get("body", b"")), not message.get("more_body", False)
+            read = read + len(message.get("body", b""))
+            ended = not message.get("more_body", False)
             if read > self.max_bytes:  # the client sent no content-length
                 refusal = refusal or self.error(413, self.too_long)
                 raise ClientDisconnect

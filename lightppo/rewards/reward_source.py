@@ -230,7 +230,9 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
         raise RewardError(
             f"{source_name}: 'extra_logs' must map names to numbers, got {type(extra_logs).__name__}"
         )
-    metrics, texts, token_scores = {}, {}, result.get("token_scores")
+    metrics = {}
+    texts = {}
+    token_scores = result.get("token_scores")
     if result.get("scores") is not None:
         metrics["score"] = _as_list(result["scores"], source_name, "'scores'")
         if "score" in extra_logs:
@@ -239,11 +241,10 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
             )
     for name, values in extra_logs.items():
         single = finite(values)
-        column = (
-            _as_list(values, source_name, f"extra_logs[{name!r}]")
-            if single is None
-            else [single] * count
-        )
+        if single is None:
+            column = _as_list(values, source_name, f"extra_logs[{name!r}]")
+        else:
+            column = [single] * count
         (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
@@ -301,7 +302,8 @@ def _token_numbers(
         checked[i] = numbers = [
             finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
         ]
-        sample, length = describe_sample(rollouts, i), len(rollouts[i].response_ids)
+        sample = describe_sample(rollouts, i)
+        length = len(rollouts[i].response_ids)
         if len(numbers) != length:
             raise RewardError(
                 f"{source_name}: {len(numbers)} token scores for the {length} response tokens of {sample}"

@@ -58,9 +58,10 @@ def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
         return Answer(check_output(output, part, label), [False] * len(part)), None
     except RewardError as error:
         problem = NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
-    columns = (
-        [] if output is None else [output.scores, *output.metrics.values(), *output.texts.values()]
-    )
+    if output is None:
+        columns = []
+    else:
+        columns = [output.scores, *output.metrics.values(), *output.texts.values()]
     if output is None or any(len(values) != len(part) for values in columns):
         return None, problem
     scores = [finite(score) for score in output.scores]
@@ -252,7 +253,9 @@ class BoundFunction:
 
 def _filled(fn: RewardFunction) -> set[str]:
     """Return the keywords that a partial has filled in: still parameters, but not ours to set, nor signs of a convention."""
-    return set(fn.keywords) if isinstance(fn, functools.partial) else set()
+    if isinstance(fn, functools.partial):
+        return set(fn.keywords)
+    return set()
 
 
 def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
@@ -269,7 +272,9 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
 
 def read_sample(value: Any, part: list[Rollout], label: str) -> Reading:
     """Read a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
-    score, metrics, texts = value, {}, {}
+    score = value
+    metrics = {}
+    texts = {}
     if isinstance(value, Mapping):
         if "score" not in value:
             return None, f"it returned a dict without 'score': {shown(value)}"
@@ -378,7 +383,9 @@ def _trl(rollout: Rollout) -> Values:
 
     If the prompt is a chat, the completion is one too: one message of the assistant, or those of an episode.
     """
-    prompt, text, ids = rollout.prompt, rollout.response_text, rollout.response_ids
+    prompt = rollout.prompt
+    text = rollout.response_text
+    ids = rollout.response_ids
     if prompt.messages is None:
         return {"prompts": prompt.text, "completions": text, "completion_ids": ids}
     answer = [{"role": "assistant", "content": text}]
@@ -408,14 +415,17 @@ _AREAL_NAMES = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 
 def _areal(rollout: Rollout) -> Values:
-    prompt, text = rollout.prompt, rollout.response_text
+    prompt = rollout.prompt
+    text = rollout.response_text
     ids = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
     return {"prompt": prompt.text, "completions": text} | ids
 
 
 def _row_and_chat(rollout: Rollout) -> Values:
     chat = rollout.prompt.messages
-    return rollout.prompt.extra if chat is None else {"messages": chat} | rollout.prompt.extra
+    if chat is None:
+        return rollout.prompt.extra
+    return {"messages": chat} | rollout.prompt.extra
 
 
 AREAL = Style(

@@ -114,7 +114,8 @@ def settle(
     for _ in range(retries + 1):
         for i, outcome in zip(pending, run([calls[i] for i in pending]) if pending else []):
             state = settled[i]
-            state.error, state.cause = outcome.error, outcome.cause
+            state.error = outcome.error
+            state.cause = outcome.cause
             if outcome.error is None:
                 result, state.error = read(i, outcome.value)
                 state.value = state.value if result is None else result

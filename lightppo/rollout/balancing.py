@@ -71,7 +71,8 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
     loads = [sum(group.tokens for group in groups) for groups in result]
     mean = sum(loads) / len(loads)
     while max(loads) > mean * (1 + tolerance):
-        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        heavy = loads.index(max(loads))
+        light = loads.index(min(loads))
         pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
         if pair is None:
             break

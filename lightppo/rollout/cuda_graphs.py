@@ -183,9 +183,10 @@ class StaticDecoder(SlotDecoder):
         positions = rows.positions[active].unsqueeze(1)
         logits = self.forward.logits(newest, mask, positions, self.cache)
         at = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
-        history = (
-            rows.history(active, rows.ids.shape[1] - 1) if self.sampler.needs_history else None
-        )
+        if self.sampler.needs_history:
+            history = rows.history(active, rows.ids.shape[1] - 1)
+        else:
+            history = None
         drawn = self.sampler(logits, rows.seeds[active].gather(1, at).squeeze(1), ages, history)
         for target, new in zip((tokens, log_probs), drawn):
             target.scatter_(

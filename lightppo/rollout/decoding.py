@@ -337,11 +337,9 @@ class SlotCache(DynamicCache):
         if self.fixed:
             return -(-(self.max_columns + FIXED_SPARE) // FIXED_SPARE) * FIXED_SPARE - columns
         # Rows end at different columns: without room beyond the longest row's, all would move at every step.
-        return (
-            CPU_COLUMNS
-            if self.tight
-            else max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
-        )
+        if self.tight:
+            return CPU_COLUMNS
+        return max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
 
 
 def slot_layer(layer: Any, span: Span) -> SlotLayer:
@@ -451,11 +449,10 @@ class PromptQueue(RequestQueue):
     @property
     def longest(self) -> int:
         """Tokens of the longest waiting prompt; 0 if no prompt waits."""
-        block = (
-            []
-            if self._block is None
-            else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
-        )
+        if self._block is None:
+            block = []
+        else:
+            block = [len(self._block.prompts[row]) for row, _ in self._block.waiting]
         groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
         return max((*block, *groups), default=0)
 
@@ -668,9 +665,10 @@ class SlotDecoder(Decoder):
             )
         span.end += 1
         seeds = rows.seeds[active].gather(1, ages.unsqueeze(1)).squeeze(1)
-        history = (
-            rows.history(active, span.end - span.first) if self.sampler.needs_history else None
-        )
+        if self.sampler.needs_history:
+            history = rows.history(active, span.end - span.first)
+        else:
+            history = None
         rows.write(active, *self.sampler(logits, seeds, ages, history))
 
     def _make_room(self) -> None:

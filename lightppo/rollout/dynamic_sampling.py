@@ -68,7 +68,11 @@ class GroupFilter:
             return EQUAL if min(values) == max(values) else None
         low, high = self.limits
         mean = sum(values) / len(values)
-        return LOW if mean <= low else HIGH if mean >= high else None
+        if mean <= low:
+            return LOW
+        if mean >= high:
+            return HIGH
+        return None
 
 
 @dataclass
@@ -148,7 +152,8 @@ class GroupCollector(BatchCollector):
         tally.scored += batch.scored
         tally.names |= {name for rollout in batch.rollouts for name in rollout.extras}
         if batch.not_finite is not None:
-            tally.not_finite, tally.lost = batch.not_finite, batch.rollouts
+            tally.not_finite = batch.not_finite
+            tally.lost = batch.rollouts
             tally.counts["not_finite"] += 1
             return
         for group in group_by_prompt(batch.rollouts):
@@ -184,8 +189,10 @@ class GroupCollector(BatchCollector):
         self, step: int, tally: StepCounts, share: int, extra: list[int], surplus: int
     ) -> CollectedStep:
         """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
-        chosen, self.surplus = self.surplus[:share], self.surplus[share:]
-        rollouts, places = [], []
+        chosen = self.surplus[:share]
+        self.surplus = self.surplus[share:]
+        rollouts = []
+        places = []
         for sampled, group in chosen:
             places.append(range(len(rollouts), len(rollouts) + len(group)))
             is_stale = sampled < step
@@ -200,7 +207,8 @@ class GroupCollector(BatchCollector):
         counts = self.strategy.all_reduce(
             {name: tally.counts[name] for name in names} | selection, "sum"
         )
-        trained, judged = counts["trained_groups"], counts.pop("judged")
+        trained = counts["trained_groups"]
+        judged = counts.pop("judged")
         not_finite = counts.pop("not_finite")
         rejected = {name: counts.pop(name) for name in REASONS}
         counts["staleness"] /= max(1, trained - counts["reused_groups"])
@@ -295,7 +303,8 @@ def with_selection(
 
     ``final_scores`` shapes the scores of rollouts: (B,).
     """
-    sampling, rollout = config.sampling, config.rollout
+    sampling = config.sampling
+    rollout = config.rollout
     if sampling.generation_size > rollout.n_samples_per_prompt:
         collector.sampler = BestOfN(
             **vars(collector.sampler)
@@ -304,7 +313,8 @@ def with_selection(
             tie=sampling.best_of_n_tie,
         )
     per_step = rollout.rollout_batch_size
-    group_filter, max_batches = None, 1
+    group_filter = None
+    max_batches = 1
     if sampling.dynamic_sampling:
         group_filter = GroupFilter(sampling.filter_metric, sampling.filter_range, final_scores)
         max_batches = sampling.max_num_gen_batches

@@ -198,7 +198,8 @@ class HFRolloutEngine:
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             kind = kind if self.runner is None else self.runner.decoder(kind)
-            slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
+            slots = self.micro_rollout_batch_size
+            most = sampling.max_new_tokens
             yield kind(forward, sampler, stop.to(device), slots, most, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
@@ -285,7 +286,9 @@ def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
     """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
     if config.engine.batch_invariant:
         return InvariantSteps()
-    return CUDAGraphs() if config.engine.hf_cuda_graphs else None
+    if config.engine.hf_cuda_graphs:
+        return CUDAGraphs()
+    return None
 
 
 def check_lengths(

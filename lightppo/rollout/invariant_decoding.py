@@ -62,9 +62,14 @@ class AlignedCache(SlotCache):
 
     def __init__(self, like: SlotCache, positions: Tensor, dtype: torch.dtype) -> None:
         Cache.__init__(self, layers=[AlignedLayer(like.span) for _ in like.layers])
-        self.span, self.slots, self.max_columns = like.span, like.slots, like.max_columns
-        self.tight, self.fixed, self.window = like.tight, False, None
-        self.positions, self.unit = positions, KEYS[dtype]
+        self.span = like.span
+        self.slots = like.slots
+        self.max_columns = like.max_columns
+        self.tight = like.tight
+        self.fixed = False
+        self.window = None
+        self.positions = positions
+        self.unit = KEYS[dtype]
         self.span.first = self.columns = 0
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
@@ -75,7 +80,8 @@ class AlignedCache(SlotCache):
             states = source.keys, source.values
             if not layer.buffers:
                 layer.buffers = [x.new_zeros(self.slots, x.shape[1], 0, x.shape[3]) for x in states]
-                layer.dtype, layer.device = source.keys.dtype, source.keys.device
+                layer.dtype = source.keys.dtype
+                layer.device = source.keys.device
                 layer.is_initialized = True
         self.reach(max(ends) + 1)
         for layer, source in zip(self.layers, prompts.layers):
@@ -109,7 +115,8 @@ class InvariantDecoder(SlotDecoder):
         self.cache = AlignedCache(self.cache, self.rows.positions, dtype)
 
     def _make_room(self) -> None:
-        cache, positions = self.cache, self.rows.positions[: len(self.rows)]
+        cache = self.cache
+        positions = self.rows.positions[: len(self.rows)]
         cache.span.end = int(positions.max())
         cache.span.column = positions
         cache.reach(cache.span.end + 1)

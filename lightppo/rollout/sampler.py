@@ -125,7 +125,8 @@ class RolloutSampler:
             if sizes[rollout.prompt.index] >= self.min_group_size
             and (rollout.baseline is None or rollout.baseline.reward is not None)
         ]
-        unscored, small_group = len(rollouts) - len(scored), len(chosen) - len(chosen_whole)
+        unscored = len(rollouts) - len(scored)
+        small_group = len(chosen) - len(chosen_whole)
         if unscored or small_group:
             text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
             logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
@@ -209,7 +210,8 @@ class BatchCollector:
         counts = self.strategy.all_reduce(
             batch.counts | {"groups": groups, "failed": failed}, "sum"
         )
-        groups, failures = counts.pop("groups"), counts.pop("failed")
+        groups = counts.pop("groups")
+        failures = counts.pop("failed")
         collected = CollectedStep(batch.rollouts, groups, counts, batch.scored)
         if failures:
             self.leave_out(collected, batch.not_finite)

@@ -386,7 +386,8 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
 
 def check_sampled_tokens(building: Any) -> None:
     """Refuse ids and words that no sampled answer can have."""
-    options, size = building.config.flat(), valid_vocab_size(building.tokenizer)
+    options = building.config.flat()
+    size = valid_vocab_size(building.tokenizer)
     if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:
         raise ConfigError(
             f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "

@@ -48,7 +48,8 @@ class Objective:
     shares_prompts = True  # packed rows with equal prompts run it once
 
     def __init__(self, config: Any, strategy: DeepspeedStrategy) -> None:
-        self.config, self.strategy = config, strategy
+        self.config = config
+        self.strategy = strategy
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> Any:
         """Rows checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""
@@ -196,7 +197,8 @@ class RewardModelling(Objective):
         mean = partial(pair_mean, pairs=total, dp_size=dp_size)
         chosen, rejected = self._scores(model, batch)
         margin = batch.get("margin") if self.uses_margins else None
-        loss, lead = bradley_terry_loss(chosen, rejected, margin), chosen - rejected
+        loss = bradley_terry_loss(chosen, rejected, margin)
+        lead = chosen - rejected
         metrics = {"accuracy": (lead > 0).float(), "margin": lead}
         metrics |= {"chosen_reward": chosen, "rejected_reward": rejected}
         return mean(loss), {name: mean(values.detach()) for name, values in metrics.items()}
@@ -208,9 +210,11 @@ class RewardModelling(Objective):
         scores = self.strategy.all_gather(
             torch.cat([x if counts else x[:0] for x, counts in found]).double()
         )
-        config, std = find_hf_model(model)[0].config, scores.std(unbiased=False).item()
+        config = find_hf_model(model)[0].config
+        std = scores.std(unbiased=False).item()
         if std > 0:  # else the model tells no answer from another
-            config.mean, config.std = scores.mean().item(), std
+            config.mean = scores.mean().item()
+            config.std = std
 
     @staticmethod
     def _scores(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -266,8 +270,10 @@ class DPO(Objective):
 
     @torch.no_grad()
     def begin(self, model: Any, datasets: Iterable[Any]) -> None:
-        ranks, size = self.strategy, self.config.training.micro_train_batch_size
-        model, self.reference = self.reference or model, None
+        ranks = self.strategy
+        size = self.config.training.micro_train_batch_size
+        model = self.reference or model
+        self.reference = None
         model.eval()
         for dataset in datasets:
             found = torch.zeros(len(dataset), 2, device=ranks.device)
@@ -298,7 +304,8 @@ class DPO(Objective):
         if self.nll_loss_coef:
             # (B,), of the chosen
             nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]
-            pair_loss, metrics["nll_loss"] = pair_loss + self.nll_loss_coef * nll, nll.detach()
+            pair_loss = pair_loss + self.nll_loss_coef * nll
+            metrics["nll_loss"] = nll.detach()
         return mean(pair_loss), {name: mean(values) for name, values in metrics.items()}
 
     @staticmethod

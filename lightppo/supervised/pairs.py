@@ -59,7 +59,8 @@ class PairDataset(SFTDataset):
     @property
     def lengths(self) -> np.ndarray:
         """Of the prompt with the longer answer. (N,)"""
-        prompts, first = self._rows.prompt_lengths, self._rows.first_answers
+        prompts = self._rows.prompt_lengths
+        first = self._rows.first_answers
         return prompts + np.maximum(first, super().lengths - prompts - first)
 
     @property
@@ -68,15 +69,17 @@ class PairDataset(SFTDataset):
         (number,) = self.numbers([0])
         _, whole = self._render_row(self.row(number))[0]
         template = self.template
-        kwargs = (
-            json.dumps(template.chat_template_kwargs) if template.chat_template_kwargs else None
-        )
+        if template.chat_template_kwargs:
+            kwargs = json.dumps(template.chat_template_kwargs)
+        else:
+            kwargs = None
         return RowForm(self.tokenizer.eos_token_id, whole.is_chat, template.system_prompt, kwargs)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
         position = range(len(self))[position]
-        ids, rows = torch.tensor(self._rows.token_ids(position), dtype=torch.long), self._rows
+        ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
+        rows = self._rows
         lengths = int(rows.prompt_lengths[position]), int(rows.first_answers[position])
         parts = ids.split([*lengths, len(ids) - sum(lengths)])
         margin = read_margin(self.dataset[int(rows.row_numbers[position])], self.fields)
@@ -135,7 +138,9 @@ class ReferencedPairs(PairDataset):
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         row = super().__getitem__(position)
-        return row if self.reference is None else row | {"reference": self.reference[position]}
+        if self.reference is None:
+            return row
+        return row | {"reference": self.reference[position]}
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         references = [row["reference"] for row in rows if "reference" in row]
@@ -165,7 +170,8 @@ class RewardDataset(ReferencedPairs):
         multiple_of: int = 1,
         **options: Any,
     ) -> None:
-        args, self.is_dpo = script_args(strategy, tokenizer, multiple_of), is_dpo
+        args = script_args(strategy, tokenizer, multiple_of)
+        self.is_dpo = is_dpo
         prompt_key = getattr(args, "prompt_key", None)
         chat = setting(
             strategy, "apply_chat_template", options.get("apply_chat_template"), default=False

@@ -114,8 +114,10 @@ class ScriptTrainer(SupervisedTrainer):
         super().__init__(*parts, config=config, tokenizer=tokenizer, evaluator=_Evaluation(self))
         if not _rows_of(eval_dataloader):
             self.evaluator = None
-        self.optimizer, self.eval_dataloader = optim, eval_dataloader
-        self.epochs, self.max_norm = config.training.num_epochs, strategy.max_norm
+        self.optimizer = optim
+        self.eval_dataloader = eval_dataloader
+        self.epochs = config.training.num_epochs
+        self.max_norm = strategy.max_norm
         self.client_states: dict[str, Any] = {}
 
     @classmethod
@@ -125,7 +127,8 @@ class ScriptTrainer(SupervisedTrainer):
         return trainer
 
     def _check_rows(self, name: str, loader: DataLoader | None) -> None:
-        rows, of_pairs = getattr(loader, "dataset", None), issubclass(self.rows_class, PairDataset)
+        rows = getattr(loader, "dataset", None)
+        of_pairs = issubclass(self.rows_class, PairDataset)
         fits = isinstance(rows, self.rows_class) and isinstance(rows, PairDataset) == of_pairs
         if loader is not None and not fits:
             needed = "RewardDataset" if of_pairs else "SFTDataset"
@@ -178,14 +181,17 @@ class ScriptTrainer(SupervisedTrainer):
         return super().fit()
 
     def _constructor_options(self) -> dict[str, Any]:
-        checkpoint, training = self.config.checkpoint, self.config.training
+        checkpoint = self.config.checkpoint
+        training = self.config.training
         kept = {
             "num_epochs": training.num_epochs,
             "save_hf_ckpt": checkpoint.save_hf_ckpt,
             "disable_ds_ckpt": checkpoint.disable_ds_ckpt,
         }
         preference = getattr(self.config, "preference", None)
-        return kept if preference is None else kept | {"beta": preference.beta}
+        if preference is None:
+            return kept
+        return kept | {"beta": preference.beta}
 
     def _steps_per_epoch(self) -> int:
         config = self.config.with_options(num_epochs=1)
@@ -230,7 +236,8 @@ class ScriptTrainer(SupervisedTrainer):
     def _save_checkpoint(self, step: int) -> None:
         """OpenRLHF's name of what writes a checkpoint, so that an override acts. Collective."""
         self.checkpointer.require_finite(step)
-        checkpoint, root = self.config.checkpoint, self.args.ckpt_path
+        checkpoint = self.config.checkpoint
+        root = self.args.ckpt_path
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
         states = consumed | self.client_states | {"trainer": asdict(self.state)}
         if not checkpoint.disable_ds_ckpt:
@@ -268,7 +275,9 @@ class SFTTrainer(ScriptTrainer):
         pretrain_mode, batch_size: the data set and ``args.train_batch_size`` say so already; nothing reads them here.
     """
 
-    objective_class, rows_class, script_names = SFT, SFTDataset, SCRIPT_NAMES["sft"]
+    objective_class = SFT
+    rows_class = SFTDataset
+    script_names = SCRIPT_NAMES["sft"]
 
     def __init__(
         self,
@@ -286,7 +295,8 @@ class SFTTrainer(ScriptTrainer):
         save_hf_ckpt: bool = False,
         disable_ds_ckpt: bool = False,
     ) -> None:
-        self.pretrain_mode, self.batch_size = pretrain_mode, batch_size
+        self.pretrain_mode = pretrain_mode
+        self.batch_size = batch_size
         self._take_parts(
             model,
             strategy,
@@ -309,7 +319,9 @@ class RewardModelTrainer(ScriptTrainer):
     is OpenRLHF's LogExp, the same number without a margin.
     """
 
-    objective_class, rows_class, script_names = RewardModelling, PairDataset, SCRIPT_NAMES["pairs"]
+    objective_class = RewardModelling
+    rows_class = PairDataset
+    script_names = SCRIPT_NAMES["pairs"]
 
     def __init__(
         self,
@@ -355,7 +367,9 @@ class DPOTrainer(ScriptTrainer):
     tokens, as OpenRLHF has it), ``label_smoothing`` and ``nll_loss_coef`` count.
     """
 
-    objective_class, rows_class, script_names = DPO, ReferencedPairs, SCRIPT_NAMES["pairs"]
+    objective_class = DPO
+    rows_class = ReferencedPairs
+    script_names = SCRIPT_NAMES["pairs"]
 
     def __init__(
         self,
@@ -375,7 +389,8 @@ class DPOTrainer(ScriptTrainer):
     ) -> None:
         if ref_model is None:
             raise ConfigError("DPOTrainer needs ref_model, a frozen copy of the model at its start")
-        self.ref_model, self.beta = ref_model, beta
+        self.ref_model = ref_model
+        self.beta = beta
         self._take_parts(
             model,
             strategy,

@@ -52,12 +52,10 @@ class HeldOut:
     def __init__(
         self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int
     ) -> None:
-        self.objective, self.model, self.dataset, self.size = (
-            objective,
-            model,
-            dataset,
-            micro_batch_size,
-        )
+        self.objective = objective
+        self.model = model
+        self.dataset = dataset
+        self.size = micro_batch_size
         self.strategy = objective.strategy
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
@@ -68,7 +66,9 @@ class HeldOut:
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float]:
         """``eval/loss``, further means and their count, the same on every rank. Collective."""
-        sums, objective, ranks = Counter(), self.objective, self.strategy
+        sums = Counter()
+        objective = self.objective
+        ranks = self.strategy
         self.model.eval()
         for batch, counts in self.batches():
             loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
@@ -123,10 +123,15 @@ class SupervisedTrainer(TrainingLoop):
         evaluator: HeldOut | None = None,
         **more: Any,
     ) -> None:
-        self.objective, self.model, self.optim, self.scheduler = objective, model, optim, scheduler
-        self.train_dataloader, self.tokens = train_dataloader, 0.0
+        self.objective = objective
+        self.model = model
+        self.optim = optim
+        self.scheduler = scheduler
+        self.train_dataloader = train_dataloader
+        self.tokens = 0.0
         self.status: dict[str, float] = {}  # metrics of the last step
-        strategy, checkpoint = objective.strategy, config.checkpoint
+        strategy = objective.strategy
+        checkpoint = config.checkpoint
         state = TrainerState()
         super().__init__(
             config,
@@ -179,11 +184,14 @@ class SupervisedTrainer(TrainingLoop):
             before clipping, ``train/lr`` of this step, and ``train/skipped``, 1 where a gradient that is not finite
             made all ranks skip the step; with --fp16 also ``train/overflow`` and ``train/loss_scale``.
         """
-        objective, ranks, lr = self.objective, self.strategy, self.optim.param_groups[0]["lr"]
+        objective = self.objective
+        ranks = self.strategy
+        lr = self.optim.param_groups[0]["lr"]
         counts = {"total": sum(map(objective.count, micro_batches))}
         counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
         counts = ranks.all_reduce({name: float(count) for name, count in counts.items()}, op="sum")
-        sums, found = Counter(loss=0.0), []
+        sums = Counter(loss=0.0)
+        found = []
         self.model.train()
         self.skipped.begin(micro_batches)
         with self.timer("train"):
@@ -222,9 +230,11 @@ class SupervisedTrainer(TrainingLoop):
 
     def episode_steps(self) -> Iterator[tuple[list[Batch], bool]]:
         """The micro batches of each optimizer step of an epoch, and whether they are the last ones."""
-        state, size = self.state, self.strategy.accumulated_gradient
+        state = self.state
+        size = self.strategy.accumulated_gradient
         self.train_dataloader.sampler.set_epoch(state.episode, state.consumed_prompts)
-        left, batches = len(self.train_dataloader), iter(self.train_dataloader)
+        left = len(self.train_dataloader)
+        batches = iter(self.train_dataloader)
         while left:
             micro_batches = list(itertools.islice(batches, size))
             left -= len(micro_batches)
@@ -240,7 +250,8 @@ class SupervisedTrainer(TrainingLoop):
         return total if limit is None else min(total, limit)
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
-        training, state = self.config.training, self.state
+        training = self.config.training
+        state = self.state
         epochs = training.num_epochs or (1 if training.max_steps is None else None)
         return {
             "num_epochs": (state.episode, epochs),
@@ -297,12 +308,15 @@ def build(
     """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     run = begin(config)
-    config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
+    config = run.config
+    strategy = run.strategy
+    tokenizer = run.tokenizer
     objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(
         config, strategy
     )
     rows, held_out = read_data(run, objective)
-    training, size = config.training, config.training.micro_train_batch_size
+    training = config.training
+    size = config.training.micro_train_batch_size
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
 
     model = objective.build_model()
@@ -350,7 +364,9 @@ def begin(config: SupervisedConfig) -> Building:
 
 def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
     """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
-    config, strategy, tokenizer = run.config, run.strategy, run.tokenizer
+    config = run.config
+    strategy = run.strategy
+    tokenizer = run.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
         rows = read_rows(config, name, split, strategy)
@@ -361,11 +377,13 @@ def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
     def part_of(whole: Any, positions: Iterable[int]) -> Any:
         return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
 
-    data, held_out = config.data, None
+    data = config.data
+    held_out = None
     rows = dataset("dataset", data.dataset_split, data.max_samples)
     if data.eval_dataset:
         held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
-    run.rows, run.held_out = {"dataset": rows}, held_out
+    run.rows = {"dataset": rows}
+    run.held_out = held_out
     check_data(run)
     if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
         few = config.training.micro_train_batch_size * strategy.world_size
@@ -379,6 +397,7 @@ def schedule_steps(
 ) -> int:
     """Optimizer steps that the schedule of the learning rate stretches over."""
     # Rows of this rank, in a whole epoch.
-    training, rows = config.training, train_dataloader.sampler.num_samples
+    training = config.training
+    rows = train_dataloader.sampler.num_samples
     per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
     return training.max_steps or (training.num_epochs or 1) * per_epoch

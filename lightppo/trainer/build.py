@@ -131,10 +131,13 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
     building = begin(config)
     read_data(building)
     models, optimizers = load_models(building)
-    actor, reference = models.actor, models.reference
+    actor = models.actor
+    reference = models.reference
     if reference is None and needs_reference(building.config):
         reference = actor.as_loaded
-    strategy, tokenizer, config = building.strategy, building.tokenizer, building.config
+    strategy = building.strategy
+    tokenizer = building.tokenizer
+    config = building.config
     if building.reward_source is None:
         build_rewards(building, models.reward_models)
     engine = building.rollout_engine = build_rollout_engine(config, strategy, actor, tokenizer)
@@ -182,7 +185,8 @@ def begin(config: PPOConfig) -> Building:
 
 def read_data(building: Building) -> None:
     """Read all rows, and make what scores them, if it is no model. Collective."""
-    config, strategy = building.config, building.strategy
+    config = building.config
+    strategy = building.strategy
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
@@ -201,7 +205,8 @@ def read_data(building: Building) -> None:
 
 def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
     """Load all models into their engines; return (optimizer, scheduler) of each role that trains, too. Collective."""
-    config, strategy = building.config, building.strategy
+    config = building.config
+    strategy = building.strategy
     per_episode = steps_per_episode(config, building.prompts_dataloader)
     rates = {
         "actor": config.training.actor_learning_rate,
@@ -232,8 +237,11 @@ def assemble(inputs: PPOInputs, own_training_step: bool = False) -> PPOParts:
 
     ``own_training_step``: its training step is a user's, which needs old log probs in place.
     """
-    config, strategy = inputs.config, inputs.strategy
-    state, timer, algorithm = TrainerState(), PhaseTimer(), config.algorithm
+    config = inputs.config
+    strategy = inputs.strategy
+    state = TrainerState()
+    timer = PhaseTimer()
+    algorithm = config.algorithm
     kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     value_norm = make_value_norm(config)
     maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
@@ -269,13 +277,15 @@ def build_maker(
     own_training_step: bool,
 ) -> ExperienceMaker:
     """Make what makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
-    config, strategy = inputs.config, inputs.strategy
+    config = inputs.config
+    strategy = inputs.strategy
     old_log_probs = old_log_probs_from(
         config, capabilities_of(inputs.rollout_engine).exact_log_probs
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    of_teacher, term = teacher_pass(config, inputs.frozen), advantage_term(config)
+    of_teacher = teacher_pass(config, inputs.frozen)
+    term = advantage_term(config)
     return ExperienceMaker(
         inputs.actor,
         inputs.critic,
@@ -463,7 +473,8 @@ def build_reward(
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
     """Say how training rollouts are sampled."""
-    rollout, sampling = config.rollout, config.sampling
+    rollout = config.rollout
+    sampling = config.sampling
     same_name = {
         f.name: getattr(rollout, f.name) for f in fields(SamplingParams) if hasattr(rollout, f.name)
     }
@@ -506,7 +517,8 @@ def build_rollout_engine(
     config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any
 ) -> RolloutEngine:
     """Build the engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
-    name, rows = config.engine.rollout_engine, config.rollout.micro_rollout_batch_size
+    name = config.engine.rollout_engine
+    rows = config.rollout.micro_rollout_batch_size
     make_engine = ENGINES.find(name).fn
     # vLLM sizes its own batches; what else decodes here gets what the GPU's memory holds.
     if rows is None and name not in ("vllm", "vllm_server") and strategy.device.type == "cuda":

@@ -116,7 +116,8 @@ def sample_texts(
     if trainer.recorder is None and trainer.overrides("fit"):
         trainer.start_records()
     trainer.text_step = max(trainer.text_step, trainer.state.global_step) + 1
-    config, tokenizer = trainer.config, trainer.tokenizer
+    config = trainer.config
+    tokenizer = trainer.tokenizer
     if options:
         config = with_generation(config, options, tokenizer)
     batch = list(prompts) if labels is None else (list(prompts), list(labels))

@@ -36,7 +36,8 @@ from lightppo.trainer.training_losses import Metrics, ScoreTerm
 TEACHER = "teacher"
 LOG_PROBS = "teacher_log_probs"  # (B, A)
 # (B, A, K), of its K most likely tokens, and their ids as float
-TOP, TOP_IDS = "teacher_top", "teacher_top_ids"
+TOP = "teacher_top"
+TOP_IDS = "teacher_top_ids"
 
 
 def check_teacher(building: Any) -> None:
@@ -44,7 +45,8 @@ def check_teacher(building: Any) -> None:
     config = building.config
     if not isinstance(config, PPOConfig) or not needs_teacher(config):
         return
-    distill, tokens = config.distill, len(building.tokenizer)
+    distill = config.distill
+    tokens = len(building.tokenizer)
     if distill.teacher_url:
         building.frozen[TEACHER] = TeacherServers(config, building.tokenizer, building.strategy)
     elif (distill.distill_topk or 0) > tokens:
@@ -110,7 +112,8 @@ def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
     """Return the teacher's term of the advantages; ``None`` without ``--distill_by advantage``."""
     if not adds_teacher(config):
         return None
-    coef, discount = config.distill.distill_coef, config.distill.distill_discount
+    coef = config.distill.distill_coef
+    discount = config.distill.distill_discount
 
     def term(batch: Experience) -> Tensor:  # (B, A)
         return coef * teacher_advantages(
@@ -187,9 +190,11 @@ class TopLoss:
     def __call__(
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
-        mask, real = experience.action_mask, scores.real
+        mask = experience.action_mask
+        real = scores.real
         nothing = torch.zeros_like(scores.log_probs)  # (B, A)
-        divergence, mass = nothing, nothing
+        divergence = nothing
+        mass = nothing
         if TOP in experience.extra:  # else a placeholder, of which no token counts
             top, ids = experience.extra[TOP], experience.extra[TOP_IDS].long()  # (B, A, K) each
             log_probs = log_probs_at(scores.logits, ids[real], actor.temperature)  # (N, K)

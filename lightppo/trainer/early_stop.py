@@ -15,7 +15,8 @@ class StepLimits:
     """Whether an optimizer step goes too far from the policy that sampled; the same on every rank."""
 
     def __init__(self, limits: Mapping[str, float], ranks: Ranks) -> None:
-        self.limits, self.ranks = limits, ranks
+        self.limits = limits
+        self.ranks = ranks
         self.sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
@@ -25,7 +26,8 @@ class StepLimits:
 
     def reached(self) -> bool:
         """Return whether the step exceeds a limit; the next one begins. Collective."""
-        sums, self.sums = self.sums, {}
+        sums = self.sums
+        self.sums = {}
         if not sums:  # a training step of the user's own
             return False
         values = self.ranks.all_reduce(

@@ -214,7 +214,8 @@ class Evaluation(Callback):
     """
 
     def __init__(self, run: Any) -> None:
-        self.run, run.evaluation = run, self
+        self.run = run
+        run.evaluation = self
         self.cadence: Cadence | None = None  # from the start of the run on
         self.step: int | None = None  # of the last evaluation
         self.result: Mapping[str, float] | None = None  # None where a score was not finite
@@ -260,11 +261,13 @@ class Evaluation(Callback):
         except NonFiniteError as error:
             if run.only_evaluates:
                 raise
-            self.step, self.result = step, None
+            self.step = step
+            self.result = None
             if run.strategy.is_rank_0():
                 logger.warning("the evaluation after step %d is left out: %s", step, error)
             return {}
-        self.step, self.result = step, result
+        self.step = step
+        self.result = result
         shown = [name for name in _SHOWN if f"eval/{name}" in result]
         numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
         run.strategy.print(f"[step {step}] evaluation: {numbers}")
@@ -286,4 +289,5 @@ class Evaluation(Callback):
         return {"step": self.step, "result": self.result}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.result = state["step"], state["result"]
+        self.step = state["step"]
+        self.result = state["result"]

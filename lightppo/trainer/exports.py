@@ -28,7 +28,9 @@ class Exports(Callback):
 
     def on_start(self, run: Any) -> None:
         """Start the clocks, and make what an interrupted run lacks."""
-        checkpoint, metric, step = run.config.checkpoint, _metric(run), run.state.global_step
+        checkpoint = run.config.checkpoint
+        metric = _metric(run)
+        step = run.state.global_step
         agree = run.strategy.broadcast_object
         self.cadence = Cadence(
             checkpoint.hf_save_steps,

@@ -87,7 +87,9 @@ class SkippedSteps:
 
     def begin_step(self) -> None:
         """Begin a step in which nothing is skipped yet."""
-        self.of_model, self.batch, self.why = {}, None, ""
+        self.of_model = {}
+        self.batch = None
+        self.why = ""
 
     def begin(self, batch: Any) -> None:
         """Say what the next optimizer steps are of."""
@@ -109,7 +111,8 @@ class SkippedSteps:
         for model in models:
             self.add(model, skipped=True)
         # This counts even if nothing would have been trained.
-        self.batch, self.why = why.batch, str(why)
+        self.batch = why.batch
+        self.why = str(why)
         self.last_why = self.why
         if self.strategy.is_rank_0():
             logger.warning("step %d is left out: %s", step, why)
@@ -162,10 +165,18 @@ class TrainingLoop:
         keeps: bool = True,
         asked: OptionSet | None = None,
     ) -> None:
-        self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
-        self.checkpointer, self.skipped, self.evaluator = checkpointer, skipped, evaluator
-        self.content, self.keeps, self.asked = dict(content or {}), keeps, asked
-        self.state, self.timer, self.saving = state, timer, PhaseTimer()
+        self.config = config
+        self.strategy = strategy
+        self.tokenizer = tokenizer
+        self.checkpointer = checkpointer
+        self.skipped = skipped
+        self.evaluator = evaluator
+        self.content = dict(content or {})
+        self.keeps = keeps
+        self.asked = asked
+        self.state = state
+        self.timer = timer
+        self.saving = PhaseTimer()
         self.total_steps: int | None = None  # of the run, known in fit
         self.last_saved: int | None = None
         self.saves = False  # checkpoints, and one at its end; known when it begins
@@ -279,7 +290,9 @@ class TrainingLoop:
     @property
     def finished_episodes(self) -> int | None:
         """Return episodes that are done, if the last step was the last one of an episode."""
-        return self.state.episode if self.state.consumed_prompts == 0 else None
+        if self.state.consumed_prompts == 0:
+            return self.state.episode
+        return None
 
     # -- limits --------------------------------------------------------------------------------------------------
 
@@ -309,7 +322,8 @@ class TrainingLoop:
         return self.strategy.broadcast_object(whole)
 
     def tell_complete(self) -> None:
-        done, limits = self.state.global_step, self.reached_limits()
+        done = self.state.global_step
+        limits = self.reached_limits()
         self.strategy.print(
             f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never"
         )
@@ -353,7 +367,8 @@ class TrainingLoop:
 
     def _steps_of_episodes(self) -> Iterator[tuple[int, Any]]:
         while not self.reached_limits():
-            self.total_steps, episode = self.count_steps(), self.state.episode
+            self.total_steps = self.count_steps()
+            episode = self.state.episode
             for data in self.episode_steps():
                 heartbeat.step = self.state.global_step + 1
                 self.skipped.begin_step()
@@ -376,7 +391,8 @@ class TrainingLoop:
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
-        votes, every = self.vote(step), self.config.checkpoint.save_steps
+        votes = self.vote(step)
+        every = self.config.checkpoint.save_steps
         if votes["evaluate"]:  # first: a checkpoint keeps that it is done
             self.ask_for_evaluation(step)
         if votes["save"] or (every > 0 and step % every == 0):

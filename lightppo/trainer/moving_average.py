@@ -13,7 +13,8 @@ class Followers(Callback):
     """Moves the average after each optimizer step of the actor, and the reference after each PPO step."""
 
     def __init__(self, run: Any) -> None:
-        self.average, self.beta = run.followers.get("ema"), run.config.algorithm.ema_beta
+        self.average = run.followers.get("ema")
+        self.beta = run.config.algorithm.ema_beta
         if self.average is not None:
             run.exported = self.average
 

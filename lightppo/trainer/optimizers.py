@@ -58,4 +58,6 @@ def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: flo
         return max(0, steps - step) / max(1, steps - warmup)
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
     cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return cosine if kind == "cosine" else cosine * (1 - least) + least
+    if kind == "cosine":
+        return cosine
+    return cosine * (1 - least) + least

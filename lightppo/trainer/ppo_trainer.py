@@ -128,7 +128,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                     model.gradient_checkpointing_enable()
         check_reference(config, initial_model)
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        self.reward_fn, self.remote_rm_url = reward_fn, remote_rm_url
+        self.reward_fn = reward_fn
+        self.remote_rm_url = remote_rm_url
         if reward_source is None:
             reward_source = reward_source_of(
                 config, strategy, tokenizer, reward_model, reward_fn, remote_rm_url
@@ -156,14 +157,18 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
     ) -> PPOConfig:
         """Return the options of a script, as they run."""
         config = constructor_config(config, strategy, options, tokenizer)
-        self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
+        self.args = script_args(strategy, config)
+        self.generate_kwargs = generation_options(options)
         return config
 
     def _take(self, parts: PPOParts, callbacks: Iterable[Callback]) -> None:
         """Work with these parts from now on."""
-        self.initial_model, self.reward_model = parts.initial_model, parts.reward_model
-        self.followers, self.exported = parts.followers, parts.actor
-        self.rollout_engine, self.sampler = parts.rollout_engine, parts.sampler
+        self.initial_model = parts.initial_model
+        self.reward_model = parts.reward_model
+        self.followers = parts.followers
+        self.exported = parts.actor
+        self.rollout_engine = parts.rollout_engine
+        self.sampler = parts.sampler
         self.prompts = parts.prompts_dataloader
         self.replaced_sources: list[RewardSource] = []
         self.has_own_steps = self.overrides("train_minibatch", *TRAINING_METHODS)
@@ -369,7 +374,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     @reward_source.setter
     def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
-        before, source = self.reward_source, function_source(given, "reward_source")
+        before = self.reward_source
+        source = function_source(given, "reward_source")
         self.replaced_sources.append(before)
         self.sampler.sampler.score_by(source)
         self.experience_maker.rewarded = not isinstance(source, NoReward)
@@ -383,7 +389,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         return not trains(self.config)
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
-        training, state = self.config.training, self.state
+        training = self.config.training
+        state = self.state
         return {
             "num_episodes": (state.episode, training.num_episodes),
             "total_training_steps": (state.global_step, training.total_training_steps),
@@ -392,7 +399,9 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     def count_steps(self) -> int:
         """Steps of the whole run, those that are done included; rejected groups may leave fewer."""
-        training, state, per_episode = self.config.training, self.state, self.steps_per_episode()
+        training = self.config.training
+        state = self.state
+        per_episode = self.steps_per_episode()
         done = state.consumed_prompts // self.config.rollout.rollout_batch_size  # of this episode
         total = state.global_step + (training.num_episodes - state.episode) * per_episode - done
         limits = (total, training.total_training_steps, training.benchmark_steps)
@@ -448,7 +457,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if self.overrides(*TRAINING_METHODS):  # whose optimizer steps are not counted
             return
         super().check_trained()
-        training, step = self.config.training, self.state.global_step
+        training = self.config.training
+        step = self.state.global_step
         wanted = training.total_training_steps
         if wanted is not None and step < wanted and training.benchmark_steps is None:
             self.strategy.print(
@@ -458,9 +468,10 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     def saved_models(self) -> list[str]:
         checkpoint = self.config.checkpoint
-        critic = (
-            [f"{checkpoint.save_path.rstrip('/')}_critic"] if checkpoint.save_value_network else []
-        )
+        if checkpoint.save_value_network:
+            critic = [f"{checkpoint.save_path.rstrip('/')}_critic"]
+        else:
+            critic = []
         return [checkpoint.save_path, *critic]
 
     def save_model(self, path: str | Path | None = None) -> None:

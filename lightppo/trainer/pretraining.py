@@ -33,7 +33,9 @@ class Pretraining(LossTerm):
     def __init__(
         self, coef: float, strategy: DeepspeedStrategy, batches: Iterator | None = None
     ) -> None:
-        self.coef, self.strategy, self.batches = coef, strategy, batches
+        self.coef = coef
+        self.strategy = strategy
+        self.batches = batches
         self.loss_fn = GPTLMLoss()
         self.taken = 0  # batches on each rank
         self.read = 0  # of them, since the process began
@@ -71,7 +73,8 @@ class Pretraining(LossTerm):
 
 def pretraining(building: Any) -> Pretraining | None:
     """Return the term of a run, whose rows are checked then; ``None``: there is none."""
-    config, strategy = building.config, building.strategy
+    config = building.config
+    strategy = building.strategy
     loader = build_pretrain(config, building.tokenizer, strategy)
     if loader is None:
         return None
@@ -101,7 +104,8 @@ def build_pretrain(
         ranks=strategy,
         overlong_cure="raise --prompt_max_len or --generate_max_len, whose sum it is",
     )
-    size, pin = config.training.micro_train_batch_size, data.dataloader_pin_memory
+    size = config.training.micro_train_batch_size
+    pin = data.dataloader_pin_memory
     return strategy.setup_dataloader(dataset, size, pin_memory=pin, collate_fn=dataset.collate_fn)
 
 
@@ -115,8 +119,10 @@ def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
     """
     if isinstance(batch, (tuple, list)):
         batch = {"input_ids": batch[1], "attention_mask": batch[2]}
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    ids, mask = ids.reshape(-1, ids.size(-1)), mask.reshape(-1, mask.size(-1))
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
+    ids = ids.reshape(-1, ids.size(-1))
+    mask = mask.reshape(-1, mask.size(-1))
     labels = batch.get("labels")
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX) if labels is None else labels
     tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -20,7 +20,8 @@ class PromptFilter(Callback):
     """
 
     def __init__(self, threshold: float, max_share: float) -> None:
-        self.threshold, self.max_share = threshold, max_share
+        self.threshold = threshold
+        self.max_share = max_share
         self.scores: dict[int, float] = {}  # of the prompts of this episode, by Prompt.index
         self.left_out: list[int] = []  # Prompt.index of those that are left out
         self.episode = 0
@@ -30,7 +31,8 @@ class PromptFilter(Callback):
         return {"scores": self.scores, "left_out": self.left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scores, self.left_out = dict(state["scores"]), list(state["left_out"])
+        self.scores = dict(state["scores"])
+        self.left_out = list(state["left_out"])
 
     def on_start(self, run: Any) -> None:
         """Leave out what was left out before."""
@@ -57,10 +59,12 @@ class PromptFilter(Callback):
         for part in run.strategy.all_gather_object(dict(self._of_step)):
             self.scores |= part
         if run.state.episode > self.episode:
-            sampler, dataset = run.prompts.batch_sampler, run.prompts.dataset
+            sampler = run.prompts.batch_sampler
+            dataset = run.prompts.dataset
             found = too_well_solved(self.scores, self.threshold, self.max_share, sampler.epoch_size)
             leave_out(sampler, dataset.positions_of(found))
-            self.left_out, self.scores = self.left_out + found, {}
+            self.left_out = self.left_out + found
+            self.scores = {}
             self.episode = run.state.episode
             run.strategy.print(
                 f"--dataset_filter_threshold {self.threshold:g}: {len(found)} prompts left out after episode "

@@ -37,9 +37,12 @@ class RolloutBatchSampler(Sampler[list[int]]):
                 f"num_samples {num_samples} and --rollout_batch_size {batch_size} must be at least 1, and rank {rank} "
                 f"one of {world_size}"
             )
-        self.num_samples, self.batch_size = num_samples, batch_size
-        self.rank, self.world_size = rank, world_size
-        self.shuffle, self.seed = shuffle, seed
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
         self.epoch = self._start = 0
         # positions that no further pass has; the same on every rank
         self.left_out: set[int] = set()
@@ -59,7 +62,8 @@ class RolloutBatchSampler(Sampler[list[int]]):
         return [position for position in whole if position not in self.left_out]
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, start = self.order(), self._start
+        order = self.order()
+        start = self._start
         self._start = 0  # a resumed position counts once; the next pass is complete
         for begin in range(start, len(order), self.batch_size):
             yield order[begin : begin + self.batch_size][self.rank :: self.world_size]
@@ -74,7 +78,8 @@ class RolloutBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts"
             )
-        self.epoch, self._start = epoch, consumed_samples
+        self.epoch = epoch
+        self._start = consumed_samples
 
 
 class EpisodePrompts:
@@ -100,7 +105,9 @@ class EpisodePrompts:
         convert: Callable[[Any], list[Prompt]] = lambda batch: batch,
     ) -> None:
         self.go_to(dataloader, episode, consumed_prompts)
-        self._batches, self._convert, self.taken = iter(dataloader), convert, 0
+        self._batches = iter(dataloader)
+        self._convert = convert
+        self.taken = 0
         self._look_ahead()
         # else all were consumed; what was sampled may wait for training
         if self.exhausted and not consumed_prompts:

@@ -34,7 +34,8 @@ class TeacherServers:
     """
 
     def __init__(self, config: PPOConfig, tokenizer: Any, ranks: Ranks) -> None:
-        distill, self.ranks = config.distill, ranks
+        distill = config.distill
+        self.ranks = ranks
         self.top = distill.distill_topk or 0  # most likely tokens that are asked for, too
         key = read_token(env=distill.teacher_api_key_env, option="--teacher_api_key_env")
         options = {
@@ -92,11 +93,13 @@ class TeacherServers:
         rows = [
             ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())
         ]
-        numbers, failure = torch.zeros(*real.shape, 1 + 2 * self.top), None
+        numbers = torch.zeros(*real.shape, 1 + 2 * self.top)
+        failure = None
         answers: list[list[list[float]]] = [[] for _ in rows]
         try:
             share = _OF_SERVER * len(self.servers) // self.ranks.world_size
-            calls, rank = max(1, min(_OF_RANK, share, len(rows))), self.ranks.get_rank()
+            calls = max(1, min(_OF_RANK, share, len(rows)))
+            rank = self.ranks.get_rank()
             begun = [thread(self._score)(rank + k, rows[k::calls]) for k in range(calls)]
             for k, scored in enumerate(begun):
                 answers[k::calls] = scored.result()

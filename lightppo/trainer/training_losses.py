@@ -137,7 +137,8 @@ def weighted_policy_loss(
     old_log_probs = experience.action_log_probs
     if old_log_probs is None:
         old_log_probs = log_probs.detach()
-    weights, in_training = experience.loss_weights, None
+    weights = experience.loss_weights
+    in_training = None
     if token_weights:
         in_training = experience.action_mask.to(log_probs.dtype)  # (B, A)
         for weigh in token_weights:
@@ -182,13 +183,16 @@ def critic_loss(
     value_norm: Any | None,
 ) -> tuple[Tensor, Metrics]:
     """Return value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
-    mask, old_values, returns = experience.action_mask, experience.values, experience.returns
+    mask = experience.action_mask
+    old_values = experience.values
+    returns = experience.returns
     inputs = {"num_actions": experience.num_actions, "attention_mask": experience.attention_mask}
     values = critic(experience.sequences, **inputs)  # (B, A)
     shown = values.detach()
     if value_norm is not None:
         shown = value_norm.denormalize(shown)
-        old_values, returns = value_norm.normalize_old(old_values), value_norm.normalize(returns)
+        old_values = value_norm.normalize_old(old_values)
+        returns = value_norm.normalize(returns)
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
     mean_value = token_mean(shown, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}

@@ -73,16 +73,28 @@ class Update:
     has_own_steps = False  # a subclass has training steps of its own, which read numbers
 
     def __init__(self, parts: Any) -> None:
-        config, self.strategy = parts.config, parts.strategy
-        self.loss_terms, self.frozen = dict(parts.loss_terms), parts.frozen
-        self.actor, self.critic, self.reference = parts.actor, parts.critic, parts.initial_model
-        self.actor_optim, self.actor_scheduler = parts.actor_optim, parts.actor_scheduler
-        self.critic_optim, self.critic_scheduler = parts.critic_optim, parts.critic_scheduler
-        self.experience_maker, self.replay_buffer = parts.experience_maker, parts.replay_buffer
+        config = parts.config
+        self.strategy = parts.strategy
+        self.loss_terms = dict(parts.loss_terms)
+        self.frozen = parts.frozen
+        self.actor = parts.actor
+        self.critic = parts.critic
+        self.reference = parts.initial_model
+        self.actor_optim = parts.actor_optim
+        self.actor_scheduler = parts.actor_scheduler
+        self.critic_optim = parts.critic_optim
+        self.critic_scheduler = parts.critic_scheduler
+        self.experience_maker = parts.experience_maker
+        self.replay_buffer = parts.replay_buffer
         self.use(config)
-        self.kl_ctl, self.value_norm = parts.kl_ctl, parts.value_norm
-        self.state, self.skipped, self.timer = parts.state, parts.skipped, parts.timer
-        algorithm, loss, training = config.algorithm, config.loss, config.training
+        self.kl_ctl = parts.kl_ctl
+        self.value_norm = parts.value_norm
+        self.state = parts.state
+        self.skipped = parts.skipped
+        self.timer = parts.timer
+        algorithm = config.algorithm
+        loss = config.loss
+        training = config.training
         self.max_epochs = training.max_epochs
         self.freezing_actor_steps = algorithm.freezing_actor_steps
         self.critic_max_epochs = 0
@@ -166,7 +178,8 @@ class Update:
         self, minibatch: Minibatch, global_steps: int = 0
     ) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
-        micro_batches, of_critic = minibatch.micro_batches, minibatch.critic_micro_batches
+        micro_batches = minibatch.micro_batches
+        of_critic = minibatch.critic_micro_batches
         self.begin_terms(len(micro_batches))
         self.skipped.begin(minibatch)
         self.strategy.accumulate(self.actor, len(micro_batches))
@@ -283,7 +296,8 @@ class Update:
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
         """``--use_kl_loss``, a :class:`ScoreTerm`: the KL to the reference, times its coefficient."""
-        maker, mask = self.experience_maker, experience.action_mask
+        maker = self.experience_maker
+        mask = experience.action_mask
         if maker.kl_of_models is not None:
             kl, _ = maker.kl_of_models(actor, self.reference, scores, experience)  # (B, A)
         else:
@@ -307,7 +321,9 @@ class Update:
 
     def _given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
         """The micro batches as ``training_step`` gets them."""
-        return weighed_by_samples(self, micro_batches) if self.has_own_steps else micro_batches
+        if self.has_own_steps:
+            return weighed_by_samples(self, micro_batches)
+        return micro_batches
 
     def _part_of(self, experience: Experience) -> StepPart:
         """What a micro batch is of its optimizer step; in a loop of a script, one of equal weight."""
@@ -350,7 +366,8 @@ class Update:
 
     def minibatches(self, step: int, epoch: int) -> Iterator[Minibatch]:
         """The optimizer steps of one pass; another order in each step, epoch and on each rank, also after a resume."""
-        config, training = self.config, self.config.training
+        config = self.config
+        training = self.config.training
         key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
         models = (self.actor, self.critic, self.reference, *self.frozen.values())
         return minibatches(

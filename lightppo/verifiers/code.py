@@ -111,7 +111,9 @@ def _load(text: str) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "\n".join(map(_text, value))
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def _script_case(given: Any, expected: Any) -> CodeCase:
@@ -127,11 +129,10 @@ def _call_case(given: Any, expected: Any) -> CodeCase:
         arguments = list(given) if isinstance(given, (list, tuple)) else [given]
         given = "\n".join(map(json.dumps, arguments))
     if not isinstance(expected, str):
-        values = (
-            [expected, *expected]
-            if isinstance(expected, list) and len(expected) == 1
-            else [expected]
-        )
+        if isinstance(expected, list) and len(expected) == 1:
+            values = [expected, *expected]
+        else:
+            values = [expected]
         return CodeCase(json.dumps(arguments), values, (given, json.dumps(expected)))
     values = [expected]
     with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
@@ -146,14 +147,17 @@ def last_program(response: str) -> str | None:
     """
     programs: dict[bool, str] = {}  # the last one with a tag, the last one without
     block: list[str] | None = None
-    fence, indent, tag = "", "", ""
+    fence = ""
+    indent = ""
+    tag = ""
     for line in (after_thinking(response) or "").replace("\r\n", "\n").split("\n"):
         match = _FENCE.fullmatch(line.rstrip())
         if block is None:
             if match:
                 (indent, fence, tag), block = match.groups(), []
         elif match and len(match[2]) >= len(fence) and not match[3].strip():
-            name, text = tag.strip().lower().split(" ")[0], "\n".join(block)
+            name = tag.strip().lower().split(" ")[0]
+            text = "\n".join(block)
             if name in _PYTHON_TAGS and text.strip():
                 programs[name != ""] = textwrap.dedent(text) if indent else text
             block = None
@@ -182,9 +186,10 @@ class Comparison:
 
     def most_bytes(self, case: CodeCase) -> int:
         """Return a limit: a longer output is wrong, and not worth the memory."""
-        values = (
-            [case.expected] if isinstance(case.expected, str) else map(json.dumps, case.expected)
-        )
+        if isinstance(case.expected, str):
+            values = [case.expected]
+        else:
+            values = map(json.dumps, case.expected)
         return 32 * max(map(len, values)) + 8192
 
     def printed(self, printed: str, case: CodeCase) -> bool:
@@ -264,7 +269,9 @@ class Comparison:
             noisy = isinstance(ours, float) and math.isfinite(ours) and round(ours) == theirs
             return ours == theirs or (noisy and self._close(ours, theirs))
         numbers = isinstance(ours, (int, float)) and isinstance(theirs, float)
-        return self._close(float(ours), theirs) if numbers else ours == theirs
+        if numbers:
+            return self._close(float(ours), theirs)
+        return ours == theirs
 
 
 @dataclass

@@ -41,7 +41,8 @@ def _split(text: str) -> tuple[list[str], list[str]]:
     """Return the tags in order and the texts around them; adds a missing first ``<think>``."""
     tags = _TAG.findall(text)
     if tags[:1] == ["</think>"]:
-        text, tags = "<think>" + text, ["<think>", *tags]
+        text = "<think>" + text
+        tags = ["<think>", *tags]
     return tags, _TAG.split(text)
 
 
@@ -91,7 +92,8 @@ class XmlFormatCheck:
         minimum: float | None = None,
         thinking: Thinking | None = None,
     ) -> None:
-        self.source, self.name = source, source.name
+        self.source = source
+        self.name = source.name
         self._thinking = thinking or Thinking()
         wrong = getattr(source, "minimum", None) if minimum is None else minimum
         if wrong is None:
@@ -127,8 +129,8 @@ def format_reward(request: RewardRequest) -> FormatReward:
 def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
     """Return the source with ``--check_xml_format`` around it, if that is set."""
     options = request.config.verifier
-    return (
-        XmlFormatCheck(source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer))
-        if options.check_xml_format
-        else source
-    )
+    if options.check_xml_format:
+        return XmlFormatCheck(
+            source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer)
+        )
+    return source

@@ -112,11 +112,10 @@ class MathReward:
         for i, row in enumerate(unknown):
             states = [settled[pair] for pair in row]
             equal = right[i] or any(state.value for state in states)
-            problem = (
-                None
-                if equal
-                else next((state.error for state in states if state.error is not None), None)
-            )
+            if equal:
+                problem = None
+            else:
+                problem = next((state.error for state in states if state.error is not None), None)
             if problem is not None and self.on_reward_failure == "error":
                 raise RewardError(
                     f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {problem}. "
@@ -143,7 +142,9 @@ class MathReward:
 
 
 def _read(_: int, value: Any) -> tuple[Any, str | None]:
-    return (value, None) if isinstance(value, bool) else (None, f"the worker answered {value!r}")
+    if isinstance(value, bool):
+        return (value, None)
+    return (None, f"the worker answered {value!r}")
 
 
 # Where final answers stand in texts.
@@ -269,13 +270,17 @@ def _after_phrase(text: str) -> str | None:
     formula = next(filter(None, [*formulas, *reversed([*_FORMULA.finditer(sentence)])]), None)
     if formula:
         value = _IS_NUMBER.match(formula.string, formula.end())
-        return value["number"] if value and _content(formula).isalpha() else _content(formula)
+        if value and _content(formula).isalpha():
+            return value["number"]
+        return _content(formula)
     number = _NUMBER_IN_TEXT.match(sentence)
     if number is None or _NUMBER_NEXT.match(sentence, number.end()):
         return sentence or None
     behind = _WORD_NEXT.match(sentence, number.end())
     is_number = behind and (behind["word"] or "").lower() not in NO_UNITS
-    return number.group() if is_number and as_number(sentence) is None else sentence
+    if is_number and as_number(sentence) is None:
+        return number.group()
+    return sentence
 
 
 def _last_formula_or_number(text: str) -> str | None:

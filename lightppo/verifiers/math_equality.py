@@ -207,7 +207,9 @@ def _region(node: Any) -> list[Interval] | None:
         return [node]
     if isinstance(node, Union):
         parts = [_region(part) for part in node.parts]
-        return None if None in parts else [one for part in parts for one in part or ()]
+        if None in parts:
+            return None
+        return [one for part in parts for one in part or ()]
     if (
         isinstance(node, Listing)
         and node.brackets in ("()", "[]", "[)", "(]")
@@ -256,11 +258,9 @@ def _sympy_set(region: Sequence[Interval]) -> Any:
 
 
 def _end(end: Any) -> Any:
-    return (
-        _value(end.value if isinstance(end, Quantity) else end)
-        if isinstance(end, (str, Quantity))
-        else end
-    )
+    if isinstance(end, (str, Quantity)):
+        return _value(end.value if isinstance(end, Quantity) else end)
+    return end
 
 
 @_if_possible
@@ -408,7 +408,9 @@ def _value(text: Any) -> Any:
     from sympy import Expr, MatrixExpr
 
     value = _parsed(text)
-    return value if isinstance(value, Expr) and not value.has(MatrixExpr) else None
+    if isinstance(value, Expr) and not value.has(MatrixExpr):
+        return value
+    return None
 
 
 def _matrix(rows: Listing) -> Any:
@@ -581,7 +583,8 @@ def _constant_ratio(*sides: str) -> Any:
     values = [_value(side) for side in sides]
     if any(value is None for value in values):
         return None
-    first, second = values[0] - values[1], values[2] - values[3]
+    first = values[0] - values[1]
+    second = values[2] - values[3]
     first, second = _same_case(first, second)
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     if not symbols or first.free_symbols != second.free_symbols:

@@ -222,7 +222,9 @@ def _as_latex(text: str) -> str:
 
 def _latex_runs(text: str) -> Iterator[str]:
     def kind(char: str) -> str:
-        return unicodedata.decomposition(char).partition(" ")[0] if char not in _SIGNS else ""
+        if char not in _SIGNS:
+            return unicodedata.decomposition(char).partition(" ")[0]
+        return ""
 
     for name, run in itertools.groupby(text, kind):
         chars = list(run)
@@ -279,12 +281,15 @@ def _named(match: re.Match[str]) -> str:
         return f"\\{_COMMANDS[low]} "
     if word[:-1] in _FUNCTIONS and not is_unit(word):  # sinx
         return f"\\{word[:-1]} {word[-1]}"
-    return rf" \text{{{word}}} " if is_unit(word, attached=before[-1:].isdigit()) else word
+    if is_unit(word, attached=before[-1:].isdigit()):
+        return rf" \text{{{word}}} "
+    return word
 
 
 def _with_braces(text: str) -> str:
     r"""``\frac12`` as ``\frac{1}{2}``, ``x^(2)`` and ``\sqrt(2)`` with braces; mended from the inside out."""
-    out, position = [], 0
+    out = []
+    position = 0
     while match := _TAKES.search(text, position):
         out.append(text[position : match.start()] + match.group().replace(" ", ""))
         position = match.end()
@@ -315,7 +320,9 @@ def _argument(text: str, start: int, name: str | None) -> tuple[str, int]:
 def closing(text: str, start: int) -> int:
     """Return where the bracket at ``start`` closes; the end of the text if it does not."""
     pairs = {"{": "}", "(": ")"}
-    opened, closed, depth = text[start], pairs[text[start]], 0
+    opened = text[start]
+    closed = pairs[text[start]]
+    depth = 0
     for position in range(start, len(text)):
         if position and text[position - 1] == "\\" and opened == "{":
             continue
@@ -327,7 +334,8 @@ def closing(text: str, start: int) -> int:
 
 def _fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction."""
-    head, repeated = match["head"], match["bar"] or match["one"] or match["round"]
+    head = match["head"]
+    repeated = match["bar"] or match["one"] or match["round"]
     whole = int((match["whole"] or "0") + head)
     top = whole * (10 ** len(repeated) - 1) + int(repeated)
     return rf"\frac{{{top}}}{{{(10 ** len(repeated) - 1) * 10 ** len(head)}}}"

@@ -78,19 +78,17 @@ class Number:
 def as_number(answer: str) -> Number | None:
     """Read an answer that is one number in any notation, with currency, percent sign or unit; else None."""
     text = _ORDINAL.sub("", _LABEL.sub("", tidy(answer)))
-    match = (
-        _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text))
-        if len(text) <= _LONGEST_NUMBER
-        else None
-    )
+    if len(text) <= _LONGEST_NUMBER:
+        match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text))
+    else:
+        match = None
     if match is None:
         return None
     part = match.groupdict()
-    decimals, digits = None, 0
-    numerator, denominator = (
-        part["num"] or part["n1"] or part["num2"],
-        part["den"] or part["d1"] or part["den2"],
-    )
+    decimals = None
+    digits = 0
+    numerator = part["num"] or part["n1"] or part["num2"]
+    denominator = part["den"] or part["d1"] or part["den2"]
     if numerator is not None:
         numerator, denominator = (
             int(re.sub("[, ]", "", digits)) for digits in (numerator, denominator)
@@ -131,15 +129,19 @@ def _tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
         words = percent.string[percent.end() :].split()
         plain = all(word.isalpha() and is_unit(word) for word in words)
         return (1, True, tuple(words)) if plain else None
-    factor, money = 1, ()
+    factor = 1
+    money = ()
     attached = text[:1].isalpha()  # 5xy is a product, 5cm is not
     text = text.strip()
     if text[:1] in tuple("€£¥"):
-        money, text = (text[0],), text[1:].strip()
+        money = (text[0],)
+        text = text[1:].strip()
     text = re.sub(r"(?<![A-Za-z])([aApP])\.? ?[mM]\.?(?![A-Za-z])", r"\1m", text)
     head, _, rest = text.partition(" ")
     if head.lower() in MULTIPLIERS:
-        factor, text, attached = MULTIPLIERS[head.lower()], rest.strip(), False
+        factor = MULTIPLIERS[head.lower()]
+        text = rest.strip()
+        attached = False
     if not text:
         return factor, False, money
     words = words_in(text)
@@ -154,7 +156,8 @@ def _tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
 
 def compare(gold: str, answer: str) -> bool | None:
     """Tell whether two answers are equal; ``None`` if telling takes algebra."""
-    a, b = as_number(gold), as_number(answer)
+    a = as_number(gold)
+    b = as_number(answer)
     labels = {match.group() for text in (gold, answer) if (match := _LABEL.match(tidy(text)))}
     if a is not None and b is not None and len(labels) < 2:
         return same_number(a, b)
@@ -182,4 +185,6 @@ def squeezed(answer: str) -> str:
     text = _TEXT_COMMAND.sub(r"\1", tidy(answer)).replace("²", "^2").replace("³", "^3")
     text = re.sub(r"(?<![\d,]) +| +(?!\d)|(?<=,) +(?!\d{3}(?!\d))", "", text)
     text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # (A): a choice
-    return text.casefold() if re.sub(r"[\s.,'-]", "", text).isalpha() else text
+    if re.sub(r"[\s.,'-]", "", text).isalpha():
+        return text.casefold()
+    return text

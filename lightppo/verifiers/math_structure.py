@@ -117,7 +117,9 @@ def read(text: str) -> Any:
         return read(parts[0])
     sides, signs = split_outside(text, _RELATION)
     if signs and not sides[0]:
-        return read(text[signs[0].end() :]) if signs[0].group() in ("=", r"\approx") else text
+        if signs[0].group() in ("=", r"\approx"):
+            return read(text[signs[0].end() :])
+        return text
     if signs and all(sides):
         return _related(sides, [sign.group() for sign in signs])
     pieces, cups = split_outside(text, _CUP)
@@ -134,7 +136,8 @@ def read(text: str) -> Any:
 
 def split_outside(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[re.Match[str]]]:
     """Return the parts of a text around what matches outside brackets, and the matches."""
-    depth, outside = 0, set()
+    depth = 0
+    outside = set()
     for token in _TOKEN.finditer(text):
         depth -= token.group() in _CLOSES
         if depth == 0:
@@ -168,10 +171,13 @@ def _joined_thousands(text: str) -> str:
     spaced = re.search(r", ", text)
 
     def joined(match: re.Match[str]) -> str:
-        before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
+        before = text[: match.start()].rstrip()
+        after = text[match.end() :].lstrip()
         in_list = before[-1:] in ("(", "[", "{", ",") or after[:1] in (")", "]", "}", ",")
         sure = ",0" in match.group() or not in_list or spaced
-        return match.group().replace(",", "") if sure else match.group()
+        if sure:
+            return match.group().replace(",", "")
+        return match.group()
 
     return re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", joined, text)
 
@@ -201,11 +207,9 @@ def _both_signs(text: str) -> list[str]:
 def _related(sides: list[str], signs: list[str]) -> Any:
     if signs == [r"\in"]:
         inside = sides[1]
-        return (
-            Order(sides[0], r"\in", inside)
-            if _DECLARED.fullmatch(inside)
-            else _named(sides[0], read(inside))
-        )
+        if _DECLARED.fullmatch(inside):
+            return Order(sides[0], r"\in", inside)
+        return _named(sides[0], read(inside))
     if r"\approx" in signs:  # the exact one counts
         first = signs.index(r"\approx")
         signs, sides = (
@@ -215,7 +219,8 @@ def _related(sides: list[str], signs: list[str]) -> Any:
         )
         return _related(sides, signs) if signs else read(sides[0])
     if set(signs) == {"="}:
-        left, right = sides[0], sides[-1]
+        left = sides[0]
+        right = sides[-1]
         if not is_name(left) and len(sides) > 2:  # a calculation
             return read(right)
         if not is_name(left) and is_name(right):
@@ -233,14 +238,16 @@ def _ordered(sides: list[str], signs: list[str]) -> Any:
     """Return an interval for ``1 < x <= 2``, ``x < 2`` and ``x != 2``; otherwise orders."""
     down = all(sign in (">", r"\ge") for sign in signs)
     if down and len(sides) == 3:
-        sides, signs = sides[::-1], [FLIPPED[sign] for sign in signs[::-1]]
+        sides = sides[::-1]
+        signs = [FLIPPED[sign] for sign in signs[::-1]]
     if (
         len(sides) == 2
         and signs[0] in FLIPPED
         and is_variable(sides[1])
         and not is_variable(sides[0])
     ):
-        sides, signs = sides[::-1], [FLIPPED[signs[0]]]
+        sides = sides[::-1]
+        signs = [FLIPPED[signs[0]]]
     if len(sides) == 3 and is_variable(sides[1]) and set(signs) <= {"<", r"\le"}:
         brackets = ("[" if signs[0] == r"\le" else "(") + ("]" if signs[1] == r"\le" else ")")
         return Interval(sides[0], sides[2], brackets, sides[1])
@@ -255,7 +262,9 @@ def _ordered(sides: list[str], signs: list[str]) -> Any:
                 (Interval(r"-\infty", end, "()", name), Interval(end, r"\infty", "()", name))
             )
     orders = tuple(Order(a, sign, b) for a, sign, b in zip(sides, signs, sides[1:]))
-    return orders[0] if len(orders) == 1 else Listing("", orders, "and")
+    if len(orders) == 1:
+        return orders[0]
+    return Listing("", orders, "and")
 
 
 def is_variable(text: str) -> bool:
@@ -268,9 +277,9 @@ def is_name(text: str) -> bool:
 
 
 def _named(name: str, node: Any) -> Any:
-    return (
-        Interval(node.low, node.high, node.brackets, name) if isinstance(node, Interval) else node
-    )
+    if isinstance(node, Interval):
+        return Interval(node.low, node.high, node.brackets, name)
+    return node
 
 
 def _bracketed(text: str) -> Any:
@@ -318,7 +327,9 @@ def _quantities(text: str) -> Any:
     ):  # to the quantity before; what stands before the first one, to that
         groups[max((n for n, at in enumerate(places) if at <= i), default=0)] += some
     quantities = tuple(Quantity(values[at], tuple(some)) for at, some in zip(places, groups))
-    return quantities[0] if len(quantities) == 1 else Listing("", quantities, "and")
+    if len(quantities) == 1:
+        return quantities[0]
+    return Listing("", quantities, "and")
 
 
 def without_text(text: str) -> str:

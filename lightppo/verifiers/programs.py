@@ -129,7 +129,8 @@ class SandboxFusionVerifier(_Service):
 
     def __post_init__(self) -> None:
         self.concurrency = self.sandbox_fusion_max_concurrent
-        seconds, retries = 2 * self.code_timeout, self.sandbox_fusion_retries
+        seconds = 2 * self.code_timeout
+        retries = self.sandbox_fusion_retries
         self._connect(
             "--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries
         )
@@ -173,7 +174,8 @@ def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
     """
     if answer["status"] not in ("Success", "Failed"):
         raise ValueError(f"status {answer['status']}: {answer.get('message')}")
-    compiled, ran = answer.get("compile_result"), answer.get("run_result")
+    compiled = answer.get("compile_result")
+    ran = answer.get("run_result")
     steps = [step for step in (compiled, ran) if step is not None]
     if not steps or any(step["status"] not in ("Finished", "TimeLimitExceeded") for step in steps):
         raise ValueError(f"neither finished nor timed out: {str(steps)[:200]}")
@@ -219,10 +221,8 @@ class FunctionCallVerifier(_Service):
                 f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}"
             )
         self.concurrency = self.function_call_max_concurrent
-        seconds, retries = (
-            self.function_call_batch_size * self.code_timeout,
-            self.function_call_retries,
-        )
+        seconds = self.function_call_batch_size * self.code_timeout
+        retries = self.function_call_retries
         self._connect(
             "--function_call_url", self.function_call_url, "/apis/functioncalls", seconds, retries
         )
@@ -254,7 +254,8 @@ class FunctionCallVerifier(_Service):
 
 def _read_verdict(answer: dict[str, Any]) -> tuple[bool, bool]:
     """Tell whether all tests of the request passed, and whether one timed out."""
-    passed, results = answer["success"], answer.get("results") or []
+    passed = answer["success"]
+    results = answer.get("results") or []
     if not isinstance(passed, bool) or not all(isinstance(result, dict) for result in results):
         raise TypeError("'success' must be true or false, 'results' a list of objects")
     for result in results:

@@ -46,7 +46,8 @@ def check_verifier_status(
     example = "this rank has no sample to show"
     if rollouts:
         i = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
-        label, response = shown(rollouts[i].prompt.label), rollouts[i].response_text[-300:]
+        label = shown(rollouts[i].prompt.label)
+        response = rollouts[i].response_text[-300:]
         example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
     raise RewardError(
         f"--check_verifier_status: {problem} ({source_name}). Does the prompt ask for the form that it looks for, and "

@@ -30,7 +30,8 @@ _OPENER, _CLOSER = THINKING[0]
 
 def after_thinking(text: str) -> str | None:
     """Return what stands behind the last ``</think>``; ``None`` while the thinking goes on."""
-    start, end = text.rfind(_OPENER), text.rfind(_CLOSER)
+    start = text.rfind(_OPENER)
+    end = text.rfind(_CLOSER)
     if start > end:
         return None
     return text[end + len(_CLOSER) :] if end >= 0 else text
@@ -85,4 +86,6 @@ def _marked(text: str, opener: str, closer: str, is_open: bool) -> str:
             parts.append(_CLOSER if is_open else _OPENER)
             is_open = not is_open
     whole = "".join(parts)
-    return CHANNEL_HEADER.sub("", whole) if opener == CHANNELS[0] else whole
+    if opener == CHANNELS[0]:
+        return CHANNEL_HEADER.sub("", whole)
+    return whole

@@ -32,8 +32,10 @@ def check_frozen(
 ) -> None:
     """Raise CheckpointError unless the frozen weights, ``now``, are those with which adapters were trained."""
     stage = zero_stage_of(find_engine(model))
-    dense, in_4bit = now["frozen"], now["in_4bit"]
-    saved_dense, saved_in_4bit = meta["frozen"], meta.get("in_4bit", in_4bit)
+    dense = now["frozen"]
+    in_4bit = now["in_4bit"]
+    saved_dense = meta["frozen"]
+    saved_in_4bit = meta.get("in_4bit", in_4bit)
     if (meta["zero_stage"], meta["world_size"]) != (stage, ranks.world_size):
         # The shards are others, so only their totals can be compared.
         saved_dense, saved_in_4bit = _totals(saved_dense, saved_in_4bit, meta["zero_stage"])
@@ -52,7 +54,9 @@ def _totals(
     dense: Sequence[float], in_4bit: Sequence[int], stage: int
 ) -> tuple[list[float], list[int]]:
     """Return sums over the whole model, out of ``frozen_sums`` of each rank."""
-    return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
+    if stage == 3:
+        return ([sum(dense)], [sum(in_4bit)])
+    return ([dense[0]], [in_4bit[0]])
 
 
 def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
@@ -78,7 +82,8 @@ def saved_alone(engine: Any) -> Iterator[dict[str, Any]]:
 
     Its ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name.
     """
-    frozen, original = frozen_names(engine.module), engine.module_state_dict
+    frozen = frozen_names(engine.module)
+    original = engine.module_state_dict
     engine.module_state_dict = lambda *args, **options: {
         name: tensor for name, tensor in original(*args, **options).items() if name not in frozen
     }

@@ -297,11 +297,10 @@ def load_merged(
         raise ModelLoadError(
             f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model"
         )
-    load = (
-        partial(load_sequence_classifier, kind="critic")
-        if config.task_type == "SEQ_CLS"
-        else load_causal_lm
-    )
+    if config.task_type == "SEQ_CLS":
+        load = partial(load_sequence_classifier, kind="critic")
+    else:
+        load = load_causal_lm
     model = load(base, dtype="auto", **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")

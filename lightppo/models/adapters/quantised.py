@@ -84,11 +84,10 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
         *weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
     )
     # A GPU is quicker at packing; the engine moves the model there later.
-    place = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else weight.device
-    )
+    if torch.cuda.is_available():
+        place = torch.device("cuda", torch.cuda.current_device())
+    else:
+        place = weight.device
     result.weight = (
         Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result)
         .to(place)

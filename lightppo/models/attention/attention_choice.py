@@ -65,7 +65,9 @@ def resolve_attn_implementation(
             f"--attn_implementation flash_attention_2 (--flash_attn) cannot be used: {'; '.join(reasons)}. "
             "Set --attn_implementation sdpa."
         )
-    return ("eager" if capped else None) if reasons else "flash_attention_2"
+    if reasons:
+        return "eager" if capped else None
+    return "flash_attention_2"
 
 
 def adds_alibi_twice(config: PretrainedConfig | None) -> bool:

@@ -61,7 +61,9 @@ def chunks_as_segments(plan: RowPlan, size: int, like: Tensor) -> Tensor:
                 new = min(length, size - begun)
                 lengths.append(new)
                 parents.append(follows)
-                length, begun, follows = length - new, 0, -1
+                length = length - new
+                begun = 0
+                follows = -1
             last[segment] = len(lengths) - 1
         plan.kept[key] = segments_as_mask(lengths, parents, like.device)
     return plan.kept[key]

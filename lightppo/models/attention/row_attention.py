@@ -151,7 +151,9 @@ def varlen_options(
         return None
     if "scale" in VARLEN_TAKES:
         return options | {"scale": scale}
-    return options if scale is None or scale == query.shape[-1] ** -0.5 else None
+    if scale is None or scale == query.shape[-1] ** -0.5:
+        return options
+    return None
 
 
 def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Tensor:
@@ -277,7 +279,11 @@ def _batches(plan: RowPlan, device: torch.device, equal_lengths: bool) -> Segmen
     outputs = 0
 
     def role(segment: int) -> int:
-        return 0 if segment in continued else 1 if plan.parents[segment] < 0 else 2
+        if segment in continued:
+            return 0
+        if plan.parents[segment] < 0:
+            return 1
+        return 2
 
     order = sorted(range(len(plan.lengths)), key=lambda i: (role(i), -plan.lengths[i]))
     for which, of_role in groupby(order, role):

@@ -151,11 +151,9 @@ class SlotLayer(DynamicLayer):
 
     def first(self, end: int) -> int:
         """The first column that column ``end - 1`` looks at."""
-        return (
-            self.span.first
-            if self.sliding_window is None
-            else max(self.span.first, end - self.sliding_window)
-        )
+        if self.sliding_window is None:
+            return self.span.first
+        return max(self.span.first, end - self.sliding_window)
 
     def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
         """See ``SlotCache.append``; ``source`` is the same layer of the prompts' cache."""

@@ -28,7 +28,8 @@ QUERIES_AT_ONCE = 128  # blocks of one call, that keep their size: up to 191
 KEYS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 512}  # its blocks of keys
 # numbers: up to here one thread computes them; a function's vector code takes UNIT at a time, and
 # other code, which rounds otherwise, the rest
-ONE_THREAD, UNIT = 32768, 64
+ONE_THREAD = 32768
+UNIT = 64
 
 _aten = torch.ops.aten
 HIDDEN = -6e4  # added to the score of a key that is not seen: float16 holds it
@@ -42,17 +43,23 @@ def by_rows(multiply: Callable[[Tensor], Tensor], rows: Tensor, dim: int = 0) ->
     parts = [fill_up(part, dim, ROWS) for part in rows.split(ROWS, dim)]
     outputs = [multiply(part) for part in parts]
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim)
-    return whole if whole.shape[dim] == count else whole.narrow(dim, 0, count).contiguous()
+    if whole.shape[dim] == count:
+        return whole
+    return whole.narrow(dim, 0, count).contiguous()
 
 
 def fill_up(x: Tensor, dim: int, unit: int) -> Tensor:
     """Zeros at the end of ``dim``, to a multiple of ``unit``."""
     missing = -x.shape[dim] % unit
-    return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+    if missing:
+        return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
+    return x
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    return by_rows(lambda rows: _aten.mm.default(rows, b), a) if len(a) else _aten.mm.default(a, b)
+    if len(a):
+        return by_rows(lambda rows: _aten.mm.default(rows, b), a)
+    return _aten.mm.default(a, b)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -131,8 +138,10 @@ def attention(
         key, value, mask = from_first_key(key, value, mask)
     unit = KEYS[query.dtype]
     seen = key.shape[2]
-    key, value = fill_up(key, 2, unit), fill_up(value, 2, unit)
-    outputs, sums = [], []
+    key = fill_up(key, 2, unit)
+    value = fill_up(value, 2, unit)
+    outputs = []
+    sums = []
     for start in range(0, length, QUERIES_AT_ONCE):
         part = query[:, :, start : start + QUERIES_AT_ONCE]
         count = part.shape[2]

@@ -117,17 +117,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])  # (T, N)
-        to_x = (
-            product(rows, weight).view(*gradient.shape[:-1], -1)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        if ctx.needs_input_grad[0]:
+            to_x = product(rows, weight).view(*gradient.shape[:-1], -1)
+        else:
+            to_x = None
         # Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
-        to_weight = (
-            product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous()
-            if ctx.needs_input_grad[1]
-            else None
-        )
+        if ctx.needs_input_grad[1]:
+            to_weight = product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous()
+        else:
+            to_weight = None
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -187,11 +185,9 @@ _ROTATE_HALF = llama.rotate_half
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang and Sennrich 2019 (arXiv:1910.07467): x / √(mean x² + ε), rounded to x's type, · weight; (..., H)."""
-    return (
-        _RMSNorm.apply(hidden, weight, eps)
-        if torch.is_grad_enabled()
-        else _normed(hidden, weight, eps)[0]
-    )
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(hidden, weight, eps)
+    return _normed(hidden, weight, eps)[0]
 
 
 def rotary(
@@ -302,7 +298,9 @@ def _mixin_for(forward: Any) -> type | None:
 def own_code(forward: Any) -> Any:
     """The function, without the wrapper by which transformers takes an argument's old name, too."""
     is_wrapper = getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__
-    return getattr(forward, "__wrapped__", forward) if is_wrapper else forward
+    if is_wrapper:
+        return getattr(forward, "__wrapped__", forward)
+    return forward
 
 
 @cache

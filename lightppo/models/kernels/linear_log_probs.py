@@ -80,7 +80,9 @@ def head_rows(valid: int, rows: int) -> int:
 
     With ``--batch_invariant`` all, as in decoding.
     """
-    return rows if is_invariant() else min(-(-valid // EVEN) * EVEN, rows)
+    if is_invariant():
+        return rows
+    return min(-(-valid // EVEN) * EVEN, rows)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _score(
 ) -> Scores:
     """Chunk by chunk over the tokens, without a graph."""
     single = len(hidden) <= plan.chunk_size
-    parts, places = [], repeat(plan.entropy)
+    parts = []
+    places = repeat(plan.entropy)
     if isinstance(plan.entropy, TokenPlaces):
         places = plan.entropy.split(plan.chunk_size, len(hidden))
     for h, ids, entropy in zip(
@@ -136,11 +139,9 @@ def _score(
         parts.append(
             _score_chunk(logits, ids, entropy, keep=for_backward and single, sum_up=for_backward)
         )
-    return (
-        parts[0]
-        if single
-        else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
-    )
+    if single:
+        return parts[0]
+    return tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
 
 
 def _logits(
@@ -151,7 +152,9 @@ def _logits(
         layers.linear(hidden, weight[block], None if bias is None else bias[block])
     )
     logits[:, max(0, plan.valid - block.start) :] = -torch.inf
-    return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
+    if plan.temperature == 1.0:
+        return logits
+    return logits.div_(plan.temperature)
 
 
 def _score_chunk(
@@ -337,7 +340,9 @@ def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
     head = model.get_output_embeddings()
     if not is_plain_linear(head):
         return None
-    return head if head.out_features == model.config.get_text_config().vocab_size else None
+    if head.out_features == model.config.get_text_config().vocab_size:
+        return head
+    return None
 
 
 @contextmanager

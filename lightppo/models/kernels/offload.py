@@ -46,7 +46,9 @@ def offloading(weights: Iterable[nn.Parameter], device: torch.device) -> Abstrac
     """In it, activations but no weights are kept in CPU memory until the backward pass."""
     own = OwnWeights(weights)
     offload = offload_of(device)
-    return plainly(own) if offload is None else offload.around(own)
+    if offload is None:
+        return plainly(own)
+    return offload.around(own)
 
 
 class OwnWeights:
@@ -212,17 +214,21 @@ class Activation:
 
     def copied_to(self) -> Tensor:
         """The place in CPU memory, in the shape of :meth:`copied_from`."""
-        return self.host.view(self.size) if self.strides is None else self.host
+        if self.strides is None:
+            return self.host.view(self.size)
+        return self.host
 
     def copied_from(self, saved: Tensor) -> Tensor:
         """All of its memory as one row, if it is dense: the fastest copy."""
-        return saved if self.strides is None else saved.as_strided(self.host.shape, (1,))
+        if self.strides is None:
+            return saved
+        return saved.as_strided(self.host.shape, (1,))
 
     def shaped(self, row: Tensor) -> Tensor:
         """(numel,) as what was saved."""
-        return (
-            row.view(self.size) if self.strides is None else row.as_strided(self.size, self.strides)
-        )
+        if self.strides is None:
+            return row.view(self.size)
+        return row.as_strided(self.size, self.strides)
 
 
 class Ticket:
@@ -297,7 +303,8 @@ class ActivationOffload:
         self._count += 1
         computing = self.streams.computing()
         activation = Activation(saved, self._count, computing, self.memory)
-        target, source = activation.copied_to(), activation.copied_from(saved)
+        target = activation.copied_to()
+        source = activation.copied_from(saved)
         self.streams.copying.wait_event(computing.record_event())
         self.streams.copy(target, source)
         copied = self.streams.copying.record_event()
@@ -401,7 +408,9 @@ def is_exact(offload: ActivationOffload, rows: int = 1024, layers: int = 8) -> b
         return list(torch.autograd.grad(loss, weights))
 
     bounds = offload.smallest, offload.most_leaving, offload.most_ahead
-    offload.smallest, offload.most_leaving, offload.most_ahead = 1, 0, 0
+    offload.smallest = 1
+    offload.most_leaving = 0
+    offload.most_ahead = 0
     try:
         with torch.enable_grad():
             plain = gradients(nullcontext())

@@ -65,7 +65,8 @@ def causal_class(body: type[PreTrainedModel], kind: type[PretrainedConfig]) -> t
             )
 
     # whoever asks what the model takes gets the body's parameters, as this version of transformers calls them
-    of_body, own = inspect.signature(body.forward), inspect.signature(ForCausalLM.forward)
+    of_body = inspect.signature(body.forward)
+    own = inspect.signature(ForCausalLM.forward)
     parameters = of_body.parameters | {"logits_to_keep": own.parameters["logits_to_keep"]}
     order = sorted(parameters.values(), key=lambda parameter: parameter.kind)
     ForCausalLM.forward.__signature__ = of_body.replace(parameters=order)

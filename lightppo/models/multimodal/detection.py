@@ -87,7 +87,9 @@ def language_model(auto_class: Any, path: str, config: PretrainedConfig, flag: s
         return None
     with errors_name(path, flag):
         reason = why_untrainable(config, checkpoint_files(path), f"{flag} {path}")
-    return None if reason is None else Whole(auto_class, path, config, f"{flag} {path}")
+    if reason is None:
+        return None
+    return Whole(auto_class, path, config, f"{flag} {path}")
 
 
 def language_model_or_reason(
@@ -105,7 +107,8 @@ def check_trained_models(building: Any) -> None:
     config = building.config
     if config.flat().get("val_only"):
         return
-    options, pretrain = loading_options(config), config.model.pretrain
+    options = loading_options(config)
+    pretrain = config.model.pretrain
     check_trainable(stage_to_local(pretrain), **options)
     if isinstance(config, PPOConfig) and needs_critic(config):
         critic = config.model.critic_pretrain

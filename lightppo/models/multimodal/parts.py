@@ -56,7 +56,9 @@ def parts_of(names: Iterable[str], checkpoint: str) -> Parts:
     if len(fronts) > 1:
         raise _refusal(checkpoint, "it has several output heads", heads)
     language = {*heads, *filter(is_value_head, outside)}
-    kept, strange, mixed = [], [], []
+    kept = []
+    strange = []
+    mixed = []
     for name in (name for name in names if name not in language):
         own = name.removeprefix(body) if name.startswith(body) else name
         part = own.partition(".")[0]

@@ -71,17 +71,22 @@ class Whole:
             raise ModelLoadError(
                 f"{name} has an image or audio tower and cannot be trained: {obstacle}"
             )
-        self.path, self.name, self.files = path, name, checkpoint_files(path)
+        self.path = path
+        self.name = name
+        self.files = checkpoint_files(path)
         self.parts = parts_of(self.files, name)
         if self.parts.head is None and config.tie_word_embeddings:
             text.tie_word_embeddings = True
-        text.name_or_path, text.dtype = path, text.dtype or config.dtype
+        text.name_or_path = path
+        text.dtype = text.dtype or config.dtype
         if auto_class is AutoModelForSequenceClassification:
             text.num_labels = config.num_labels
-        self.config, self.asked = text, config.to_dict()
+        self.config = text
+        self.asked = config.to_dict()
         self.as_it_came = AutoConfig.from_pretrained(path)
         kind = auto_class._model_mapping[type(text)]
-        text.architectures, self.base = [kind.__name__], kind.base_model_prefix + "."
+        text.architectures = [kind.__name__]
+        self.base = kind.base_model_prefix + "."
         self.options = {"key_mapping": self._renamed()}
         self.adapter_names = dict.fromkeys(_INSIDE, self.base)
         self.architecture, self.auto_class = _class_of(auto_class, config)
@@ -106,7 +111,9 @@ class Whole:
             return self.parts.head + name
         # A head that is the embedding, which vLLM wants by both names, stands beside the body.
         beside = f".{self.parts.body}".endswith(f".{self.base}")
-        return self.parts.body.removesuffix(self.base) + name if beside else name
+        if beside:
+            return self.parts.body.removesuffix(self.base) + name
+        return name
 
     # -- at the start --------------------------------------------------------------------------------------------------
 

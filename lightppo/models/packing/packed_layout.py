@@ -181,7 +181,9 @@ def _at_places(
     output = output.reshape(len(places), -1)
     # (T, H')
     spread = output.new_zeros(shape.numel(), output.shape[1]).index_copy_(0, places, output)
-    return (spread.view(*shape, -1), *rest) if rest else spread.view(*shape, -1)
+    if rest:
+        return (spread.view(*shape, -1), *rest)
+    return spread.view(*shape, -1)
 
 
 logger = logging.getLogger(__name__)

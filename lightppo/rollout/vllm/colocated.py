@@ -224,7 +224,8 @@ class Requests:
 
     def of_turn(self, turn: Turn) -> tuple[list[int], dict[str, Any]]:
         """Return the request of a turn: its ids, and how to sample. ValueError: it is too long."""
-        index, length = turn.prompt.index, len(turn.token_ids)
+        index = turn.prompt.index
+        length = len(turn.token_ids)
         check_length(index, length, turn.max_new_tokens, self.longest, "--max_model_len leaves")
         key = (self.sampling.seed, index, turn.sample_index, turn.number)
         lengths = {
@@ -584,7 +585,8 @@ class VLLMRolloutEngine(VLLMEngine):
 
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
         """Sample requests that come between vLLM's steps. What a conversation has so far is in the prefix cache."""
-        requests, engine = Requests(self, [], sampling), self.llm.llm_engine
+        requests = Requests(self, [], sampling)
+        engine = self.llm.llm_engine
         running: dict[str, Turn] = {}
         came: list[Turn] | None = []
         try:
@@ -597,7 +599,8 @@ class VLLMRolloutEngine(VLLMEngine):
                         running[self._add(*requests.of_turn(turn))] = turn
                     for output in engine.step() if running else ():
                         if output.finished:
-                            turn, answer = running.pop(output.request_id), output.outputs[0]
+                            turn = running.pop(output.request_id)
+                            answer = output.outputs[0]
                             values = (answer.token_ids, answer.logprobs.logprobs)
                             sample = (turn.prompt, turn.sample_index)
                             reason = answer.finish_reason

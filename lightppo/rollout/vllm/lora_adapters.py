@@ -77,7 +77,9 @@ def model_obstacle(described: Any) -> str | None:
     if current_platform.is_cpu() and described.is_moe:
         return NO_EXPERTS
     kind, _ = ModelRegistry.resolve_model_cls(described.architectures, described)
-    return None if supports_lora(kind) else f"vLLM has no adapters for {kind.__name__}"
+    if supports_lora(kind):
+        return None
+    return f"vLLM has no adapters for {kind.__name__}"
 
 
 class PushedBytes(Callback):
@@ -265,7 +267,8 @@ def _multiply_by_slot(wrappers: Iterable[Any]) -> None:
             **kwargs: Any,
         ) -> None:
             """Add to y (T, out), for x (T, in), by matrices (slots, 1, r, in) and (slots, 1, out, r) of fused layers."""
-            x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+            x = x.view(-1, x.shape[-1])
+            y = y.view(-1, y.shape[-1])
             for slot, rows in self._rows_of_slots():
                 inputs = (x if rows is None else x[rows]).float()
                 start = 0
@@ -327,7 +330,9 @@ def _layers(names: Iterable[str], mapper: Any) -> Iterator[str]:
 def _names_within(loader: Any) -> Any | None:
     """Return the mapper from names in an adapter's file to vLLM's, where they differ."""
     mapper = getattr(loader._adapter_manager.model, "hf_to_vllm_mapper", None)
-    return None if mapper is None else mapper.get_rename_mapper()
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper()
 
 
 # -- in process --------------------------------------------------------------------------------------------------------
@@ -361,7 +366,8 @@ def added_outputs(worker: Any, model: Any, probes: Any) -> dict[str, Tensor]:
 
     added = {}
     for name, layer in model.named_modules():
-        a, b = getattr(layer, "lora_a_stacked", None), getattr(layer, "lora_b_stacked", None)
+        a = getattr(layer, "lora_a_stacked", None)
+        b = getattr(layer, "lora_b_stacked", None)
         if a is None or b is None:
             continue
         if isinstance(a, torch.Tensor):

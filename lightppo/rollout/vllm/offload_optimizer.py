@@ -37,7 +37,8 @@ class Room:
         """Free the memory; returns how many bytes. Those that are away already stay there."""
         if self._away:
             return 0
-        before, self._memory = self._memory, {}
+        before = self._memory
+        self._memory = {}
         for key, storage in self.storages().items():
             memory = before.get(key)
             if memory is None or memory.numel() != storage.nbytes():
@@ -102,4 +103,6 @@ class SleepAfterEvaluation(Callback):
 def sleep_after_evaluation(run: Any) -> SleepAfterEvaluation | None:
     """Make the callback of a run with ``--offload_during_rollout``."""
     engine = getattr(run, "rollout_engine", None)  # training on data has none
-    return None if getattr(engine, "room", None) is None else SleepAfterEvaluation()
+    if getattr(engine, "room", None) is None:
+        return None
+    return SleepAfterEvaluation()

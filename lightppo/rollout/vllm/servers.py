@@ -167,11 +167,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
             yield
         except Exception as error:
             failure = error
-            text = (
-                str(error)
-                if isinstance(error, RolloutError)
-                else f"{type(error).__name__}: {error}"
-            )
+            if isinstance(error, RolloutError):
+                text = str(error)
+            else:
+                text = f"{type(error).__name__}: {error}"
         everything = self.strategy.all_gather_object((text, self.lost))
         for _, lost in everything:
             self.lose(lost)
@@ -189,7 +188,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def requests_at_a_time(self) -> int:
         """Return this rank's share of one server's requests, so that the process has files enough for all."""
-        world_size, rank = self.strategy.world_size, self.strategy.get_rank()
+        world_size = self.strategy.world_size
+        rank = self.strategy.get_rank()
         each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
         return max(1, min(each + (rank < more), self._connections // max(1, len(self.live))))
 
@@ -253,7 +253,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Push to every server, lost ones too. One that does not take the weights is lost; at the first push that is a
         RolloutError, and so it is if none does."""
         name = f"{self._run}-{self._pushes}"
-        first, before = self.version is None, self.version
+        first = self.version is None
+        before = self.version
         self.version = None
         lost: dict[int, str] = {}
         problem = None
@@ -469,7 +470,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 f"--vllm_server_url: {names} serve a checkpoint with its towers, the others its language model alone: "
                 "start all with the same folder"
             )
-        return whole_names(self.actor, weights) if with_towers else weights
+        if with_towers:
+            return whole_names(self.actor, weights)
+        return weights
 
     def _begin(
         self,
@@ -526,11 +529,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _tell(self, route: str) -> None:
         """Have rank 0 tell every live server; those that fail are lost. Collective."""
-        begun = (
-            self._begin(self.live, lambda server: server.post(route))
-            if self.strategy.is_rank_0()
-            else {}
-        )
+        if self.strategy.is_rank_0():
+            begun = self._begin(self.live, lambda server: server.post(route))
+        else:
+            begun = {}
         self.lose(self.strategy.broadcast_object(self._failures(begun)))
 
     def close(self) -> None:

@@ -182,9 +182,10 @@ class KeyGate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            reason = (
-                "the API key is missing or wrong" if self._expected else "web pages may not ask"
-            )
+            if self._expected:
+                reason = "the API key is missing or wrong"
+            else:
+                reason = "web pages may not ask"
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send(

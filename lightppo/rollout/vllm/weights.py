@@ -120,11 +120,10 @@ def _weights(
         parts, lambda part: sum(full_shape(one).numel() for _, one in part), GATHERED_NUMEL
     ):
         tensors = dict(itertools.chain.from_iterable(group))
-        whole = (
-            _gathered_copies(tensors)
-            if sharded
-            else {name: tensor.detach() for name, tensor in tensors.items()}
-        )
+        if sharded:
+            whole = _gathered_copies(tensors)
+        else:
+            whole = {name: tensor.detach() for name, tensor in tensors.items()}
         yield from convert(whole if prepared is None else prepared(whole)).items()
 
 
@@ -493,7 +492,9 @@ class NCCLGroup(BroadcastGroup):
 
 def gpu_of(device: torch.device) -> str | None:
     """Return which GPU that is, the same in all processes; ``None`` without one."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return None
 
 
 def _store(place: dict[str, Any], seconds: float, **options: Any) -> Any:

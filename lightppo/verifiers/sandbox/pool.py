@@ -251,7 +251,8 @@ class Sandbox:
             socket.socket(socket.AF_UNIX) as abstract,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         ):
-            file, name = Path(folder, "secret"), f"lightppo-probe-{secrets.token_hex(8)}"
+            file = Path(folder, "secret")
+            name = f"lightppo-probe-{secrets.token_hex(8)}"
             file.write_text("secret")
             file.chmod(0o666)
             file.parent.chmod(0o777)
@@ -260,7 +261,8 @@ class Sandbox:
             datagrams.bind(f"{short_folder}/socket")
             for path in (short_folder, datagrams.getsockname()):
                 os.chmod(path, 0o777)
-            port, memory_mb = server.getsockname()[1], self.limits.code_memory_limit_mb
+            port = server.getsockname()[1]
+            memory_mb = self.limits.code_memory_limit_mb
             targets = (port, name, datagrams.getsockname(), str(file))
             _, done = attempt("attack", *targets, os.getpid(), memory_mb)
         if not isinstance(done, dict):
@@ -280,7 +282,8 @@ class Sandbox:
 
     def close(self) -> None:
         """End the process and everything in it."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         with contextlib.suppress(OSError):  # it has ended
@@ -362,7 +365,8 @@ class SandboxPool(contextlib.AbstractContextManager):
         if sys.platform != "linux":
             raise SandboxRefusedError("code can be run on Linux only; use --sandbox_fusion_url")
         first, self.protections = self._first(isolations, allow_unsafe_code_execution)
-        self.isolation, self.layers = first.isolation, first.layers
+        self.isolation = first.isolation
+        self.layers = first.layers
         self.sandboxes = [first]
         self._close = closer_of(self, self.sandboxes)
         while len(self.sandboxes) < self.size:

@@ -158,7 +158,8 @@ def _write_all(descriptor: int, data: bytes) -> None:
 # Watch
 
 _TICK = 0.05  # seconds between looks at memory and number of processes
-_BEGIN_SECONDS, _REAP_SECONDS = 20.0, 10.0
+_BEGIN_SECONDS = 20.0
+_REAP_SECONDS = 10.0
 _READ_BYTES = 1 << 16
 _SHOWN_BYTES = 4096  # of standard error
 
@@ -167,14 +168,16 @@ class _Watch:
     """One program from its fork to its end."""
 
     def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
-        self._request, self._walls = request, wall
+        self._request = request
+        self._walls = wall
         self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
         self._most = min(
             wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize
         )
         # How many lines may begin a call with its own time. The program could write more lines.
         self._marks = 1 if request["function"] is None else 2 + len(request["calls"])
-        self._begun, self._ended = False, ""
+        self._begun = False
+        self._ended = ""
         wall.prepare()
         self._start = self._since = time.monotonic()  # of the program, and of its present call
         pipes = {name: os.pipe() for name in self._output}
@@ -183,11 +186,10 @@ class _Watch:
         if self._process == 0:
             leave, status = os._exit, 1  # the program may have patched os._exit
             try:
-                stdout = (
-                    pipes["stdout"][1]
-                    if request["function"] is None
-                    else os.open("/dev/null", os.O_WRONLY)
-                )
+                if request["function"] is None:
+                    stdout = pipes["stdout"][1]
+                else:
+                    stdout = os.open("/dev/null", os.O_WRONLY)
                 _place_descriptors([stdin, stdout, pipes["stderr"][1], pipes["answers"][1]])
                 status = _run_program(request, prelude, wall)
             except BaseException as error:
@@ -266,9 +268,11 @@ class _Watch:
         output += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(output)]
         # A line ends a call, and the next call has its own time.
         if name == "answers" and b"\n" in data and self._marks > 0:
-            self._since, self._marks = time.monotonic(), self._marks - data.count(b"\n")
+            self._since = time.monotonic()
+            self._marks = self._marks - data.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
-                self._start, self._begun = self._since, True
+                self._start = self._since
+                self._begun = True
         return bool(data)
 
 
@@ -297,7 +301,8 @@ PRELUDE_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-_RECURSION_LIMIT, _STACK_BYTES = 200_000, 64 << 20
+_RECURSION_LIMIT = 200_000
+_STACK_BYTES = 64 << 20
 _STDIN, _STDOUT, _STDERR, _ANSWERS = range(4)
 _BEGUN = "+\n"  # the first line of the answers, from before the code is in control
 

@@ -28,11 +28,22 @@ _MEBIBYTE = 1 << 20
 
 # every CLONE_NEW… flag: user, mounts, processes, network, IPC, host name, cgroups
 _NEW_NAMESPACES = 0x7E020000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
-_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_MS_RDONLY = 1
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_NOEXEC = 8
+_MS_REMOUNT = 32
+_MS_BIND = 4096
+_MS_REC = 16384
+_MS_PRIVATE = 1 << 18
 _MNT_DETACH = 2  # at once, even if it is still in use
-_MOUNT_SETATTR, _MOUNT_ATTR_RDONLY, _AT_RECURSIVE = 442, 1, 0x8000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_MOUNT_SETATTR = 442
+_MOUNT_ATTR_RDONLY = 1
+_AT_RECURSIVE = 0x8000
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine())  # in the tables of system calls
@@ -72,8 +83,14 @@ def die_with_parent() -> None:
 # Landlock: a process gives up all files except the ones it names, for good and for its children.
 
 # the same numbers on all machines
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_EXECUTE = 1 << 0
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_TRUNCATE = 1 << 14
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 # kernel's version → how many rights it knows; 16 from version 5 on
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
@@ -169,12 +186,21 @@ _FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kerne
 _FCNTL_LEASE, _FCNTL_NOTIFY = 1024, 1026  # hold up who opens a file; tell of changes in a folder
 _SOCKET_TYPE = 0xF  # the rest are flags
 
-_SET_FILTER, _GET_ANSWER_AVAILABLE = 1, 2
-_CLONE_THREAD, _SHARED_ANONYMOUS = 1 << 16, 0x21
+_SET_FILTER = 1
+_GET_ANSWER_AVAILABLE = 2
+_CLONE_THREAD = 1 << 16
+_SHARED_ANONYMOUS = 0x21
 _FIRST_UNJUDGED = 463  # newer calls than these lists know
 
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_AND = 0x54
+_RETURN = 0x06
 
 
 def _seccomp_available() -> bool:
@@ -477,7 +503,9 @@ class Walls:
             tasks += int(status.get("Threads", 1))
         if tasks > self.limits["code_max_processes"]:
             return "processes"
-        return "memory" if kilobytes > self.limits["code_memory_limit_mb"] * 1024 else ""
+        if kilobytes > self.limits["code_memory_limit_mb"] * 1024:
+            return "memory"
+        return ""
 
     def kill(self, process: int, seconds: float) -> int:
         """Kill a program and all its descendants and wait for them; return its wait status."""
