@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX
+from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.chat_templates import (
     PromptTemplate,
     Rendered,

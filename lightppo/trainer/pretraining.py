@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
+from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.config import PPOConfig
 from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset

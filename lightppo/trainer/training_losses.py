@@ -17,8 +17,8 @@ from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import Aggregation, LossNormalizer, token_mean
 from lightppo.config import LossConfig, PPOConfig
-from lightppo.experience.entropy_sample import EntropySample
 from lightppo.experience.experience import Experience
+from lightppo.experience.token_weights import EntropySample
 from lightppo.models.actor import ActionScores
 
 Metrics = dict[str, Tensor]

@@ -28,9 +28,8 @@ from lightppo.experience.batching import (
     StepPart,
     minibatches,
 )
-from lightppo.experience.entropy_sample import EntropySample, entropy_sample
 from lightppo.experience.experience import Experience
-from lightppo.experience.token_weights import token_weights
+from lightppo.experience.token_weights import EntropySample, entropy_sample, token_weights
 from lightppo.logging.progress import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
@@ -40,9 +39,9 @@ from lightppo.logging.step_metrics import (
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.batches import layout_of_all
+from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import nothing_scored
 from lightppo.trainer.distillation import score_term
-from lightppo.trainer.early_stop import early_stop
 from lightppo.trainer.training_losses import (
     Metrics,
     OwnLoss,
@@ -441,3 +440,38 @@ class Update:
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
         return status | {f"{name}_grad_norm": grad_norm} | more
+
+
+# -- early stop -------------------------------------------------------------------------------------------------------
+
+
+class StepLimits:
+    """Whether an optimizer step goes too far from the policy that sampled; the same on every rank."""
+
+    def __init__(self, limits: Mapping[str, float], ranks: Ranks) -> None:
+        self.limits = limits
+        self.ranks = ranks
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take in a micro batch of the step."""
+        for name in self.limits:
+            self.sums[name] = self.sums.get(name, 0.0) + metrics[name].detach().float()
+
+    def reached(self) -> bool:
+        """Return whether the step exceeds a limit; the next one begins. Collective."""
+        sums = self.sums
+        self.sums = {}
+        if not sums:  # a training step of the user's own
+            return False
+        values = self.ranks.all_reduce(
+            torch.stack([sums[name] for name in self.limits]), "mean"
+        ).tolist()
+        return any(value > limit for value, limit in zip(values, self.limits.values()))
+
+
+def early_stop(config: Any, ranks: Ranks) -> StepLimits | None:
+    """Return the limits of ``--early_stop_imp_ratio`` and ``--early_stop_kl``, by name; ``None``: there is none."""
+    limits = {"ratio": config.loss.early_stop_imp_ratio, "approx_kl": config.loss.early_stop_kl}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return StepLimits(given, ranks) if given else None
