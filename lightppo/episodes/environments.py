@@ -23,7 +23,6 @@ from lightppo.episodes.env_failures import (
     ToolError,
 )
 from lightppo.episodes.hosts import (
-    Answer,
     CallThread,
     LocalPool,
     Seat,
@@ -32,7 +31,9 @@ from lightppo.episodes.hosts import (
 )
 from lightppo.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.episodes.tools import BadCall
+from lightppo.episodes.workers import ProcessSeat, worker_pool
 from lightppo.errors import ConfigError
+from lightppo.processes.fork_server import Answer, WorkerPool
 from lightppo.user_code import error_text
 
 __all__ = [
@@ -85,11 +86,9 @@ class Environments:
         self.workers = workers
         self._specs = load_specs(entries, tools, contract)
         self._local = LocalPool()
-        self._pool: Any = self._local
+        self._workers: WorkerPool | None = None
         if workers:
-            from lightppo.episodes.workers import WorkerPool
-
-            self._pool = WorkerPool(
+            self._workers = worker_pool(
                 [_text_of(entry, "--env") for entry in entries],
                 [_text_of(tool, "--tools") for tool in tools],
                 contract,
@@ -149,8 +148,8 @@ class Environments:
 
     def warm_up(self) -> None:
         """Start what worker processes come from, while something else happens."""
-        if self.workers:
-            self._pool.start()
+        if self._workers is not None:
+            self._workers.start()
 
     async def close(self) -> None:
         """End all threads, loops and processes."""
@@ -159,8 +158,8 @@ class Environments:
     def end(self) -> None:
         """:meth:`close` without an event loop."""
         self._local.close()
-        if self._pool is not self._local:
-            self._pool.close()
+        if self._workers is not None:
+            self._workers.close()
         if self._python is not None:
             self._python.close()
 
@@ -175,19 +174,22 @@ class Environments:
         return {
             "hung_threads": self._local.hung_threads,
             "blocked_loops": self._local.blocked_loops,
-            "lost_workers": getattr(self._pool, "lost_workers", 0),
+            "lost_workers": self._workers.lost_workers if self._workers else 0,
         }
 
     @property
     def worker_pids(self) -> list[int]:
         """Of the worker processes that run."""
-        return getattr(self._pool, "pids", [])
+        return self._workers.process_ids if self._workers else []
 
     async def _take(self, spec: EnvironmentSpec) -> Seat:
         while self._forgotten:
             self._forgotten.popleft().drop()
         needs_process = spec.make is not None or spec.functions.keys() - {PYTHON_TOOL}
-        return await (self._pool if needs_process else self._local).take(spec)
+        if needs_process and self._workers is not None:
+            worker = await self._workers.take(spec.name)
+            return ProcessSeat(spec, worker, self._workers)
+        return await self._local.take(spec)
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """TRL keeps the column that routes to itself where there is a choice."""

@@ -96,7 +96,7 @@ def wait_for_end(*pids: int) -> None:
 
 
 def server_of(environments: Environments) -> int:
-    return environments._pool._servers[0]._process.pid
+    return environments._workers._servers[0]._process.pid
 
 
 def test_a_worker_is_used_again_and_stays_light(environments):
@@ -354,7 +354,7 @@ async def run():
     session = await environments.open({}, seed=1)
     other = await environments.open({}, seed=1)
     child = (await other.call("start", {})).text
-    server = environments._pool._servers[0]._process.pid
+    server = environments._workers._servers[0]._process.pid
     print(server, child, *environments.worker_pids, flush=True)
     hanging = asyncio.ensure_future(session.call("hang", {}))
     await asyncio.sleep(0)
@@ -545,7 +545,7 @@ def test_a_machine_without_room_for_a_process(environments, monkeypatch):
     def fork(server):
         raise OSError("too many open files")
 
-    monkeypatch.setattr("lightppo.episodes.workers._Server.fork", fork)
+    monkeypatch.setattr("lightppo.processes.fork_server.Server.fork", fork)
     with pytest.raises(UserError, match="no worker process can be started: too many open files"):
         asyncio.run(environments.open({}, seed=1))
     monkeypatch.undo()
