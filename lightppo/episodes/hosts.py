@@ -604,7 +604,7 @@ class LocalSeat:
         """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
         self.is_lost = True
         if isinstance(self.environment, AgentEnvironment):  # a blocked loop may never close it
-            self.environment.let_nobody_in()
+            self.environment.close_access()
         if self._loop is not None:
             if future is not None:
                 future.cancel()
