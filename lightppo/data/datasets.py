@@ -33,7 +33,6 @@ from lightppo.data.rows import (
     resolve_fields,
     template_options,
 )
-from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
 
@@ -44,6 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Truncation = Literal["error", "left", "right", "middle", "drop"]
+
+
+def setting(strategy: Any, name: str, value: Any, default: Any = None) -> Any:
+    """Return the value if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
+    script_value = getattr(getattr(strategy, "args", None), name, None)
+    values = (value, script_value, default)
+    return next((value for value in values if value is not None), None)
 
 
 class PreparedDataset(TorchDataset):
