@@ -31,7 +31,7 @@ from lightppo.experience.batching import (
 from lightppo.experience.entropy_sample import EntropySample, entropy_sample
 from lightppo.experience.experience import Experience
 from lightppo.experience.token_weights import token_weights
-from lightppo.logging.progress import bar_of_part, minibatch_on_bar
+from lightppo.logging.performance import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
     checked_status,
