@@ -25,8 +25,7 @@ from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.logging.performance import PhaseTimer
-from lightppo.logging.progress import Pace, bar_of_steps, on_bar
+from lightppo.logging.performance import Pace, PhaseTimer, bar_of_steps, on_bar
 from lightppo.logging.step_metrics import with_namespace
 from lightppo.plugin import METRICS
 from lightppo.preflight.resume_checks import check_same_run
