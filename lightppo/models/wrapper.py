@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.attention.alibi import run_by_sequence
 from lightppo.models.attention.recurrent import run_by_segment
 from lightppo.models.batches import Batch
 from lightppo.models.kernels.layers import accelerate_on_cpu, fuse
@@ -63,7 +62,6 @@ class PretrainedWrapper(nn.Module):
         accelerate_on_cpu(self.model)
         fuse(self.model)
         run_by_segment(self.model)
-        run_by_sequence(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         # (weights, device) → a context around each pass with gradients.
         self.around_pass: Callable[..., AbstractContextManager] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
-from lightppo.models.attention.alibi import PACKED_ALIBI, attends_with_alibi, makes_positions
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
 from lightppo.models.attention.recurrent import why_not_by_segment
@@ -46,7 +44,6 @@ from lightppo.ranks import Ranks
 
 # attentions of packed rows that are code of a family's own, each with whether it stands in for a model's attention
 _OF_FAMILIES = {
-    PACKED_ALIBI: attends_with_alibi,
     PACKED_CHUNKS: attends_in_chunks,
     PACKED_EAGER: attends_by_own_code,
 }
@@ -74,14 +71,22 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 def check_packing_layers(model: nn.Module) -> None:
     """Refuse families that cannot be packed, judging by the model's class and config alone."""
-    base = model.base_model
-    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
-    if not takes_positions and not makes_positions(model):
-        raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
+    if has_alibi(model):
+        reason = "its attention has alibi, which would count positions from the start of the row"
+        raise packing_error(model, reason)
+    if not takes(model.base_model, "position_ids"):
+        reason = f"{type(model.base_model).__name__}.forward takes no position_ids"
+        raise packing_error(model, reason)
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
     for kind in sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ())):
         if reason := why_not_packed(model, kind):
             raise packing_error(model, f"it has layers of type {kind}: {reason}")
+
+
+def has_alibi(model: nn.Module) -> bool:
+    """Tell whether attention makes positions by alibi (arXiv:2108.12409): Bloom, MPT, old Falcon."""
+    config = model.config
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 def why_not_packed(model: nn.Module, kind: str) -> str | None:
@@ -284,7 +289,8 @@ class PackedLayout(PaddedLayout):
         attention = self.hf_model.config._attn_implementation
         # Eager attention goes over all of a row, with a mask.
         rows = attention == "flash_attention_2" or takes_segments(self.hf_model)
-        if not rows and attention_for_rows(self.hf_model) is None:
+        needs_another = not rows and attention_for_rows(self.hf_model) is None
+        if needs_another and not has_alibi(self.hf_model):
             if not self.hf_model._supports_sdpa:
                 return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
