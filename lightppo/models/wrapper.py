@@ -15,7 +15,7 @@ from lightppo.models.attention.recurrent import run_by_segment
 from lightppo.models.batches import Batch
 from lightppo.models.kernels.layers import accelerate_on_cpu, fuse
 from lightppo.models.loading import untrainable
-from lightppo.models.packing.packed_layout import PackedLayout
+from lightppo.models.packing import PackedLayout
 from lightppo.models.pretrained import disable_dropout
 
 Role = str

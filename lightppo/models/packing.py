@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import textwrap
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from lightppo.config import PPOConfig
+from lightppo.config.options import OptionSet
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.errors import PackingNotSupportedError
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.errors import PackingNotSupportedError, UserError
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
 from lightppo.models.attention.recurrent import why_not_by_segment
@@ -37,7 +43,6 @@ from lightppo.models.batches import (
     takes,
     to_device,
 )
-from lightppo.models.packing.trials import alike, is_models_own, one_line
 from lightppo.ranks import Ranks
 
 # -- which models can be packed, and what attends in their packed rows ------------------------------------------------
@@ -438,4 +443,77 @@ def warn_that_nothing_is_shared(attention: str) -> None:
     )
 
 
-# -- what cannot be packed ----------------------------------------------------------------------------------------------
+# -- the models of a run, all together ---------------------------------------------------------------------------------
+
+
+def settle_models(run: Any) -> None:
+    """A check of ``models``: those of a PPO run pack, or all are padded. Collective.
+
+    Training on data settles it by itself, because it knows whether its rows gain by packing.
+    """
+    if not isinstance(run.config, PPOConfig):
+        return
+    models = [model for flag, model in run.models.items() if "--reward_pretrain" not in flag]
+    shares = run.config.training.share_prompts and run.config.rollout.n_samples_per_prompt > 1
+    settle_packing(run.config, run.strategy, models, shares)
+
+
+def settle_packing(
+    config: OptionSet,
+    strategy: DeepspeedStrategy,
+    models: Iterable[Any],
+    share_prompts: bool = True,
+) -> None:
+    """``--packing_samples`` None: all models pack, if each does it exactly on every rank; True: they must. Collective."""
+    asked = config.training.packing_samples
+    if asked is False:
+        return
+    # A critic has its engine around it.
+    wrappers = [getattr(model, "module", model) for model in models if model is not None]
+    layouts = [one.layout for one in wrappers]
+    for layout in layouts:
+        layout.share_prompts = share_prompts
+    obstacles = [
+        layout.obstacle(strategy.device) if asked else layout.try_packing(strategy.device)
+        for layout in layouts
+    ]
+    obstacle = next(filter(None, obstacles), None)
+    if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
+        if asked:
+            raise PackingNotSupportedError(reason)
+        for layout in layouts:
+            layout.stop_packing()
+        strategy.print(f"note: batches are padded: {reason}")
+    elif asked:
+        for layout in layouts:
+            layout.pack()
+
+
+# -- trials of a model ------------------------------------------------------------------------------------------------
+
+
+def is_models_own(error: Exception) -> bool:
+    """Whether an error is of the model's code, not of a lack of memory or of a lost rank."""
+    others = (
+        UserError,
+        NotImplementedError,
+        MemoryError,
+        torch.OutOfMemoryError,
+        torch.distributed.DistError,
+    )
+    return not isinstance(error, others) and "gloo/transport" not in str(error)
+
+
+def one_line(error: Exception) -> str:
+    """Its type and message, shortened; without a message the line of code that raised it."""
+    text = str(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}"
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 200, placeholder=" …")
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether outputs are equal but for rounding; False where any is NaN."""
+    difference = ((one.float() - other.float()).abs().mean() / other.float().abs().mean()).item()
+    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
+    return difference <= (3e-3 if one.dtype == torch.float32 else 1e-1)
