@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
-from lightppo.checkpoint.older_states import with_present_names
-from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer, with_present_names
 from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
