@@ -107,6 +107,11 @@ class ReplayBuffer:
             item.advantages = row
 
 
+def pass_generator(seed: int, step: int, epoch: int, rank: int) -> torch.Generator:
+    """Return what shuffles one pass over the buffer: another order in each step, epoch and on each rank."""
+    return torch.Generator().manual_seed(hash((seed, step, epoch, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
+
+
 @dataclass(frozen=True)
 class StepPart:
     """What a micro batch must know about its optimizer step."""

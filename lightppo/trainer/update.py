@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES
@@ -27,6 +26,7 @@ from lightppo.experience.batching import (
     Minibatch,
     StepPart,
     minibatches,
+    pass_generator,
 )
 from lightppo.experience.entropy_sample import EntropySample, entropy_sample
 from lightppo.experience.experience import Experience
@@ -365,10 +365,9 @@ class Update:
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def minibatches(self, step: int, epoch: int) -> Iterator[Minibatch]:
-        """The optimizer steps of one pass; another order in each step, epoch and on each rank, also after a resume."""
+        """The optimizer steps of one pass over the replay buffer."""
         config = self.config
         training = self.config.training
-        key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
         models = (self.actor, self.critic, self.reference, *self.frozen.values())
         return minibatches(
             self.replay_buffer.items,
@@ -380,7 +379,7 @@ class Update:
             # With a load-balancing loss a prompt must count for each of its samples.
             share_prompts=config.loss.aux_loss_coef == 0,
             shuffle=training.shuffle,
-            generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
+            generator=pass_generator(config.strategy.seed, step, epoch, self.strategy.get_rank()),
             collate=self.replay_buffer.collate_fn,
             loss_scale=float(config.rollout.generate_max_len),
         )
