@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -224,7 +224,7 @@ def divergence_of_models(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
         )
     per_token = full_kl(
-        scores.logits, other.logits, actor.temperature, divergence=divergence
+        cast(Tensor, scores.logits), other.logits, actor.temperature, divergence=divergence
     )  # (K,)
     spread = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
     return spread, other.log_probs
