@@ -982,9 +982,7 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.setattr(
-        packing, "why_not_by_segment", lambda model: "their code is not known"
-    )
+    monkeypatch.setattr(packing, "why_not_by_segment", lambda model: "their code is not known")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
