@@ -100,7 +100,7 @@ def normalize_advantages(
         norm = Norm.parse(words)
         advantages = normalize_by(advantages, mask, group_ids, norm, all_reduce_sum=all_reduce_sum)
     if algorithm.adv_norm and algorithm.adv_norm_scope == "group":
-        advantages = group_normalize(advantages, mask, group_ids, algorithm.adv_norm_eps)
+        advantages = group_normalize(advantages, mask, group_ids)
     return advantages
 
 
@@ -108,13 +108,7 @@ def whiten_and_clip(config: PPOConfig, buffer: ReplayBuffer, ranks: Ranks) -> No
     """Whiten the buffer's advantages over all ranks (``--adv_norm``), then clip them (``--advantage_clip``). Collective."""
     algorithm = config.algorithm
     if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
-        buffer.whiten(
-            ranks,
-            divide_std=algorithm.adv_std_norm,
-            shift_mean=algorithm.adv_shift_mean,
-            unbiased=algorithm.adv_std_unbiased,
-            eps=algorithm.adv_norm_eps,
-        )
+        buffer.whiten(ranks, unbiased=algorithm.adv_std_unbiased)
     if (limit := algorithm.advantage_clip) is not None:
         for item in buffer.items:
             item.advantages = item.advantages.clamp(-limit, limit)
@@ -315,7 +309,7 @@ def make_value_norm(config: PPOConfig) -> ValueNorm | None:
     if loss.value_norm is None:
         return None
     beta = {} if loss.value_norm_beta is None else {"beta": loss.value_norm_beta}
-    return ValueNorm(loss.value_norm, eps=loss.value_norm_eps, **beta)
+    return ValueNorm(loss.value_norm, **beta)
 
 
 # -- scores (B,), one per response: what a reward source gives becomes what training maximises ------------------------

@@ -482,7 +482,7 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
         max_new_tokens=rollout.generate_max_len,
         n=rollout.n_samples_per_prompt,
         seed=config.strategy.seed,
-        first_token_temperature=sampling.fire_temperature if sampling.fire_sampling else None,
+        first_token_temperature=10.0 if sampling.fire_sampling else None,
     )
 
 

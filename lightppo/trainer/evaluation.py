@@ -224,12 +224,7 @@ class Evaluation(Callback):
     def on_start(self, run: Any) -> None:
         """Start the clocks."""
         asked = run.config.evaluation
-        epochs = asked.eval_epochs
-        if asked.eval_steps == -1 and asked.eval_seconds is None:
-            epochs = epochs or 1
-        self.cadence = Cadence(
-            asked.eval_steps, epochs, asked.eval_seconds, agree=run.strategy.broadcast_object
-        )
+        self.cadence = Cadence(asked.eval_steps, epochs=1 if asked.eval_steps == -1 else None)
 
     def before_steps(self, run: Any) -> None:
         """Do the evaluation that a resumed run lacks, or that before training. Collective."""

@@ -31,13 +31,7 @@ class Exports(Callback):
         checkpoint = run.config.checkpoint
         metric = _metric(run)
         step = run.state.global_step
-        agree = run.strategy.broadcast_object
-        self.cadence = Cadence(
-            checkpoint.hf_save_steps,
-            checkpoint.hf_save_epochs,
-            checkpoint.hf_save_seconds,
-            agree=agree,
-        )
+        self.cadence = Cadence(checkpoint.hf_save_steps)
         if step == 0:
             return
         if metric is not None:

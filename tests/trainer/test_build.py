@@ -191,13 +191,8 @@ def test_each_role_has_a_stage_of_its_own(zero_of):
     [
         ({}, set()),
         ({"adam_offload": True}, {("actor", "offload_optimizer"), ("critic", "offload_optimizer")}),
-        ({"adam_offload": True, "critic_adam_offload": False}, {("actor", "offload_optimizer")}),
-        ({"critic_adam_offload": True}, {("critic", "offload_optimizer")}),
         ({"param_offload": True}, {("actor", "offload_param"), ("critic", "offload_param")}),
-        ({"param_offload": True, "critic_param_offload": False}, {("actor", "offload_param")}),
-        ({"critic_param_offload": True}, {("critic", "offload_param")}),
         ({"ref_offload": True}, {("ref", "offload_param"), ("ema", "offload_param")}),
-        ({"reward_offload": True}, {("reward", "offload_param")}),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",  # sets have no order
 )

@@ -76,7 +76,6 @@ def test_a_step_is_evaluated_once(tmp_path):
     [
         ({}, [3, 6]),
         ({"eval_steps": 2}, [2, 4, 6]),
-        ({"eval_seconds": 1e6}, []),
         ({"eval_steps": 0}, []),
     ],
 )

@@ -238,10 +238,6 @@ class Calls(FakeCheckpointer):
         ({"save_seconds": 25.0, "eval_steps": 0}, [3, 6], [], []),
         ({"save_steps": 4, "save_seconds": 25.0, "eval_steps": 0}, [3, 4], [], []),
         ({"hf_save_steps": 3, "eval_steps": 0}, [], [3, 6], []),
-        ({"hf_save_epochs": 3, "eval_epochs": 2}, [], [6], [4]),
-        ({"hf_save_seconds": 25.0, "eval_steps": 0}, [], [3, 6], []),
-        ({"eval_seconds": 35.0}, [], [], [4]),
-        ({"eval_seconds": 35.0, "eval_steps": 3}, [], [], [3, 6]),
     ],
     ids=str,
 )
