@@ -55,7 +55,6 @@ class TestGroups:
             "n_samples_per_prompt": 2,
             "adv_norm": True,
             "adv_norm_scope": "group",
-            "adv_norm_eps": 0.0,
         }
         rollouts = group(0.0, 2.0) + group(5.0, 9.0, index=1)
         (plain,) = maker(

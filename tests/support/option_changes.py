@@ -260,6 +260,22 @@ CHECKPOINTS = SHORT | {"save_steps": 1}
 DISTILLED = SHORT | TEACHER
 
 BUILT += [
+    (
+        EPISODES,
+        {
+            "env": ("@env:Walk",),
+            "max_turns": 3,
+            "max_turn_tokens": 3,
+            "max_tool_calls": 3,
+            "max_observation_len": 3,
+            "env_timeout": 3.0,
+            "episode_timeout": 3.0,
+            "env_workers": 1,
+            "env_retries": 3,
+            "env_failure_limit": 0.25,
+            "tape": "off",
+        },
+    ),
     (EPISODES | {"use_dense_reward": True, "env_reward": "turns"}, {"env_reward": "sum"}),
 ]
 
@@ -361,6 +377,21 @@ STEP: Changes = [
         },
     ),
     (STEP_GRPO, {"group_std_norm": False, "grpo_std_eps": 1.0, "use_kl_loss": False}),
+    (
+        TWO_STEPS,
+        {
+            "eps_clip": 0.001,
+            "eps_clip_low": 0.001,
+            "eps_clip_high": 0.001,
+            "value_clip": 0.001,
+            "value_huber_delta": 0.1,
+            "max_epochs": 3,
+            "train_batch_size": 4,
+            "early_stop_kl": 1e-9,
+            "freezing_actor_steps": 5,
+            "policy_loss": "gspo",
+        },
+    ),
     (GAE | {"ppo_n_minibatches": 1}, {"n_samples_per_prompt": 1}),
     (GAE | {"overlong_buffer_len": 4}, {"overlong_penalty_factor": 3.0}),
     (GAE, {"micro_train_batch_size": 1, "old_log_probs": "rollout"}),

@@ -89,7 +89,7 @@ class TestInAMaker:
         assert torch.equal(both.returns, alone.returns)
 
     def test_group_normalisation_is_of_the_sum(self):
-        options = self.ALONE | {"adv_norm": True, "adv_norm_scope": "group", "adv_norm_eps": 0.0}
+        options = self.ALONE | {"adv_norm": True, "adv_norm_scope": "group"}
         experience = make_one(
             maker(**options, n_samples_per_prompt=2), answer(0.0), answer(9.0, sample_index=1)
         )
