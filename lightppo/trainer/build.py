@@ -217,7 +217,7 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
         if role not in rates:
             return strategy.prepare(model)
         steps = optimizer_steps(config, per_episode, role)
-        trained = with_optimizer(model, rates[role], steps, config, strategy, role)
+        trained = with_optimizer(model, rates[role], steps, config, strategy)
         model, *optimizers[role] = strategy.prepare(trained)
         return model
 
