@@ -62,8 +62,8 @@ def kept(parts):
 def test_forms_of_whitening(trainer_with):
     raw = collected(trainer_with(adv_norm=False), "advantages")
     std = raw.std(correction=0)
-    kept_mean = collected(trainer_with(adv_norm_by=("std=batch",)), "advantages")
-    assert torch.allclose(kept_mean, raw / std, atol=1e-4)
+    scaled = collected(trainer_with(adv_norm_by=("std=batch",)), "advantages")
+    assert torch.allclose(scaled, raw / raw.square().mean().sqrt(), atol=1e-4)
     unbiased = collected(trainer_with(adv_std_unbiased=True), "advantages")
     assert torch.allclose(unbiased, (raw - raw.mean()) / raw.std(correction=1), atol=1e-5)
     by_group = collected(trainer_with(adv_norm_scope="group"), "advantages")

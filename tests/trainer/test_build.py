@@ -573,10 +573,10 @@ def test_frozen_steps_are_not_in_the_schedule_of_the_actor(make_config):
     assert build.optimizer_steps(never_trains, 3) == 0
 
 
-def rates(config: PPOConfig, steps: int = 10, role: str = "actor") -> list[float]:
+def rates(config: PPOConfig, steps: int = 10) -> list[float]:
     """Learning rate of each optimizer step."""
     _, optimizer, scheduler = build.with_optimizer(
-        nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy(), role
+        nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy()
     )
     seen = []
     for _ in range(steps + 1):
