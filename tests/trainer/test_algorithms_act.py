@@ -61,7 +61,6 @@ def kept(parts):
 
 def test_forms_of_whitening(trainer_with):
     raw = collected(trainer_with(adv_norm=False), "advantages")
-    std = raw.std(correction=0)
     scaled = collected(trainer_with(adv_norm_by=("std=batch",)), "advantages")
     assert torch.allclose(scaled, raw / raw.square().mean().sqrt(), atol=1e-4)
     unbiased = collected(trainer_with(adv_std_unbiased=True), "advantages")
