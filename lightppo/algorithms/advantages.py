@@ -431,7 +431,7 @@ def grpo_passk(
 
 
 def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """Compute A = ω·(s - mean_G),  ω = 1/(std_G + std_eps) or 1 (arXiv:2505.12504, §4.3, eq. 2); for ``--policy_loss cpgd``."""
+    """Compute A = ω·(s - mean_G),  ω = 1/(std_G + std_eps) or 1 (arXiv:2505.12504, §4.3, eq. 2); for the loss cpgd."""
     return group_norm(groups, std_eps=std_eps, divide_std=divide_std)
 
 
@@ -449,7 +449,7 @@ def gdpo(
     gamma: float = 1.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward k is normalised in its group before they are added.
+    """Compute A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward is normalised in its group, then all are added.
 
     In a sum, rewards of a small spread would disappear beside others, and different mixtures with one sum would be
     alike. Expects the whitening of the batch. Source: Liu et al. 2026 (arXiv:2601.05242), eq. 4 to 6.

@@ -43,9 +43,11 @@ def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
 
 def check_first(
     config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
-) -> AroundSampling:
-    """Return what compares the log probs of the first rollouts, around their sampling."""
+) -> AroundSampling | None:
+    """Return what compares the log probs of the first rollouts, around their sampling; None: nothing is compared."""
     check = RolloutCheck(actor, engine, strategy, config)
+    if not check.pending:
+        return None
 
     def checked(
         prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]

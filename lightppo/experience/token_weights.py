@@ -232,22 +232,12 @@ def entropy_sample(
 # -- tokens that a policy loss treats differently, chosen once a rollout: see algorithms/selection.py -----------------
 
 
-def selection_of(loss: Any) -> SelectionFn | None:
-    """Return the function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
-    entry = getattr(loss, "entry", None)  # a loss of a script has none
-    if entry is None or entry.selection is None:
-        return None
-    return load(entry.selection)
-
-
 def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: int) -> None:
-    """Set ``selected`` of all rows if the loss selects tokens; then collective.
+    """Set ``selected`` of all rows for a loss that selects tokens. Collective.
 
     A token's random number depends on ``seed``, its row's token ids and its position.
     """
-    select = selection_of(loss)
-    if select is None:
-        return
+    select: SelectionFn = load(loss.entry.selection)
     items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
     masks = [item.action_mask for item in items]  # (1, A) each
 
@@ -255,16 +245,16 @@ def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: in
         """Join the rows' trained tokens, (N,)."""
         return torch.cat([row[mask] for row, mask in zip(rows, masks)])
 
-    chosen = select(
+    selected = select(
         trained(item.action_log_probs for item in items),
         trained(item.advantages for item in items),
         trained(_uniforms(item, seed) for item in items),
         options=loss.options,
         all_reduce_sum=partial(ranks.all_reduce, op="sum"),
     )  # (N,)
-    of_rows = chosen.split([int(mask.sum()) for mask in masks])
-    for item, mask, of_row in zip(items, masks, of_rows):
-        item.selected = torch.zeros_like(mask).masked_scatter(mask, of_row)
+    rows = selected.split([int(mask.sum()) for mask in masks])
+    for item, mask, row in zip(items, masks, rows):
+        item.selected = torch.zeros_like(mask).masked_scatter(mask, row)
 
 
 def _uniforms(item: Experience, seed: int) -> Tensor:
