@@ -449,7 +449,7 @@ def gdpo(
     gamma: float = 1.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward is normalised in its group, then all are added.
+    """Compute A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward is normalised, then all are added.
 
     In a sum, rewards of a small spread would disappear beside others, and different mixtures with one sum would be
     alike. Expects the whitening of the batch. Source: Liu et al. 2026 (arXiv:2601.05242), eq. 4 to 6.

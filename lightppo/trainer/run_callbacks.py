@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.config.rules import moves_reference
 from lightppo.distributed.signals import StopAtSignal
 from lightppo.experience.rollout_check import watch
 from lightppo.logging.alarms import AlarmBell
@@ -99,10 +100,12 @@ class Followers(Callback):
 
 
 def followers(run: Any) -> Followers | None:
-    """Make the callback of a PPO run."""
+    """Make the callback of a PPO run in which a model follows the actor."""
     if not hasattr(run, "followers"):
         return None
     run.moving_average = Followers(run)
+    if run.moving_average.average is None and not moves_reference(run.config):
+        return None
     return run.moving_average
 
 
