@@ -184,19 +184,20 @@ def minibatches(
     """
     steps = math.ceil(ranks.all_reduce(len(items), "sum") / train_batch_size)
     order = torch.randperm(len(items), generator=generator).tolist()
-    shares = share_prompts and layout.shares_prompts
-    prompts = [item.prompts()[0] for item in items] if shares or shuffle == "groups" else []
+    shares_prompts = share_prompts and layout.shares_prompts
+    prompts = [item.prompts()[0] for item in items] if shares_prompts or shuffle == "groups" else []
     if shuffle == "groups":  # all samples of a prompt come to its first one
-        first_places: dict[bytes, int] = {}
-        for place, row in enumerate(order):
-            first_places.setdefault(prompts[row], place)
-        order.sort(key=lambda row: first_places[prompts[row]])
+        first_positions: dict[bytes, int] = {}
+        for position, row in enumerate(order):
+            first_positions.setdefault(prompts[row], position)
+        order.sort(key=lambda row: first_positions[prompts[row]])
     lengths = [item.row_lengths()[0] for item in items]
 
-    def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
+    def planned(rows: Sequence[int], micro_batch_spec: MicroBatchSpec) -> list[Experience]:
         """Return the micro batches of an optimizer step of these rows."""
-        shared = [prompts[row] for row in rows if shares]
-        parts = layout.split([lengths[row] for row in rows], spec, ranks, shared)
+        shared_prompts = [prompts[row] for row in rows if shares_prompts]
+        row_lengths = [lengths[row] for row in rows]
+        parts = layout.split(row_lengths, micro_batch_spec, ranks, shared_prompts)
         batches = [collate([items[rows[i]] for i in part]) for part in parts]
         return plan_step(batches, ranks, scale=loss_scale)
 

@@ -324,10 +324,11 @@ def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Ten
         return scores
     positions = torch.arange(mask.shape[1], device=mask.device)
     # (B, A), last trained position up to here, or -1
-    latest = torch.where(mask, positions, -1).cummax(dim=1).values
+    latest_position = torch.where(mask, positions, -1).cummax(dim=1).values
     # (B, A), last trained position before here
-    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
-    previous = scores.gather(1, before.clamp(min=0)).masked_fill(before < 0, 0.0)
+    previous_position = torch.nn.functional.pad(latest_position[:, :-1], (1, 0), value=-1)
+    previous = scores.gather(1, previous_position.clamp(min=0))
+    previous = previous.masked_fill(previous_position < 0, 0.0)
     return (scores - previous).masked_fill(~mask, 0.0)
 
 

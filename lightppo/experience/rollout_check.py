@@ -141,8 +141,8 @@ class RolloutCheck:
         differing, unknown = self.engine.differing_weights()
         if differing:
             names = ", ".join(differing[:NAMED_WEIGHTS])
-            more = len(differing) - NAMED_WEIGHTS
-            return f"Weights that differ: {names}{f' and {more} more' if more > 0 else ''}"
+            unnamed = len(differing) - NAMED_WEIGHTS
+            return f"Weights that differ: {names}{f' and {unnamed} more' if unnamed > 0 else ''}"
         if unknown:
             return f"No weight was seen to differ, but {len(unknown)} could not be compared, first {unknown[0]}"
         return (

@@ -153,7 +153,9 @@ def rejections_of(config: PPOConfig, in_training: bool) -> list[Rejection]:
     """
     rejections = [Rejection.parse(text) for text in config.correction.rollout_rejection]
     bypass = config.loss.old_log_probs == "rollout"
-    return [one for one in rejections if (bypass or one.entry.in_training) == in_training]
+    if bypass:
+        return rejections if in_training else []
+    return [x for x in rejections if x.entry.in_training == in_training]
 
 
 def high_entropy(config: PPOConfig) -> Weigh | None:
@@ -166,9 +168,9 @@ def high_entropy(config: PPOConfig) -> Weigh | None:
         experience: Experience, *, entropy: Tensor, all_reduce_sum: AllReduceSum, **_: Any
     ) -> Tensor:
         mask = experience.action_mask
-        kept = torch.zeros_like(mask)
-        kept[mask] = top_share(entropy[mask], ratio, all_reduce_sum)
-        return kept
+        is_kept = torch.zeros_like(mask)
+        is_kept[mask] = top_share(entropy[mask], ratio, all_reduce_sum)
+        return is_kept
 
     return weigh
 
@@ -205,8 +207,8 @@ class EntropySample:
         counted, computed = (
             to_device(places, mask.device) for places in (self.counted, self.computed)
         )
-        of_sample = entropy.masked_fill(~counted, 0.0)
-        mean = self.stride * token_mean(of_sample, mask, normalizer)
+        sample_entropy = entropy.masked_fill(~counted, 0.0)
+        mean = self.stride * token_mean(sample_entropy, mask, normalizer)
         return mean, entropy.masked_fill(~computed, torch.nan)
 
 
@@ -220,10 +222,10 @@ def entropy_sample(
     stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
     if stride < 2:
         return None
-    ids, real, mask = map(
+    ids, attention_mask, mask = map(
         on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
     )
-    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
+    counted = systematic_sample(mask, start=(ids * attention_mask).sum(1), stride=stride)
     computed = counted.clone()
     computed[list(rows)] = True
     return EntropySample(stride, counted, computed)

@@ -31,12 +31,12 @@ class Exports(Callback):
         checkpoint = run.config.checkpoint
         metric = _metric(run)
         step = run.state.global_step
-        agree = run.strategy.broadcast_object
+        broadcast = run.strategy.broadcast_object
         self.due_times = DueTimes(
             checkpoint.hf_save_steps,
             checkpoint.hf_save_epochs,
             checkpoint.hf_save_seconds,
-            agree=agree,
+            agree=broadcast,
         )
         if step == 0:
             return
@@ -73,9 +73,9 @@ class Exports(Callback):
     def _keep_best(self, run: Any, step: int, metric: str) -> None:
         result = run.evaluation.result
         if metric not in result:
-            known = ", ".join(sorted(result))
+            names = ", ".join(sorted(result))
             raise ConfigError(
-                f"--best_metric {metric} is not among the evaluation's metrics: {known}"
+                f"--best_metric {metric} is not among the evaluation's metrics: {names}"
             )
         sign = -1 if metric.endswith("loss") else 1
         if not math.isfinite(result[metric]):

@@ -24,24 +24,24 @@ def with_optimizer(
     """Return (model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
     if model is None:
         return None, None, None
-    asked = of_role(config, role)
+    options = of_role(config, role)
     optimizer = strategy.create_optimizer(
         model,
         lr=learning_rate,
-        betas=asked.adam_betas,
-        weight_decay=asked.l2,
+        betas=options.adam_betas,
+        weight_decay=options.l2,
     )
-    warmup = asked.lr_warmup_steps
+    warmup = options.lr_warmup_steps
     if warmup is None:
-        warmup = math.ceil(steps * asked.lr_warmup_ratio)
-    of_step = partial(
+        warmup = math.ceil(steps * options.lr_warmup_ratio)
+    rate_share = partial(
         share_of_peak_rate,
-        kind=asked.lr_scheduler,
+        kind=options.lr_scheduler,
         steps=steps,
         warmup=warmup,
-        least=asked.min_lr_ratio,
+        least=options.min_lr_ratio,
     )
-    return model, optimizer, LambdaLR(optimizer, of_step)
+    return model, optimizer, LambdaLR(optimizer, rate_share)
 
 
 def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:
