@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -225,7 +225,7 @@ def divergence_of_models(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
         )
     token_kl = full_kl(
-        scores.logits, frozen_scores.logits, actor.temperature, divergence=divergence
+        cast(Tensor, scores.logits), frozen_scores.logits, actor.temperature, divergence=divergence
     )  # (K,)
     kl = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, token_kl)
     return kl, frozen_scores.log_probs

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightppo.algorithms.advantages import advantage_fn, compute_token_rewards, group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
@@ -85,9 +85,9 @@ class ExperienceMaker:
 
     def __init__(
         self,
-        actor: nn.Module,
-        critic: nn.Module | None,
-        initial_model: nn.Module | None,
+        actor: Any,
+        critic: Any,
+        initial_model: Any,
         strategy: Ranks,
         kl_ctl: KLController,
         config: PPOConfig,
@@ -123,10 +123,10 @@ class ExperienceMaker:
         self.estimator_inputs = None
         if self.estimator.inputs is not None:
             self.estimator_inputs = load(self.estimator.inputs)(config)
-        kl_name = self.algorithm.kl_estimator
+        kl_name: Any = self.algorithm.kl_estimator  # a name, as the config is resolved
         kl_clip = self.algorithm.kl_clip
         kl_entry = KL_ESTIMATORS.find(kl_name)
-        self.kl_of_models = None
+        self.kl_of_models: Callable[..., tuple[Tensor, Tensor]] | None = None
         if kl_entry.over_vocabulary:
             self.kl_of_models = partial(kl_entry.fn, clip=kl_clip)
             kl_name = "k1"
@@ -166,7 +166,7 @@ class ExperienceMaker:
     @torch.no_grad()
     def make_experience_list(
         self,
-        rollouts: Sequence[Rollout] | Sequence[str],
+        rollouts: Sequence[Any],  # scored rollouts, or prompts as texts
         all_labels: Sequence[Any] | None = None,
         **generate_kwargs: Any,
     ) -> list[Experience]:
@@ -179,6 +179,7 @@ class ExperienceMaker:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
             NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
+        device = self.strategy.device
         as_texts = any(isinstance(rollout, str) for rollout in rollouts)
         if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
             rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
@@ -186,14 +187,14 @@ class ExperienceMaker:
         # A rank without samples joins in everything, because there are collectives on the way: in the models with a
         # placeholder row, from then on without rows.
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
-        batch.to_device(self.strategy.device)
+        batch.to_device(device)
         outputs = self.run_models(batch)
         self._require_finite(batch)
         if not rollouts:
             batch = batch.without_rows()
             outputs = {name: values[:0] for name, values in outputs.items()}
-        truncated = [rollout.truncated for rollout in rollouts]
-        truncated = torch.tensor(truncated, dtype=torch.bool, device=self.strategy.device)  # (B,)
+        is_truncated = [rollout.truncated for rollout in rollouts]
+        truncated = torch.tensor(is_truncated, dtype=torch.bool, device=device)  # (B,)
         if self.config.reward.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstrap_values = None
@@ -232,7 +233,7 @@ class ExperienceMaker:
                 )
             if (limit := algorithm.advantage_clip) is not None:
                 for item in buffer.items:
-                    item.advantages = item.advantages.clamp(-limit, limit)
+                    item.advantages = cast(Tensor, item.advantages).clamp(-limit, limit)
             if getattr(loss, "selects_tokens", False):  # a loss of a script selects none
                 seed = seed_of_step(self.config.strategy.seed, step)
                 select_tokens(buffer.items, loss, self.strategy, seed)
@@ -274,6 +275,7 @@ class ExperienceMaker:
         Returns:
             what the models gave, each (B, A): also ``last_values``, in the first column, and ``entropy``.
         """
+        calls: dict[str, Callable[[Experience], Mapping[str, Tensor]]]
         calls = {"actor": self._run_actor} if self.old_log_probs == "forward" else {}
         if self.initial_model is not None and not self.full_kl:
             calls["reference"] = self._run_reference
@@ -297,7 +299,7 @@ class ExperienceMaker:
             if name in self.passes and self.passes[name].takes_all:
                 spec = MicroBatchSpec(len(lengths))
             parts = self.layout.split(lengths, spec, self.strategy, prompts)
-            parts = level(parts, self.strategy, lambda parts=parts: parts[-1])
+            parts = level(parts, self.strategy, partial(itemgetter(-1), parts))
             plan += [(name, rows) for rows in parts]
         outputs: dict[str, Tensor] = {}
         for name, micro_batches in groupby(self.progress(plan), key=itemgetter(0)):
@@ -313,7 +315,7 @@ class ExperienceMaker:
                         tensors[key][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
-            outputs["action_log_probs"] = batch.rollout_log_probs.clone()
+            outputs["action_log_probs"] = cast(Tensor, batch.rollout_log_probs).clone()
         if self.has_kl and not self.full_kl:
             log_probs = outputs["action_log_probs"]
             outputs["kl"] = self.sampled_kl(log_probs, outputs["base_action_log_probs"])
@@ -344,7 +346,7 @@ class ExperienceMaker:
             )
             outputs["score_norms"] = torch.zeros_like(scores.log_probs)  # (b, a)
             outputs["score_norms"][scores.real] = norms.to(scores.log_probs.dtype)
-        if self.full_kl:
+        if self.full_kl and self.kl_of_models is not None:
             outputs["kl"], outputs["base_action_log_probs"] = self.kl_of_models(
                 self.actor, self.initial_model, scores, part
             )
@@ -384,8 +386,8 @@ class ExperienceMaker:
         mask = batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
-        groups = [rollout.prompt.index for rollout in rollouts]
-        groups = torch.tensor(groups, dtype=torch.long, device=device)
+        prompts = [rollout.prompt.index for rollout in rollouts]
+        groups = torch.tensor(prompts, dtype=torch.long, device=device)
         scores = self.shaper.shape(rollouts, learn=True)  # (B,)
         if reward.reward_norm_by:
             rows = mask.any(1, keepdim=True)
@@ -404,7 +406,8 @@ class ExperienceMaker:
         returns = token_rewards.sum(-1)
         baseline_scores = None
         if self.estimator.needs_greedy_baseline:
-            baseline_scores = self.shaper.shape([rollout.baseline for rollout in rollouts])
+            baselines = [cast(Rollout, rollout.baseline) for rollout in rollouts]
+            baseline_scores = self.shaper.shape(baselines)
         inputs = self.estimator_inputs(rollouts, device) if self.estimator_inputs else {}
         advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
@@ -429,7 +432,8 @@ class ExperienceMaker:
             norm = Norm.parse(algorithm.adv_norm_by)
             advantages = normalize_by(advantages, mask, groups, norm, self._all_reduce_sum)
         if algorithm.adv_norm and algorithm.adv_norm_scope == "group":
-            advantages = group_normalize(advantages, mask, groups, algorithm.adv_norm_eps)
+            eps = cast(float, algorithm.adv_norm_eps)
+            advantages = group_normalize(advantages, mask, groups, eps)
         batch.advantages = advantages
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
@@ -449,7 +453,7 @@ class ExperienceMaker:
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """Add the numbers of each sample that are logged."""
-        numbers: dict[str, list[float | None]] = {}
+        numbers: dict[str, Sequence[float | None]] = {}
         if self.rewarded:
             numbers["reward"] = [rollout.reward for rollout in rollouts]
         if any(rollout.stale for rollout in rollouts):
@@ -458,10 +462,10 @@ class ExperienceMaker:
         longest = self.config.data.prompt_max_len
         numbers["prompt_clip_ratio"] = [length >= longest for length in lengths]
         if self.estimator.needs_greedy_baseline:
-            numbers["reward/greedy_baseline"] = [rollout.baseline.reward for rollout in rollouts]
+            greedy: list[Any] = [rollout.baseline for rollout in rollouts]
+            numbers["reward/greedy_baseline"] = [rollout.reward for rollout in greedy]
         for name in sorted({name for rollout in rollouts for name in rollout.extras}):
-            values = [rollout.extras.get(name, math.nan) for rollout in rollouts]
-            numbers[f"reward/{name}"] = values
+            numbers[f"reward/{name}"] = [rollout.extras.get(name, math.nan) for rollout in rollouts]
         device = self.strategy.device
         for name, values in numbers.items():
             batch.info[name] = torch.tensor(values, dtype=torch.float32, device=device)

@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
-from lightppo.checkpoint.older_states import with_present_names
-from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer, with_present_names
 from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.logging.performance import PhaseTimer
-from lightppo.logging.progress import Pace, bar_of_steps, on_bar
+from lightppo.logging.performance import Pace, PhaseTimer, bar_of_steps, on_bar
 from lightppo.logging.step_metrics import with_namespace
 from lightppo.plugin import METRICS
 from lightppo.preflight.resume_checks import check_same_run
@@ -141,7 +139,6 @@ class TrainingLoop:
 
     unit = "step"
     why_untrained = "there was none"  # where no optimizer step was taken, and none was skipped
-    only_evaluates = False  # no step is trained
     bar: Any = None  # of the steps
     samples_tokens = False  # it has an experience maker, whose rollouts its callbacks get
 
@@ -183,6 +180,11 @@ class TrainingLoop:
         self.callbacks = Callbacks(run_callbacks(self, callbacks))
 
     # -- what a trainer says -----------------------------------------------------------------------------------------
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Return whether no step is trained."""
+        return False
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
         """Return by option how much is done, and how much ends the run (``None``: no limit)."""

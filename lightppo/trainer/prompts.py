@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
@@ -178,8 +178,8 @@ class PromptFilter(Callback):
         self.episode = run.state.episode
         if run.only_evaluates:
             return
-        sampler = getattr(run.prompts, "batch_sampler", None)
-        dataset = getattr(run.prompts, "dataset", None)
+        sampler: Any = getattr(run.prompts, "batch_sampler", None)
+        dataset: Any = getattr(run.prompts, "dataset", None)
         if not hasattr(sampler, "left_out") or not hasattr(dataset, "positions_of"):
             raise ConfigError(
                 "--dataset_filter_threshold needs a dataloader that can leave prompts out: a PromptDataset with a "
@@ -189,7 +189,7 @@ class PromptFilter(Callback):
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         self._of_step = {
-            group[0].prompt.index: sum(rollout.reward for rollout in group) / len(group)
+            group[0].prompt.index: sum(cast(float, x.reward) for x in group) / len(group)
             for group in group_by_prompt(collected.scored)
         }
 

@@ -73,9 +73,9 @@ def _of_episodes(run: Any) -> list[Callback | None]:
     if not run.samples_tokens:
         return []
     from lightppo.episodes.episode_metrics import episode_metrics
-    from lightppo.episodes.tape_callback import keeper
+    from lightppo.episodes.tape import tape_callback
 
-    return [keeper(run), episode_metrics(run)]
+    return [tape_callback(run), episode_metrics(run)]
 
 
 # -- models that follow the actor: a moving average, and a reference that moves ---------------------------------------
