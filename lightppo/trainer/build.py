@@ -123,7 +123,7 @@ class PPOParts(PPOInputs):
     skipped: SkippedSteps = field(kw_only=True)
 
 
-def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = ()) -> T:
+def build(config: PPOConfig, trainer: Callable[..., T], callbacks: Iterable[Callback] = ()) -> T:
     """Return a finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
@@ -145,12 +145,13 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         building.evaluator = build_evaluator(config, engine, judge, building.held_out, strategy)
     check_engine(building)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
-    inputs = PPOInputs(
+    return trainer(
         strategy=strategy,
         actor=actor,
         critic=models.critic,
         reward_model=models.reward_models,
         initial_model=reference,
+        ema_model=None,  # one of the followers
         actor_optim=actor_optim,
         critic_optim=critic_optim,
         actor_scheduler=actor_scheduler,
@@ -164,9 +165,9 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         prompts_dataloader=building.prompts_dataloader,
         loss_terms=building.loss_terms,
         evaluator=building.evaluator,
+        callbacks=callbacks,
         origin=Origin(building.given, building.content, building.keeps),
     )
-    return trainer.from_inputs(inputs, callbacks)
 
 
 def begin(config: PPOConfig) -> Building:

@@ -397,13 +397,13 @@ class TrainingLoop:
     def vote(self, step: int) -> dict[str, float]:
         """Return the votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
         votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
-        for callback in self.callbacks:
+        for callback in self.callbacks.having("on_votes"):
             callback.on_votes(self, step, votes)
         return votes
 
     def ask_for_evaluation(self, step: int) -> None:
         """Let a callback evaluate the weights. Collective."""
-        for callback in self.callbacks:
+        for callback in self.callbacks.having("evaluate"):
             callback.evaluate(self, step)
 
     def finish(self) -> None:

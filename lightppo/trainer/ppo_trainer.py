@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -206,12 +205,6 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if self.overrides("training_step_actor") and self.aux_loss:
             self.actor.check_router()
             give_router_loss(self.actor)
-
-    @classmethod
-    def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
-        """Make a trainer of what ``build`` has made."""
-        values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return cls(**values, ema_model=None, callbacks=callbacks)
 
     @classmethod
     def from_config(cls, config: PPOConfig, callbacks: Iterable[Callback] = ()) -> Self:
