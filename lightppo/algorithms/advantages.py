@@ -501,10 +501,11 @@ def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
     """Return the :data:`AdvantageFn` of an entry, whose function is one of tokens or of samples."""
     function = estimator.fn
     if not is_of_lightppo(function):
-        problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
         if estimator.per_sample:
+            problem_of = problem_of_samples
             called_with = "it is called with ScoreGroups and named arguments: take the rest as **_"
         else:
+            problem_of = problem_of_tokens
             called_with = (
                 "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
                 "of ScoreGroups, write @estimator(per_sample=True)"

@@ -159,8 +159,12 @@ RejectionFn = Callable[..., Tensor]
 
 def of_tokens(values: Tensor, *, low: float | None, high: float | None, **_) -> Tensor:
     """Return the tokens whose value is in [low, high]."""
-    outside = torch.zeros_like(values, dtype=torch.bool) if low is None else values < low
-    return ~outside if high is None else ~(outside | (values > high))
+    outside = torch.zeros_like(values, dtype=torch.bool)
+    if low is not None:
+        outside = values < low
+    if high is not None:
+        outside = outside | (values > high)
+    return ~outside
 
 
 def of_sums(values: Tensor, **bounds: Any) -> Tensor:

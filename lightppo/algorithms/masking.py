@@ -47,7 +47,7 @@ def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     It is 0 where no value counts. Masked values may be anything.
     """
     if mask is None:
-        return values.mean() if dim is None else values.mean(dim)
+        return values.mean(dim)
     require_same_shape(values=values, mask=mask)
     return zero_where_masked(values, mask).sum(dim) / mask.bool().sum(dim).clamp(min=1)
 
@@ -115,7 +115,7 @@ class LossNormalizer:
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How token losses become one number; called as :func:`aggregate_loss`, without the mode."""
+    """A way in which token losses become one number; called as :func:`aggregate_loss`, without the mode."""
 
     unit: Literal["tokens", "sequences"]  # what the sum is divided by the number of
     mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first

@@ -115,7 +115,7 @@ def pass_generator(seed: int, step: int, epoch: int, rank: int) -> torch.Generat
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a micro batch must know about its optimizer step."""
+    """The part that a micro batch is of its optimizer step."""
 
     # trained tokens and sequences of the step, over all ranks and micro batches
     normalizer: LossNormalizer

@@ -48,7 +48,7 @@ from lightppo.table import load
 
 @dataclass(frozen=True)
 class RolloutPass:
-    """What further tensors are made of the samples of a rollout, such as a teacher's log probs."""
+    """A further pass over the samples of a rollout, such as a teacher's for its log probs."""
 
     model: Any  # it has ``eval()``, and takes part in ``layout_of_all`` if it has a layout
     # (a micro batch) → tensors (b, a) or (b, a, k) without gradient, by their names in ``Experience.extra``.
@@ -393,15 +393,16 @@ class ExperienceMaker:
             rows = mask.any(1, keepdim=True)
             norm = Norm.parse(reward.reward_norm_by)
             scores = normalize_by(scores[:, None], rows, groups, norm, self._all_reduce_sum)[:, 0]
-        penalizes_kl = algorithm.use_kl_in_reward and batch.kl is not None
+        kl = None
+        kl_coef = 0.0
+        if algorithm.use_kl_in_reward and batch.kl is not None:
+            kl = batch.kl
+            kl_coef = self.kl_ctl.value
+        token_scores = None
+        if reward.use_dense_reward:
+            token_scores = self.shaper.token_scores(rollouts, mask)
         token_rewards = compute_token_rewards(
-            scores,
-            mask,
-            kl=batch.kl if penalizes_kl else None,
-            kl_coef=self.kl_ctl.value if penalizes_kl else 0.0,
-            token_scores=self.shaper.token_scores(rollouts, mask)
-            if reward.use_dense_reward
-            else None,
+            scores, mask, kl=kl, kl_coef=kl_coef, token_scores=token_scores
         )  # (B, A)
         returns = token_rewards.sum(-1)
         baseline_scores = None

@@ -60,11 +60,11 @@ def first_needing_engine_log_probs(config: PPOConfig) -> str | None:
         return f"--rollout_rejection {' '.join(options.rollout_rejection)}"
     for name, entry, _ in _of_packages(config):
         if entry.needs_rollout_log_probs:
-            value = config.flat()[entry.flag] if entry.flag else None
+            if not entry.flag:
+                return f"the token weight {name!r}"
+            value = config.flat()[entry.flag]
             text = " ".join(value) if isinstance(value, list | tuple) else value
-            if entry.flag:
-                return f"--{entry.flag} {text}"
-            return f"the token weight {name!r}"
+            return f"--{entry.flag} {text}"
     return None
 
 

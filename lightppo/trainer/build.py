@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 @dataclass
 class Origin:
-    """What a run knows of its beginning; the default is that of one whose parts a script has made."""
+    """The beginning of a run; the default is that of one whose parts a script has made."""
 
     asked: PPOConfig | None = None  # the options as they were given
     content: Mapping[str, str] = field(default_factory=dict)  # marks of what options name
@@ -85,7 +85,7 @@ class Origin:
 
 @dataclass
 class PPOInputs:
-    """What ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
+    """Parts that ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
 
     strategy: DeepspeedStrategy
     actor: Actor

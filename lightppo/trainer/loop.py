@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """What a checkpoint keeps. Both methods are called on every rank, and so may be collective."""
+    """A part whose state a checkpoint keeps. Both methods are called on every rank, and so may be collective."""
 
     def state_dict(self) -> Any: ...
 
@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainerState:
-    """Where a run stands, after a finished step."""
+    """The progress of a run, after a finished step."""
 
     global_step: int = 0  # PPO steps done
     episode: int = 0  # current pass over the prompts, from 0
@@ -125,7 +125,7 @@ class SkippedSteps:
 
 
 class TrainingLoop:
-    """What every trainer is.
+    """The base of every trainer.
 
     Args:
         config: resolved; its sections ``checkpoint``, ``logging`` and ``training`` are read.
