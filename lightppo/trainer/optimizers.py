@@ -32,14 +32,14 @@ def with_optimizer(
     warmup = training.lr_warmup_steps
     if warmup is None:
         warmup = math.ceil(steps * training.lr_warmup_ratio)
-    of_step = partial(
+    rate_share = partial(
         share_of_peak_rate,
         kind=training.lr_scheduler,
         steps=steps,
         warmup=warmup,
         least=training.min_lr_ratio,
     )
-    return model, optimizer, LambdaLR(optimizer, of_step)
+    return model, optimizer, LambdaLR(optimizer, rate_share)
 
 
 def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:

@@ -342,7 +342,7 @@ class Update:
             self.strategy,
             train_batch_size=training.train_batch_size,
             actor=self.specs["actor_train"],
-            critic=self.critic_spec(),
+            critic=None if self.critic is None else self.critic_spec(),
             layout=layout_of_all(models),
             # With a load-balancing loss a prompt must count for each of its samples.
             share_prompts=config.loss.aux_loss_coef == 0,
@@ -355,7 +355,7 @@ class Update:
     def critic_spec(self) -> Any | None:
         """Return how the critic's own micro batches are made; ``None``: it trains on the actor's."""
         spec = self.specs["critic_train"]
-        if self.critic is None or spec == self.specs["actor_train"]:
+        if spec == self.specs["actor_train"]:
             return None
         if self.overrides("training_step"):
             raise ConfigError(
