@@ -55,7 +55,7 @@ def adapted(prefix: str, rest: str) -> Adapted:
 
 
 def adapter_of(target: Any) -> Adapted | None:
-    """For a class of another style, given as ``file.py:Class``: its maker, the adapter, and the contract of that."""
+    """Return the maker, the adapter and its contract for a class of another style, given as ``file.py:Class``."""
     if not isinstance(target, type):
         return None
     gymnasium = sys.modules.get("gymnasium")
@@ -228,7 +228,7 @@ def _reasoning_gym(name: str) -> Adapted:
 
 
 class SkyRLEnvironment:
-    """A ``BaseTextEnv`` of skyrl-gym.
+    """Play a ``BaseTextEnv`` of skyrl-gym.
 
     Its constructor gets the column ``config`` as ``env_config``, and the row's other columns but
     ``prompt`` as ``extras``. What ``init`` adds to the row's messages opens the episode.
@@ -290,7 +290,7 @@ def _skyrl_gym(name: str) -> Adapted:
 
 
 class TextWorldEnvironment:
-    """A game of TextWorld: the last line of the model's turn is the command.
+    """Play a game of TextWorld: the last line of the model's turn is the command.
 
     The reward of a turn is the score that it gained, as a share of the highest score if the game
     tells that. Of a folder of games, the column ``game`` names one. ``{"commands": true}`` in the

@@ -16,7 +16,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import template_options
 from lightppo.episodes.calls import Call, Direct, Sample
 from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
-from lightppo.episodes.env_failures import EnvironmentFailed, Place
+from lightppo.episodes.env_failures import CallKind, EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session, opening_messages
 from lightppo.errors import RolloutError
 from lightppo.rollout.engine import Turn
@@ -25,7 +25,7 @@ _NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
 
 
 class Format(Protocol):
-    """How a conversation is written in token ids; see :class:`lightppo.episodes.chat_format.ChatFormat`."""
+    """Write a conversation in token ids; see :class:`lightppo.episodes.chat_format.ChatFormat`."""
 
     stop_ids: tuple[int, ...]
 
@@ -45,7 +45,7 @@ class Format(Protocol):
 
 
 class FormatsByTools(Protocol):
-    """How conversations of an agent program are written, whose tools its first request has."""
+    """Give the formats of agent programs, whose first request has their tools."""
 
     stop_ids: tuple[int, ...]
 
@@ -98,7 +98,7 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where an episode ends, or a text is cut."""
+    """Say where an episode ends, or a text is cut."""
 
     budget: int  # most tokens behind the opening, observations included
     max_opening: int  # most tokens of the opening
@@ -118,7 +118,7 @@ class Limits:
 
 @dataclass
 class Transcript:
-    """What was said behind the opening."""
+    """Hold what was said behind the opening."""
 
     ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -361,7 +361,7 @@ class Episode:
             return message
         return message | {"content": self.shortened(text, limit)}
 
-    async def _in_time(self, place: Place, call: Call, **given: Any) -> Any:
+    async def _in_time(self, place: CallKind, call: Call, **given: Any) -> Any:
         """Return what the environment gives; its seconds are counted, and limited over the whole episode."""
         try:
             result = await self.calls.ask(place, len(self.transcript.turns), call, **given)

@@ -66,7 +66,7 @@ CUT = " … [cut] … "
 
 
 class EpisodeEngine:
-    """A :class:`~lightppo.rollout.engine.RolloutEngine` whose responses are episodes.
+    """Sample episodes, as a :class:`~lightppo.rollout.engine.RolloutEngine`.
 
     ``generate`` plays ``sampling.n`` episodes of each prompt; ``sampling.max_new_tokens`` is the budget of each,
     observations included. The environments run on an event loop in a thread of their own, while this one decodes.
@@ -389,14 +389,14 @@ Key = tuple[int, int]  # of an episode: index of its prompt, number of its strea
 
 @dataclass(frozen=True)
 class _Asked:
-    """A turn that waits for the engine, and who waits for its tokens."""
+    """Hold a turn that waits for the engine, and who waits for its tokens."""
 
     turn: Turn
     future: asyncio.Future[Rollout]
 
 
 class _Stage:
-    """A :class:`~lightppo.rollout.engine.TurnSource` of the episodes of one call."""
+    """Bring the turns of the episodes of one call, as a :class:`~lightppo.rollout.engine.TurnSource`."""
 
     def __init__(
         self,
@@ -496,7 +496,7 @@ class _Stage:
             self._loop.call_soon_threadsafe(self._bring_sampled)
 
     def _bring_sampled(self) -> None:
-        """In the episodes' thread."""
+        """Hand over what the engine sampled; in the episodes' thread."""
         self._is_told = False
         while self._sampled:
             future, rollout = self._sampled.popleft()

@@ -1,4 +1,4 @@
-"""What happened in the episodes of a step or an evaluation, in numbers: ``episode/…`` and ``eval/episode/…``."""
+"""Metrics of the episodes of a step or an evaluation: ``episode/…`` and ``eval/episode/…``."""
 
 from __future__ import annotations
 

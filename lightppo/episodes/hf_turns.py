@@ -189,7 +189,7 @@ SHARE = 4  # copies take at most one such part of the memory that is free or the
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A row where it was decoded."""
+    """Point to a row where it was decoded."""
 
     cache: SlotCache
     slot: int
@@ -205,7 +205,7 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class CopiedRow:
-    """A row whose slot was needed."""
+    """Hold a row whose slot was needed."""
 
     tensors: list[Tensor]  # as of SlotRow.states
     length: int

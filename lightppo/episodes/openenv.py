@@ -35,7 +35,7 @@ _RESERVED = ("reset", "step", "get_reward", "close")
 
 
 class OpenEnvEnvironment:
-    """A session on the server. The column ``config`` has arguments of ``reset`` beside the seed."""
+    """Play a session on the server. The column ``config`` has arguments of ``reset`` beside the seed."""
 
     def __init__(self, client: Any, schema: Mapping[str, Any]) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""The tape of one rank: where it stands, what it holds of the present step, and what is added to it.
+"""Tape of one rank: where it stands, what it holds of the present step, and what is added to it.
 
 A step that is done again, after a crash or by ``lightppo replay``, finds its replies here. An episode answers from the
 tape if its last entry is there; one that broke off is played again from its start, because nothing else would bring
@@ -79,7 +79,7 @@ def wants_tape(config: Any) -> bool:
 
 
 class KnownEnd(NamedTuple):
-    """Where a rank's files ended when a checkpoint was saved."""
+    """Say where a rank's files ended when a checkpoint was saved."""
 
     head: Head
     run: str  # the name of the run that saved it
@@ -87,7 +87,7 @@ class KnownEnd(NamedTuple):
 
 
 class Tape:
-    """What one rank was told from outside.
+    """Keep what one rank was told from outside.
 
     Args:
         folder: of the files.
@@ -319,7 +319,7 @@ class Tape:
             return {**asdict(end), "ranks": self.ranks, "rank": self.rank}
 
     def close(self) -> None:
-        """The run has ended."""
+        """End the tape with the run."""
         with self._lock:
             self._close()
             self.step = None

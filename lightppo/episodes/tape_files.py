@@ -1,4 +1,4 @@
-"""The files of a tape: a JSON object a line, each with a hash of itself and of the line before.
+"""Files of a tape: a JSON object a line, each with a hash of itself and of the line before.
 
 ``tape/step3_rank0of2.jsonl`` holds what rank 0 of 2 was told in step 3, and in the evaluation behind it. Its first
 line holds the hash of the last line of the file before. A checkpoint keeps the hash of the last line so far, so an
@@ -32,12 +32,12 @@ Entry = dict[str, Any]
 
 
 class TapeError(UserError, RuntimeError):
-    """A tape was altered, or does not have the answer to what a run asks."""
+    """Say that a tape was altered, or does not have the answer to what a run asks."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The end of a tape: a checkpoint keeps it. Of no records: there is none yet."""
+    """Hold the end of a tape, for a checkpoint. Of no records: there is none yet."""
 
     step: int  # of the file
     records: int  # lines of it, the first one included
@@ -51,7 +51,7 @@ class Head:
 
 @dataclass
 class Strip:
-    """The content of one file, whose hashes are right."""
+    """Hold the content of one file, whose hashes are right."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)

@@ -84,7 +84,7 @@ class VerifiersEnvironment:
 
 
 class VerifiersProcess:
-    """A process that plays episodes, and who waits for its answers."""
+    """Run a process that plays episodes, and hand its answers to who waits for them."""
 
     def __init__(self, command: list[str]) -> None:
         self._numbers = itertools.count()

@@ -59,7 +59,7 @@ def rows(env: Any) -> Iterator[dict[str, Any]]:
 
 
 class Desk:
-    """The episodes of this process, and the turns that they wait for."""
+    """Keep the episodes of this process, and the turns that they wait for."""
 
     def __init__(self, env: Any, write: Any) -> None:
         self.env = env
@@ -83,7 +83,7 @@ class Desk:
             task.cancel()
 
     async def end(self) -> None:
-        """Nobody is there any more to whom an episode could answer."""
+        """End all episodes: nobody is there any more to whom they could answer."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -273,7 +273,7 @@ class WorkerPool:
 
 
 class Server:
-    """The process that forks workers, seen from here."""
+    """Talk to the process that forks workers."""
 
     def __init__(self, orders: Mapping[str, Any], streams: Mapping[str, int]) -> None:
         self.has_ended = False
@@ -394,7 +394,7 @@ class Server:
 
 
 class Worker:
-    """A worker process, seen from here: one question and one answer at a time."""
+    """Talk to a worker process: one question and one answer at a time."""
 
     def __init__(self, number: int, channel: socket.socket, server: Server) -> None:
         self.number = number
@@ -570,7 +570,7 @@ def _open_files() -> set[str]:
 
 
 class _Forks:
-    """The loop of the server."""
+    """Fork and kill workers, in the loop of the server."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from lightppo.episodes.environments import (
     ToolError,
     opening_messages,
 )
-from lightppo.episodes.hosts import _Calling, opening_calls
+from lightppo.episodes.hosts import _ThreadCalls, opening_calls
 from lightppo.errors import ConfigError
 
 HEAD = """
@@ -193,9 +193,9 @@ def test_constructor_and_reset_have_a_limit_each(seconds, late):
     async def answer():
         host = SlowHost()
         asyncio.get_running_loop().time = lambda: max(now.values())
-        calling = _Calling(host, opening_calls({}, 1), timeout=60)
+        calling = _ThreadCalls(host, opening_calls({}, 1), timeout=60)
         calling._clock.cancel()  # the test looks at the clock itself
-        host.look_at_clock = calling._look_at_clock
+        host.look_at_clock = calling._check_deadline
         calling.run()
         try:
             return await calling.answered
@@ -265,7 +265,7 @@ def test_a_late_constructor_is_not_followed_by_reset():
             return {"value": place}
 
     async def begin():
-        return _Calling(LateHost(), opening_calls({}, 1), timeout=60)
+        return _ThreadCalls(LateHost(), opening_calls({}, 1), timeout=60)
 
     asked: list[str] = []
     calling = asyncio.run(begin())
