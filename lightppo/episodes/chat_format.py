@@ -748,8 +748,8 @@ class ChatFormat:
         if hidden_names := [name for name in tool_names if name not in rendering]:
             raise ConfigError(
                 f"the chat template does not show the tools to the model ({', '.join(hidden_names)}), and the first "
-                "messages do not name them: describe them in the system message of each prompt (--system_prompt), or give the "
-                "tokenizer a chat_template that writes `tools`"
+                "messages do not name them: describe them in the system message of each prompt (--system_prompt), or give "
+                "the tokenizer a chat_template that writes `tools`"
             )
 
     def _check_format(self) -> None:
