@@ -25,7 +25,7 @@ Sample = Callable[[Turn], Awaitable[Rollout]]
 
 
 class Direct:
-    """Asks, and keeps nothing."""
+    """Ask the environment and the engine, and keep nothing."""
 
     seconds = 0.0  # that the last call took
     tries: int | None = None  # how often the episode is tried; None: as the options say
@@ -50,77 +50,6 @@ class Direct:
     async def sample(self, turn: Turn, sample: Sample) -> Rollout:
         """Return what the engine samples."""
         return await sample(turn)
-
-
-class Recording(Direct):
-    """Asks, and writes down what comes."""
-
-    def __init__(self, episode_tape: EpisodeTape) -> None:
-        self.episode_tape = episode_tape
-
-    def begin_try(self, try_number: int) -> None:
-        self.episode_tape.begin_try(try_number)
-
-    def end(self) -> None:
-        self.episode_tape.end()
-
-    def flush(self) -> None:
-        self.episode_tape.flush()
-
-    async def ask(self, call_kind: CallKind, turn: int, make_call: Call, **details: Any) -> Any:
-        try:
-            result = await super().ask(call_kind, turn, make_call)
-        except EnvironmentFailed as error:
-            message = without_secrets(error.text)
-            failure = {"kind": error.kind, "place": error.place, "text": message}
-            self._write(call_kind, turn, details, failure=failure)
-            raise
-        self._write(call_kind, turn, details, reply=_plain(call_kind, result))
-        return result
-
-    def _write(
-        self, call_kind: CallKind, turn: int, details: Mapping[str, Any], **answer: Any
-    ) -> None:
-        self.episode_tape.write(
-            "call", turn, place=call_kind, **details, **answer, seconds=self.seconds
-        )
-
-    async def sample(self, turn: Turn, sample: Sample) -> Rollout:
-        rollout = await sample(turn)
-        turn_entry = {"tokens": rollout.response_ids, "log_probs": packed(rollout.log_probs)}
-        turn_entry |= {"finish": rollout.finish_reason, "context": digest_of(turn.token_ids)}
-        self.episode_tape.write("turn", turn.number + 1, **turn_entry)
-        return rollout
-
-
-class Answered(Direct):
-    """Neither the environment nor the engine is asked: the tape has what they said.
-
-    What the run asks must be what was asked then; TapeError names the first call that is not.
-    """
-
-    def __init__(self, episode_tape: EpisodeTape) -> None:
-        self.episode_tape = episode_tape
-        self.tries = episode_tape.tries
-
-    def begin_try(self, try_number: int) -> None:
-        self.episode_tape.begin_try(try_number)
-
-    async def ask(self, call_kind: CallKind, turn: int, make_call: Call, **details: Any) -> Any:
-        if call_kind == "close" and not self.episode_tape.is_next(kind="call", place=call_kind):
-            return None  # the run broke the episode off, and an error is on its way
-        call_entry = self.episode_tape.read("call", turn, place=call_kind, **details)
-        self.seconds = call_entry["seconds"]
-        if "failure" in call_entry:
-            raise EnvironmentFailed(**call_entry["failure"])
-        return _restored(call_kind, call_entry["reply"])
-
-    async def sample(self, turn: Turn, sample: Sample) -> Rollout:
-        context = digest_of(turn.token_ids)
-        turn_entry = self.episode_tape.read("turn", turn.number + 1, context=context)
-        log_probs = unpacked(turn_entry["log_probs"])
-        sample_place = (turn.prompt, turn.sample_index)
-        return Rollout(*sample_place, turn_entry["tokens"], "", turn_entry["finish"], log_probs)
 
 
 def _plain(call_kind: CallKind, result: Any) -> Any:
@@ -153,14 +82,10 @@ class AnsweredSession:
     environment: None = None
     is_agent: bool = False  # tapes from before there were agent programs do not say it
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        raise TapeError(f"the tool {name} is asked, and there is no environment")
+    async def call(self, *_: Any, **__: Any) -> Any:
+        raise TapeError("an environment is asked, and there is none")
 
-    async def step(self, model_turn: Any, *, then_reward: bool = False) -> Any:
-        raise TapeError("step is asked, and there is no environment")
-
-    async def get_reward(self) -> Any:
-        raise TapeError("get_reward is asked, and there is no environment")
+    step = get_reward = call
 
     async def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -206,14 +131,16 @@ def description_of(environments: Environments) -> dict[str, Any]:
 # -- one sample's episode on the tape ------------------------------------------------------------------------------------
 
 
-class EpisodeTape:
-    """Read or write the entries of one episode, tried once or more often.
+class EpisodeTape(Direct):
+    """Ask and write down what comes; or answer by what is written, without the environment and the engine.
+
+    What the run asks must be what was asked then; TapeError names the first call that is not.
 
     Entries are written together at the end of a try, as an episode that breaks off is played again, and a write of each
     would cost more than all else. What took long to get, such as a reply of a paid service, is written at once.
 
     Args:
-        key: batch, prompt and sample.
+        episode_key: batch, prompt and sample.
         sample_index: of the sample, as files of samples show it.
         may_answer: else a tape that does not play is written anew, whatever it has.
     """
@@ -227,7 +154,11 @@ class EpisodeTape:
     ) -> None:
         self.tape = tape
         self.key = episode_key
-        self.taken = tape.whole_take(episode_key) if may_answer or tape.plays else None
+        self.taken: list[Entry] | None = None
+        if may_answer or tape.plays:
+            self.taken = tape.whole_take(episode_key)
+        if self.taken and self.taken[-1]["kind"] == END:
+            self.tries = self.taken[-1]["tries"]
         self.number = 0  # of the try
         self._next = 0  # entry
         self._waiting: list[Entry] = []  # to be written
@@ -240,15 +171,48 @@ class EpisodeTape:
         """Tell whether the entries answer; else they are written."""
         return self.taken is not None
 
-    @property
-    def tries(self) -> int | None:
-        """Return how often the episode was tried; None: it was not ended."""
-        has_ended = self.taken and self.taken[-1]["kind"] == END
-        return self.taken[-1]["tries"] if has_ended else None
-
     def begin_try(self, try_number: int) -> None:
-        """Begin a try, counted from 0: the next entries are of it."""
         self.number = try_number
+
+    async def ask(self, call_kind: CallKind, turn: int, make_call: Call, **details: Any) -> Any:
+        if self.answers:
+            return self._answer(call_kind, turn, details)
+        try:
+            result = await super().ask(call_kind, turn, make_call)
+        except EnvironmentFailed as error:
+            text = without_secrets(error.text)
+            details["failure"] = {"kind": error.kind, "place": error.place, "text": text}
+            self.write("call", turn, place=call_kind, **details, seconds=self.seconds)
+            raise
+        details["reply"] = _plain(call_kind, result)
+        self.write("call", turn, place=call_kind, **details, seconds=self.seconds)
+        return result
+
+    def _answer(self, call_kind: CallKind, turn: int, details: Mapping[str, Any]) -> Any:
+        if call_kind == "close" and not self.is_next(kind="call", place=call_kind):
+            return None  # the run broke the episode off, and an error is on its way
+        entry = self.read("call", turn, place=call_kind, **details)
+        self.seconds = entry["seconds"]
+        if "failure" in entry:
+            raise EnvironmentFailed(**entry["failure"])
+        return _restored(call_kind, entry["reply"])
+
+    async def sample(self, turn: Turn, sample: Sample) -> Rollout:
+        context = digest_of(turn.token_ids)
+        if self.answers:
+            entry = self.read("turn", turn.number + 1, context=context)
+            sampled = (entry["tokens"], "", entry["finish"], unpacked(entry["log_probs"]))
+            return Rollout(turn.prompt, turn.sample_index, *sampled)
+        rollout = await sample(turn)
+        self.write(
+            "turn",
+            turn.number + 1,
+            tokens=rollout.response_ids,
+            log_probs=packed(rollout.log_probs),
+            finish=rollout.finish_reason,
+            context=context,
+        )
+        return rollout
 
     def write(self, kind: str, turn: int, **content: Any) -> None:
         """Add an entry; at once, if it took ``seconds``."""
@@ -258,14 +222,12 @@ class EpisodeTape:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
         waiting_entries = self._waiting
         self._waiting = []
         if waiting_entries:
             self.tape.write(*waiting_entries)
 
     def end(self) -> None:
-        """End the episode; from here on it answers as a whole."""
         if not self.answers:
             self._waiting.append({"kind": END, **self._place, "tries": self.number + 1})
             self.flush()
@@ -273,9 +235,7 @@ class EpisodeTape:
     def is_next(self, **content: Any) -> bool:
         """Tell whether the next entry is such a one."""
         next_entry = self.taken[self._next] if self._next < len(self.taken) else {}
-        return all(
-            next_entry.get(field_name) == expected for field_name, expected in content.items()
-        )
+        return content.items() <= next_entry.items()
 
     def read(self, kind: str, turn: int, **content: Any) -> Entry:
         """Return the next entry, which must be of this kind, turn and content.

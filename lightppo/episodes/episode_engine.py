@@ -21,11 +21,9 @@ from lightppo.config.rules import template_kwargs
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import template_options
 from lightppo.episodes.calls import (
-    Answered,
     AnsweredEnvironments,
     Direct,
     EpisodeTape,
-    Recording,
     description_of,
 )
 from lightppo.episodes.chat_format import ChatFormat, ChatFormats
@@ -185,12 +183,8 @@ class EpisodeEngine:
         if self.tape is None or not self.tape.is_on:
             return Direct()
         # Reward functions ask the objects of TRL's environments, and no tape has these.
-        episode_tape = EpisodeTape(
-            self.tape, episode_key, sample_index, may_answer=not self._keeps_objects
-        )
-        if episode_tape.answers:
-            return Answered(episode_tape)
-        return Recording(episode_tape)
+        may_answer = not self._keeps_objects
+        return EpisodeTape(self.tape, episode_key, sample_index, may_answer=may_answer)
 
     @property
     def _keeps_objects(self) -> bool:
