@@ -9,13 +9,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lightppo.data.chat_templates import ids_behind
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import template_options
 from lightppo.episodes.calls import Call, Direct, Sample
-from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
+from lightppo.episodes.chat_format import (
+    AssistantTurn,
+    ChatFormat,
+    ChatFormats,
+    ObservationError,
+    text_of,
+)
 from lightppo.episodes.env_failures import CallKind, EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session, opening_messages
 from lightppo.errors import RolloutError
@@ -24,36 +30,8 @@ from lightppo.rollout.engine import Turn
 _NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
 
 
-class Format(Protocol):
-    """Write a conversation in token ids; see :class:`lightppo.episodes.chat_format.ChatFormat`."""
-
-    stop_ids: tuple[int, ...]
-
-    def of_row(self, options: Mapping[str, Any]) -> Format: ...
-
-    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]: ...
-
-    def harmless(self, text: str) -> tuple[str, int]: ...
-
-    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn: ...
-
-    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]: ...
-
-    def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]: ...
-
-    def message(self, turn: AssistantTurn) -> dict[str, Any]: ...
-
-
-class FormatsByTools(Protocol):
-    """Give the formats of agent programs, whose first request has their tools."""
-
-    stop_ids: tuple[int, ...]
-
-    def of(self, tools: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> Format: ...
-
-
 class PlainText:
-    """Conversations without a template: observations follow answers as they are."""
+    """Write conversations without a template, as :class:`ChatFormat` does with one: texts follow as they are."""
 
     stop_ids = ()
 
@@ -76,9 +54,6 @@ class PlainText:
     def of_row(self, options: Mapping[str, Any]) -> PlainText:
         return self  # rows of plain text have none
 
-    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]:
-        return self.ids_of(messages)
-
     def harmless(self, text: str) -> tuple[str, int]:
         return text, 0
 
@@ -94,6 +69,9 @@ class PlainText:
 
     def message(self, turn: AssistantTurn) -> dict[str, Any]:
         return {"role": "assistant", "content": turn.text}
+
+
+Format = ChatFormat | PlainText
 
 
 @dataclass(frozen=True)
@@ -159,7 +137,7 @@ class Episode:
     sample_index: int
     stream: int  # number of the sample among those that share its random numbers' key
     seed: int  # of the environment: the same for all samples of the prompt
-    format: Format | FormatsByTools
+    format: Format | ChatFormats
     environments: Environments
     limits: Limits
     sample: Sample
@@ -174,14 +152,12 @@ class Episode:
         self.transcript = Transcript()
         self.metrics = {}
         self.spent = 0.0
-        row = row_of(self.prompt)
-        session = await self._in_time(
-            "reset", lambda: self.environments.open(row, seed=self.seed), seed=self.seed
-        )
+        open_session = partial(self.environments.open, row_of(self.prompt), seed=self.seed)
+        session = await self._in_time("reset", open_session, seed=self.seed)
         try:
             opening = self._open(session)
-            reason = "no turn"
-            while reason in ("no turn", None):
+            reason = None
+            while reason is None:
                 reason = await self._turn(session)
             if self.keeps_rewards:
                 reward = await self._in_time("get_reward", session.get_reward)
@@ -204,50 +180,39 @@ class Episode:
         """Return the first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
         if session.is_agent:
             return self._open_agent(**session.opening)
-        row_options = template_options(self.prompt.extra)
-        self.spoken = self.format.of_row(row_options) if row_options else self.format
+        self.chat_format = self.format.of_row(template_options(self.prompt.extra))
         added_messages = session.opening
         if isinstance(added_messages, str):
-            added_messages, escapes = self.spoken.harmless(added_messages)
+            added_messages, escapes = self.chat_format.harmless(added_messages)
             self.transcript.escapes += escapes
         messages = opening_messages(
             messages_of(self.prompt), added_messages or None, session.contract
         )
         observed_count = len(added_messages) if isinstance(added_messages, list) else 0
-        return self._opened(
-            self._opening_ids(self.spoken, messages, observed_count, added_messages), messages
-        )
+        return self._opened(messages, observed_count, added_messages)
 
     def _open_agent(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the same of an agent program: what it asks first stands in place of the row's messages."""
-        row_options = template_options(self.prompt.extra)
-        self.spoken = self.format.of(
-            tools, {option: value for option, value in row_options.items() if option != "tools"}
-        )
+        row_options = dict(template_options(self.prompt.extra))
+        row_options.pop("tools", None)
+        self.chat_format = self.format.of(tools, row_options)
         for message in messages:
-            self.transcript.escapes += self.spoken.harmless(message["content"])[1]
-        token_ids = self._opening_ids(self.spoken, messages, len(messages))
-        return self._opened(token_ids, messages)
+            self.transcript.escapes += self.chat_format.harmless(message["content"])[1]
+        return self._opened(messages, len(messages))
 
-    def _opening_ids(
-        self,
-        chat_format: Format,
-        messages: list[dict[str, Any]],
-        observed: int,
-        added_messages: Any = None,
-    ) -> list[int]:
+    def _opened(
+        self, messages: list[dict[str, Any]], observed: int, added_messages: Any = None
+    ) -> list[dict[str, Any]]:
         try:
-            if isinstance(chat_format, PlainText):
-                return self.prompt.token_ids + chat_format.ids_of(
-                    as_messages(added_messages, "user")
-                )
-            return chat_format.opening(messages, observed=observed)
+            if isinstance(self.chat_format, PlainText):
+                added_ids = self.chat_format.ids_of(as_messages(added_messages, "user"))
+                token_ids = self.prompt.token_ids + added_ids
+            else:
+                token_ids = self.chat_format.opening(messages, observed=observed)
         except ObservationError as error:
             raise EnvironmentFailed("exception", "reset", f"the first messages: {error}") from error
-
-    def _opened(self, token_ids: list[int], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if len(token_ids) > self.limits.max_opening:
             raise RolloutError(
                 f"prompt {self.prompt.index} has {len(token_ids)} tokens with what its environment adds (tools, reset): "
@@ -272,21 +237,20 @@ class Episode:
         sampled = await self.calls.sample(request, self.sample)
         transcript.add_sampled(sampled)
         stopped = sampled.finish_reason == "stop"
-        turn = self.spoken.parse(sampled.response_ids, stopped=stopped, prompt=prompt_ids)
+        turn = self.chat_format.parse(sampled.response_ids, stopped=stopped, prompt=prompt_ids)
         transcript.text = turn.text
-        transcript.messages.append(self.spoken.message(turn))
+        transcript.messages.append(self.chat_format.message(turn))
         if not stopped and len(transcript.ids) >= self.limits.budget:
             return "length"
-        closing_ids = self.spoken.closing(sampled.response_ids, stopped=stopped, prompt=prompt_ids)
+        closing_ids = self.chat_format.closing(
+            sampled.response_ids, stopped=stopped, prompt=prompt_ids
+        )
         if session.is_agent:
-            answer_messages, end_reason = await self._answer_of_agent(
-                session, turn, request, sampled
-            )
+            answer = self._answer_of_agent(session, turn, request, sampled)
         else:
-            answer_messages, end_reason = await self._answer(session, turn)
-        if end_reason is not None:
-            return end_reason
-        return self._go_on(turn, closing_ids, answer_messages)
+            answer = self._answer(session, turn)
+        answer_messages, end_reason = await answer
+        return end_reason or self._go_on(turn, closing_ids, answer_messages)
 
     async def _answer(
         self, session: Session, turn: AssistantTurn
@@ -363,9 +327,9 @@ class Episode:
             return "max_turns"
         answer_messages = [self._shortened(message) for message in answer_messages]
         for message in answer_messages:
-            transcript.escapes += self.spoken.harmless(str(message["content"]))[1]
+            transcript.escapes += self.chat_format.harmless(str(message["content"]))[1]
         try:
-            added_ids = closing_ids + self.spoken.continuation(turn, answer_messages)
+            added_ids = closing_ids + self.chat_format.continuation(turn, answer_messages)
         except ObservationError as error:
             raise EnvironmentFailed("exception", "step", f"an observation: {error}") from error
         if len(transcript.ids) + len(added_ids) >= self.limits.budget:

@@ -32,7 +32,6 @@ from lightppo.episodes.environments import Environments, Session
 from lightppo.episodes.episode import (
     Episode,
     Format,
-    FormatsByTools,
     Limits,
     PlainText,
     messages_of,
@@ -78,7 +77,7 @@ class EpisodeEngine:
         strategy: Ranks,
         *,
         limits: Limits,
-        formats: dict[str, Format | FormatsByTools],
+        formats: dict[str, Format | ChatFormats],
         retries: int = 0,
         failure_limit: float = 1.0,
         keeps_rewards: bool = True,
@@ -614,7 +613,7 @@ def check_openings(building: Any) -> None:
 
 def format_of(
     environment_name: str, environments: Environments, tokenizer: Any, config: Any
-) -> Format | FormatsByTools:
+) -> Format | ChatFormats:
     """Return how the conversations of an environment are written; ConfigError if the template cannot write them."""
     options = {
         "tool_format": config.episodes.tool_format,

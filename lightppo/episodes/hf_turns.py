@@ -210,17 +210,6 @@ class SlotRow:
         return [buffer[self.slot, :, columns] for layer in layers for buffer in layer.buffers]
 
 
-@dataclass(frozen=True)
-class CopiedRow:
-    """Hold a row whose slot was needed."""
-
-    tensors: list[Tensor]  # as of SlotRow.states
-    length: int
-
-    def states(self) -> list[Tensor]:
-        return self.tensors
-
-
 @dataclass
 class EndedRows:
     """Rows that have ended, by their numbers. The oldest copies go when there is no room for more."""
@@ -228,7 +217,7 @@ class EndedRows:
     free: Callable[[], int]  # bytes of memory that nobody has now
     goes_on: Callable[[int], bool]  # whether a row may still be needed
     in_slots: dict[int, SlotRow] = field(default_factory=dict)
-    copies: dict[int, CopiedRow] = field(default_factory=dict)
+    copies: dict[int, list[Tensor]] = field(default_factory=dict)  # as of SlotRow.states
     bytes: int = 0  # of the copies
 
     def add(self, row_number: int, ended_row: SlotRow) -> None:
@@ -238,22 +227,14 @@ class EndedRows:
 
     def give_way(self, slots: range) -> None:
         """Copy what is still needed of these slots."""
-        leaving_numbers = [
-            row_number for row_number, ended_row in self.in_slots.items() if ended_row.slot in slots
-        ]
-        leaving_rows = [self.in_slots.pop(row_number) for row_number in leaving_numbers]
-        needed_rows = [
-            (row_number, ended_row)
-            for row_number, ended_row in zip(leaving_numbers, leaving_rows)
-            if self.goes_on(row_number)
-        ]
+        leaving = [number for number, row in self.in_slots.items() if row.slot in slots]
+        leaving_rows = {number: self.in_slots.pop(number) for number in leaving}
+        needed_rows = {number: row for number, row in leaving_rows.items() if self.goes_on(number)}
         if needed_rows:
-            for row_number in [
-                row_number for row_number in self.copies if not self.goes_on(row_number)
-            ]:
-                self.remove(row_number)
-        for row_number, ended_row in needed_rows:
-            self._copy(row_number, ended_row)
+            for number in [number for number in self.copies if not self.goes_on(number)]:
+                self.remove(number)
+        for number, row in needed_rows.items():
+            self._copy(number, row)
 
     def _copy(self, row_number: int, slot_row: SlotRow) -> None:
         states = slot_row.states()
@@ -262,25 +243,25 @@ class EndedRows:
         while self.copies and self.bytes + byte_count > byte_limit:
             self.remove(next(iter(self.copies)))
         if byte_count <= byte_limit:
-            self.copies[row_number] = CopiedRow(
-                [state.clone() for state in states], slot_row.length
-            )
+            self.copies[row_number] = [state.clone() for state in states]
             self.bytes += byte_count
 
     def remove(self, row_number: int) -> None:
         """Forget a row, if there is one."""
         self.in_slots.pop(row_number, None)
-        copied_row = self.copies.pop(row_number, None)
-        if copied_row is not None:
-            self.bytes -= _bytes(copied_row.tensors)
-
-    def _find(self, row_number: int) -> SlotRow | CopiedRow | None:
-        return self.in_slots.get(row_number) or self.copies.get(row_number)
+        self.bytes -= _bytes(self.copies.pop(row_number, []))
 
     def length(self, row_number: int) -> int:
         """Return tokens of a row; 0 if there is none."""
-        ended_row = self._find(row_number)
-        return ended_row.length if ended_row else 0
+        if row_number in self.in_slots:
+            return self.in_slots[row_number].length
+        copied_states = self.copies.get(row_number)
+        return copied_states[0].shape[1] if copied_states else 0
+
+    def _states(self, row_number: int) -> list[Tensor]:
+        if row_number in self.in_slots:
+            return self.in_slots[row_number].states()
+        return self.copies[row_number]
 
     def cache(
         self, config: PretrainedConfig, row_numbers: Sequence[int], used_lengths: list[int]
@@ -288,28 +269,22 @@ class EndedRows:
         """Return a cache of the first ``used_lengths`` tokens of rows, zeros on the left of shorter ones."""
         cache = DynamicCache(config=config)
         row_states = [
-            self._find(row_number).states() if used_length else []
+            self._states(row_number) if used_length else []
             for row_number, used_length in zip(row_numbers, used_lengths)
         ]
         width = max(used_lengths)
         for layer_index in range(len(cache.layers) if width else 0):
-            states = []
+            blocks = []
             for kind in range(2):  # keys, values
-                example_states = next(
-                    states_of_row for states_of_row in row_states if states_of_row
-                )[2 * layer_index + kind]
-                block = example_states.new_zeros(
-                    len(row_numbers), example_states.shape[0], width, example_states.shape[2]
-                )
-                for batch_index, (states_of_row, used_length) in enumerate(
-                    zip(row_states, used_lengths)
-                ):
+                place = 2 * layer_index + kind
+                example = next(filter(None, row_states))[place]
+                heads, _, head_width = example.shape
+                block = example.new_zeros(len(row_numbers), heads, width, head_width)
+                for i, (states, used_length) in enumerate(zip(row_states, used_lengths)):
                     if used_length:
-                        block[batch_index, :, width - used_length :] = states_of_row[
-                            2 * layer_index + kind
-                        ][:, :used_length]
-                states.append(block)
-            cache.update(*states, layer_idx=layer_index)
+                        block[i, :, width - used_length :] = states[place][:, :used_length]
+                blocks.append(block)
+            cache.update(*blocks, layer_idx=layer_index)
         return cache
 
 

@@ -61,10 +61,10 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
-def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
     """Tell whether a call gives what must be awaited, be it a function or an object with ``__call__``."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(fn, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
     )  # noqa: B004, RUF100
 
 
