@@ -46,7 +46,7 @@ def is_program(program: Any) -> bool:
     return set(_GIVEN) <= inspect.signature(run_method).parameters.keys()
 
 
-def environment_of(program: type) -> type:
+def environment_of(program: Any) -> type:
     """Return the class of environments that run such a program; ``reset`` takes the columns that ``run`` takes."""
 
     async def reset(self: AgentEnvironment, **columns: Any) -> Opening:
@@ -61,8 +61,9 @@ def environment_of(program: type) -> type:
         for parameter_name, parameter in run_signature.parameters.items()
         if parameter_name not in _GIVEN
     ]
-    reset.__signature__ = run_signature.replace(parameters=column_parameters)
-    methods = {"program": program, "reset": reset}
+    signed: Any = reset
+    signed.__signature__ = run_signature.replace(parameters=column_parameters)
+    methods: dict[str, Any] = {"program": program, "reset": reset}
     if hasattr(program, "get_reward"):
         methods["get_reward"] = get_reward
     return type(program.__name__, (AgentEnvironment,), methods)
@@ -77,7 +78,7 @@ class AgentEnvironment:
     def __init__(self) -> None:
         self._program = self.program()
         self._history = History()
-        self._conversation: Conversation | None = None
+        self._conversation: Any = None  # a Conversation, once it has begun
         self._running: asyncio.Future[Any] | None = None
         self._key = ""
 
@@ -161,7 +162,8 @@ async def run_program(
     try:
         # If this were cancelled, asyncio would kill the program, but not what it has started by then.
         process = await asyncio.shield(starting_process)
-        output_bytes = await _read(process.stdout, command[0])
+        output_pipe: Any = process.stdout  # a pipe, as asked for above
+        output_bytes = await _read(output_pipe, command[0])
         await process.wait()
     finally:
         process = await starting_process
@@ -171,9 +173,8 @@ async def run_program(
                 kill_program()
             with contextlib.suppress(TimeoutError):  # what left the group may hold the pipe open
                 async with asyncio.timeout(_LAST_WAIT):
-                    while await process.stdout.read(
-                        1 << 16
-                    ):  # asyncio waits for the pipe's end too
+                    # asyncio waits for the pipe's end too
+                    while process.stdout is not None and await process.stdout.read(1 << 16):
                         pass
                     await process.wait()
     output = output_bytes.decode("utf-8", "replace")
@@ -333,7 +334,7 @@ class AgentServer:
         logging.getLogger("intercept").addFilter(_worth_reading)  # openenv's
         server_socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{server_socket.getsockname()[1]}/v1"
-        http_protocol = partial(GatedConnection, self._connections)
+        http_protocol: Any = partial(GatedConnection, self._connections)
         server_config = uvicorn.Config(
             application, http=http_protocol, ws="none", log_level="warning"
         )
