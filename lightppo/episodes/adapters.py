@@ -327,9 +327,13 @@ class TextWorldEnvironment:
         self._shows = bool((config or {}).get("commands"))
         info_names = ("won", "lost", "score", "max_score", "objective")
         requested_infos = dict.fromkeys([*info_names, *["admissible_commands"] * self._shows], True)
-        if self._path.is_dir() and not game:
-            raise ValueError(f"{self._path} is a folder: the row's column game must name one in it")
-        game_path = self._path / game if self._path.is_dir() else self._path
+        game_path = self._path
+        if game_path.is_dir():
+            if not game:
+                raise ValueError(
+                    f"{game_path} is a folder: the row's column game must name one in it"
+                )
+            game_path /= game
         with self._one_at_a_time:
             self._env = self._package.start(
                 str(game_path), self._package.EnvInfos(**requested_infos)

@@ -282,7 +282,8 @@ class Episode:
             turn_record["reward"] += reply.reward
             self._note(reply.metrics)
             messages.append(tool_message(tool_call, reply.text))
-            end_reason = "done" if reply.done else end_reason
+            if reply.done:
+                end_reason = "done"
         return messages, end_reason or self._too_many_calls()
 
     async def _answer_of_agent(

@@ -144,10 +144,10 @@ class EpisodeEngine:
         self._close_kept([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
         streams = request_streams(prompts, sampling)
-        requests = [
-            (prompt, sample_number) for prompt in prompts for sample_number in range(sampling.n)
-        ]
-        batch_number = self.tape.next_batch() if self.tape is not None else 0
+        requests = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        batch_number = 0
+        if self.tape is not None:
+            batch_number = self.tape.next_batch()
         episodes: dict[Key, Coroutine[Any, Any, Rollout]] = {}
         for number, (prompt, sample_index) in enumerate(requests):
             episode = Episode(
@@ -193,12 +193,9 @@ class EpisodeEngine:
         """Close the sessions of the call before the last one."""
         oldest_sessions = self._last_sessions[0]
         self._last_sessions.append(next_sessions)
-        for error in (
-            self._done(_all_closed(oldest_sessions), "to close environments")
-            if oldest_sessions
-            else ()
-        ):
-            logger.warning("%s", error)  # its episode has been scored
+        if oldest_sessions:
+            for error in self._done(_all_closed(oldest_sessions), "to close environments"):
+                logger.warning("%s", error)  # its episode has been scored
 
     def _done(self, coroutine: Coroutine[Any, Any, Any], purpose: str) -> Any:
         """Return what a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
@@ -356,14 +353,10 @@ async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
 def _whereabouts(thread: threading.Thread) -> str:
     """Return what a thread is at: the innermost lines of its stack."""
     frame = sys._current_frames().get(thread.ident)
-    stack_frames = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
-    places = [
-        f"{stack_frame.filename}:{stack_frame.lineno} {stack_frame.name}"
-        for stack_frame in stack_frames
-    ]
-    if places:
-        return f"it is at {' → '.join(places)}"
-    return "it has ended"
+    if frame is None:
+        return "it has ended"
+    stack = traceback.extract_stack(frame)[-_MOST_NAMED:]
+    return f"it is at {' → '.join(f'{line.filename}:{line.lineno} {line.name}' for line in stack)}"
 
 
 def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:

@@ -126,7 +126,8 @@ def taped(
     if tape is None:
         return make_source()
     # A function that scores only evaluations has an entry of its own.
-    name = name if request.flag == "--reward_fn" else f"{name} of {request.flag}"
+    if request.flag != "--reward_fn":
+        name = f"{name} of {request.flag}"
     if tape.plays:  # of a source that is not on the tape, the run itself is asked
         is_on_tape = name in tape.sources
         if is_on_tape:

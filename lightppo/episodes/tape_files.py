@@ -154,11 +154,9 @@ def _altered(path: Path, number: int, line: bytes, earlier_entries: list[Entry])
     try:
         content = described(json.loads(line))
     except (ValueError, TypeError, AttributeError):
-        content = (
-            f"it is no JSON; the line before: {described(earlier_entries[-1])}"
-            if earlier_entries
-            else "no JSON"
-        )
+        content = "no JSON"
+        if earlier_entries:
+            content = f"it is no JSON; the line before: {described(earlier_entries[-1])}"
     return (
         f"{path}:{number} was altered, or a line before it is missing: {content}. Restore the file; a run that "
         "goes on can also do without it: move it away. Steps that are done then cannot be replayed; for others, "
@@ -219,8 +217,10 @@ def missing_files(folder: Path, rank: int, ranks: int, last_step: int) -> list[s
     previous_strip: Strip | None = None
     previous_step = -1  # its step
     for step, path in files_of(folder, rank, ranks).items():
-        strip = read_strip(path, whole=False) if step <= last_step else None
-        if strip is None or not strip.entries:
+        if step > last_step:
+            break
+        strip = read_strip(path, whole=False)
+        if not strip.entries:
             continue
         previous_hash = None if previous_strip is None else previous_strip.hashes[-1]
         # Between two numbers of ranks a file begins with the ends of all.

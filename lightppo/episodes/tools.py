@@ -119,34 +119,27 @@ class Tool:
         """
         if not isinstance(arguments, Mapping):
             raise BadCall(f"{self.name}: the arguments must be an object. {self._usage}")
+        required = (
+            parameter
+            for parameter in self.parameters.values()
+            if parameter.default is parameter.empty
+        )
         missing_names = [
-            argument_name
-            for argument_name, parameter in self.parameters.items()
-            if parameter.default is parameter.empty and argument_name not in arguments
+            parameter.name for parameter in required if parameter.name not in arguments
         ]
         if missing_names:
             raise BadCall(
                 f"{self.name}: missing argument {', '.join(missing_names)}. {self._usage}"
             )
-        unknown_names = (
-            []
-            if self.takes_others
-            else [
-                str(unknown_name)
-                for unknown_name in arguments
-                if unknown_name not in self.parameters
-            ]
-        )
-        if unknown_names:
+        unknown_names = [str(name) for name in arguments if name not in self.parameters]
+        if unknown_names and not self.takes_others:
             raise BadCall(
                 f"{self.name}: unknown argument {', '.join(unknown_names)}. {self._usage}"
             )
-        return {
-            argument_name: self._converted(argument_name, argument)
-            if argument_name in self.parameters
-            else argument
-            for argument_name, argument in arguments.items()
-        }
+        checked_arguments = dict(arguments)
+        for name in filter(self.parameters.__contains__, arguments):
+            checked_arguments[name] = self._converted(name, arguments[name])
+        return checked_arguments
 
     @cached_property
     def _usage(self) -> str:
@@ -189,11 +182,8 @@ class Tool:
         first_error = validation_error.errors(include_url=False, include_context=False)[0]
         error_place = ".".join(map(str, (parameter_name, *first_error["loc"])))
         argument_text = repr(argument)
-        argument_text = (
-            argument_text
-            if len(argument_text) <= _MOST_SHOWN
-            else f"{argument_text[:_MOST_SHOWN]}…"
-        )
+        if len(argument_text) > _MOST_SHOWN:
+            argument_text = f"{argument_text[:_MOST_SHOWN]}…"
         raise BadCall(
             f"{self.name}: argument {error_place}: {first_error['msg']}, got {argument_text}"
         )
@@ -213,8 +203,10 @@ class Tool:
         from transformers.utils.chat_template_utils import parse_google_format_docstring
 
         docstring = (inspect.getdoc(self.function) or "").strip()
-        example = ", ".join(f"{parameter_name}: what it is" for parameter_name in self.parameters)
-        example = f' For example: """What it does. Args: {example}."""' if example else ""
+        example = ""
+        if self.parameters:
+            explanations = ", ".join(f"{name}: what it is" for name in self.parameters)
+            example = f' For example: """What it does. Args: {explanations}."""'
         if not docstring:
             raise ConfigError(
                 f"{self.where} has no docstring, which tells the model what the tool does.{example}"
