@@ -6,13 +6,11 @@ Every wait has a limit. Whatever the user's code does, a session raises :class:`
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from lightppo.episodes import env_failures
@@ -28,7 +26,6 @@ from lightppo.episodes.env_failures import (
 from lightppo.episodes.hosts import (
     Answers,
     Calls,
-    CallThread,
     Host,
     InThread,
     LocalPool,
@@ -44,6 +41,7 @@ from lightppo.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.episodes.tools import BadCall
 from lightppo.errors import ConfigError
 from lightppo.processes.fork_server import Answer, Respond, Worker, WorkerPool
+from lightppo.processes.user_calls import importable_name, in_daemon_thread
 from lightppo.user_code import error_text
 
 __all__ = [
@@ -121,17 +119,9 @@ class Environments:
             self._schemas[environment_name] = [tool.schema() for tool in tools]
         return self._schemas[environment_name]
 
-    def has_step(self, environment_name: str) -> bool:
-        """Tell whether the class answers turns by ``step``."""
-        return self._specs[environment_name].method("step") is not None
-
     def has_reset(self, environment_name: str) -> bool:
         """Tell whether the class may begin an episode with messages of its own."""
         return self._specs[environment_name].method("reset") is not None
-
-    def has_reward(self, environment_name: str) -> bool:
-        """Tell whether the class has ``get_reward``."""
-        return self._specs[environment_name].method("get_reward") is not None
 
     def is_agent(self, environment_name: str) -> bool:
         """Tell whether the environment is an agent program, which asks the model itself."""
@@ -149,11 +139,6 @@ class Environments:
         await session._start(self._columns(row), seed)
         return session
 
-    def warm_up(self) -> None:
-        """Start what worker processes come from, while something else happens."""
-        if self._workers is not None:
-            self._workers.start()
-
     async def close(self) -> None:
         """End all threads, loops and processes."""
         self.end()
@@ -165,20 +150,6 @@ class Environments:
             self._workers.close()
         if self._python is not None:
             self._python.close()
-
-    @property
-    def hung_threads(self) -> int:
-        """Return threads whose call has not come back; they end with the program."""
-        return self._local.hung_threads
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Count what was left behind so far: hung threads, blocked event loops, worker processes killed or lost."""
-        return {
-            "hung_threads": self._local.hung_threads,
-            "blocked_loops": self._local.blocked_loops,
-            "lost_workers": self._workers.lost_workers if self._workers else 0,
-        }
 
     async def _take(self, environment_spec: EnvironmentSpec) -> Seat:
         while self._forgotten:
@@ -197,22 +168,17 @@ class Environments:
 
     def _probe(self) -> None:
         """Call functions that make environments once, so that their methods are known."""
-        for environment_spec in self._specs.values():
-            if environment_spec.make is None or environment_spec.kind is not None:
+        for spec in self._specs.values():
+            if spec.make is None or spec.kind is not None:
                 continue
-            thread = CallThread()
-            future: Future[tuple[bool, Any]] = thread.submit(
-                lambda make_environment=environment_spec.make: _outcome(make_environment)
-            )
-            thread.end()
+            environment = in_daemon_thread(spec.make)
             try:
-                succeeded, outcome = future.result(self.timeout)
+                error = environment.exception(self.timeout)
             except TimeoutError:
-                succeeded = False
-                outcome = TimeoutError(f"no answer within {self.timeout:g} s")
-            if not succeeded:
-                raise ConfigError(f"--env: {environment_spec.where} fails: {error_text(outcome)}")
-            environment_spec.look_at(type(outcome))
+                error = TimeoutError(f"no answer within {self.timeout:g} s")
+            if error is not None:
+                raise ConfigError(f"--env: {spec.where} fails: {error_text(error)}")
+            spec.look_at(type(environment.result()))
 
     def _python_tool(self, sandbox: Callable[[], Any] | None) -> Any:
         if not any(PYTHON_TOOL in spec.functions for spec in self._specs.values()):
@@ -397,28 +363,14 @@ def _as_list(entries: Any) -> list[Any]:
 
 def _text_of(entry: Any, option: str) -> str:
     """Return how another process finds a class or a function."""
-    if isinstance(entry, str):
-        return entry
-    module = inspect.getmodule(entry)
-    qualified_name = getattr(entry, "__qualname__", "")
-    if (
-        module is None
-        or module.__name__ == "__main__"
-        or getattr(module, qualified_name, None) is not entry
-    ):
+    text = entry if isinstance(entry, str) else importable_name(entry)
+    if text is None:
+        name = getattr(entry, "__qualname__", "") or repr(entry)
         raise ConfigError(
-            f"{option}: worker processes cannot find {qualified_name or entry!r}; it must be at the top level of a module, "
-            "or set --env_workers 0"
+            f"{option}: worker processes cannot find {name}; it must be at the top level of a module, or set "
+            "--env_workers 0"
         )
-    is_from_file = module.__name__.startswith("lightppo_file_")
-    return f"{module.__file__ if is_from_file else module.__name__}:{qualified_name}"
-
-
-def _outcome(function: Callable[[], Any]) -> tuple[bool, Any]:
-    try:
-        return True, function()
-    except BaseException as error:
-        return False, error
+    return text
 
 
 # --- worker processes

@@ -312,10 +312,6 @@ class CallThread:
         """After the calls so far."""
         self._jobs.put(None)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
@@ -638,7 +634,6 @@ class LocalSeat:
         if self._thread is not None:
             self._thread.submit(lambda: drive(self._close_late()))
             self._thread.end()
-            self._pool.abandon(self._thread)
 
     async def _close_late(self) -> None:
         if self._host.environment is not None and self.spec.method("close") is not None:
@@ -649,8 +644,6 @@ class LocalPool:
     """Keep the threads and loops of a run without worker processes, and TRL's objects that wait for their next reset."""
 
     def __init__(self) -> None:
-        self.blocked_loops = 0
-        self._abandoned: list[CallThread] = []  # whose call hangs
         self._loop: UserLoop | None = None
         self._free_seats: dict[str, list[LocalSeat]] = {}
         # Threads of sessions that have ended. To start one costs as much as two calls.
@@ -688,22 +681,10 @@ class LocalPool:
         """Return the present loop; a new one after one that was blocked."""
         with self._lock:
             if self._loop is not None and self._loop.lost.has_happened:
-                self.blocked_loops += 1
                 self._loop = None
             if self._loop is None:
                 self._loop = UserLoop()
             return self._loop
-
-    def abandon(self, thread: CallThread) -> None:
-        """Count a thread whose call does not come back."""
-        with self._lock:
-            still_hung = [earlier for earlier in self._abandoned if earlier.is_alive]
-            self._abandoned = [*still_hung, thread]
-
-    @property
-    def hung_threads(self) -> int:
-        """Return threads whose call has not come back."""
-        return sum(thread.is_alive for thread in self._abandoned)
 
     def close(self) -> None:
         with self._lock:

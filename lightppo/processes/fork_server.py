@@ -150,7 +150,6 @@ class WorkerPool:
         memory_mb: int | None = None,
     ) -> None:
         self.size = size
-        self.lost_workers = 0  # that were killed, or ended by themselves
         self._orders = {
             **{"loader": loader, "settings": settings, "subject": subject},
             **{"memory_mb": memory_mb, "folder": os.getcwd()},  # that relative paths start from
@@ -177,7 +176,6 @@ class WorkerPool:
     def give_back(self, worker: Worker) -> None:
         """Keep a worker for the next user; the place of one that is ending is free when it has ended."""
         if worker.is_ending:
-            self.lost_workers += 1
             worker.close()
             place_is_free: Future[str] = Future()
             place_is_free.add_done_callback(lambda _: self._free_place())
