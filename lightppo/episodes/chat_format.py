@@ -279,8 +279,7 @@ class ChatFormat:
             stopped: an end of turn was sampled, as the last id.
             prompt: the ids before it, which tell whether the template opened the thinking. None: as in an opening.
         """
-        has_ended = self._ended(ids, stopped)
-        turn_ids = ids[:-1] if has_ended else ids
+        turn_ids, has_ended = self._without_end(ids, stopped)
         thinking, text, is_open = self._split_thinking(self.control.decode(turn_ids), prompt)
         is_complete = has_ended and not is_open
         tool_calls: Sequence[Call] = ()
@@ -312,20 +311,19 @@ class ChatFormat:
     ) -> list[int]:
         """Return what closes a turn whose end was not sampled: the end of its thinking, the end of the turn. Not to be
         trained."""
-        has_ended = self._ended(ids, stopped)
-        turn_ids = ids[:-1] if has_ended else ids
+        turn_ids, has_ended = self._without_end(ids, stopped)
         *_, is_open = self._split_thinking(self.control.decode(turn_ids), prompt)
         if has_ended and not is_open:
             return []
-        closing = self.control.encode(self._thinking[1]) if is_open else []
+        closing = []
+        if is_open:
+            closing = self.control.encode(self._thinking[1])
         end_ids = list(self._plain_ends)
-        written_ids = [*turn_ids, *closing] if is_open else list(turn_ids)
-        written_ends = next(
-            count
-            for count in range(len(end_ids), -1, -1)
-            if not count or written_ids[-count:] == end_ids[:count]
-        )
-        return [*closing, *end_ids[written_ends:]]
+        written_ids = [*turn_ids, *closing]
+        count = len(end_ids)  # of the ends that the turn has already
+        while count and written_ids[-count:] != end_ids[:count]:
+            count -= 1
+        return [*closing, *end_ids[count:]]
 
     def continuation(self, turn: AssistantTurn, messages: Sequence[dict]) -> list[int]:
         """Return what stands behind a closed turn: new messages, made harmless, and what opens the model's next turn.
@@ -385,15 +383,10 @@ class ChatFormat:
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Return the ids that end a turn by this template; engines should stop at all of them."""
-        end_ids = {
-            *self._plain_ends[-1:],
-            self._last_end,
-            getattr(self.tokenizer, "eos_token_id", None),
-        }
+        end_ids = {*self._plain_ends[-1:], self._last_end, *self._eos_ids}
         if self.tools:
             end_ids.add(self._bridge(1, ("tool",)).end)
         thinking_end = self.control.encode(self._thinking[1])
-        end_ids.discard(None)
         return tuple(sorted(end_id for end_id in end_ids if [end_id] != thinking_end))
 
     # Rendering.
@@ -531,13 +524,12 @@ class ChatFormat:
     ) -> tuple[int, bool]:
         """Return the same of a turn of text. It has an end of its own if something stands behind it as the last turn."""
         inside_ends = self.control.among(shared_ids)
-        eos_id = getattr(self.tokenizer, "eos_token_id", None)
-        if eos_id in inside_ends:
-            return eos_id, False
+        if set(self._eos_ids) & set(inside_ends):
+            return self._eos_ids[0], False
         control_ids = self.control.among(behind_ids)
         if not control_ids:
             raise _Refused("no token ends a turn")
-        if control_ids[0] == eos_id or self.control.among(alone_ids):
+        if control_ids[0] in self._eos_ids or self.control.among(alone_ids):
             return control_ids[0], False
         # Does another role bring another token?
         try:
@@ -559,20 +551,22 @@ class ChatFormat:
         return end_id in self.control.encode(text_between)
 
     @functools.cached_property
+    def _eos_ids(self) -> tuple[int, ...]:
+        eos_id = getattr(self.tokenizer, "eos_token_id", None)
+        return () if eos_id is None else (eos_id,)
+
+    @functools.cached_property
     def _own_ends(self) -> tuple[int, ...]:
         """Return the tokens that end a turn of text and belong to it; none where the next message's first token does."""
         bridge = self._bridge(0, ("user",))
-        end_ids = [] if bridge.begins_next else [bridge.end]
-        eos_id = getattr(self.tokenizer, "eos_token_id", None)
-        return (*end_ids, *([eos_id] if eos_id is not None else ()))
+        return self._eos_ids if bridge.begins_next else (bridge.end, *self._eos_ids)
 
     @functools.cached_property
     def _plain_ends(self) -> tuple[int, ...]:
         """Return the tokens that close a turn that was cut: mostly one."""
         bridge = self._bridge(0, ("user",))
         if bridge.begins_next:
-            eos_id = getattr(self.tokenizer, "eos_token_id", None)
-            return () if eos_id is None else (eos_id,)
+            return self._eos_ids
         messages = [{"role": "user", "content": _PROBE}]
         behind_ids = self.control.encode(
             self._written(bridge.writing, messages, generation=True)[1]
@@ -583,7 +577,7 @@ class ChatFormat:
         return (bridge.end,)
 
     @functools.cached_property
-    def _last_end(self) -> int | None:
+    def _last_end(self) -> int:
         """Return the token that ends the last turn of a conversation: gpt-oss has one of its own."""
         bridge = self._bridge(0, ("user",))
         try:
@@ -595,8 +589,11 @@ class ChatFormat:
             return control_ids[0]
         return bridge.end
 
-    def _ended(self, ids: Sequence[int], stopped: bool) -> bool:
-        return bool(ids) and (stopped or ids[-1] in self.stop_ids)
+    def _without_end(self, ids: Sequence[int], stopped: bool) -> tuple[Sequence[int], bool]:
+        """Return the ids of a turn without its end, and whether it has one."""
+        if ids and (stopped or ids[-1] in self.stop_ids):
+            return ids[:-1], True
+        return ids, False
 
     # Messages from outside.
 

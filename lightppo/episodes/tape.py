@@ -211,11 +211,11 @@ class Tape:
     def _index(self, entry: Entry) -> None:
         if entry["kind"] == REWARD:
             # The entry is of a batch, or of one sample.
-            samples = entry["of"] if "of" in entry else [_sample_of(entry)]
-            for prompt_index, stream, question_number in samples:
-                self._rewards[
-                    entry["phase"], entry["source"], prompt_index, stream, question_number
-                ] = entry
+            samples = entry.get("of")
+            if samples is None:
+                samples = [(entry["prompt"], entry["sample"], entry["number"])]
+            for sample in samples:
+                self._rewards[entry["phase"], entry["source"], *sample] = entry
         elif entry["kind"] == GIVEN_UP:
             if not self.plays:
                 self._forget_failures(entry["phase"])
@@ -226,8 +226,8 @@ class Tape:
     def _forget_failures(self, phase: Phase) -> None:
         """Forget what failed so far: the run was started again because it may succeed by now."""
         for episode_key, takes in self._takes.items():
-            for entries in takes.values() if episode_key[0] == phase else ():
-                if _has_failed(entries):
+            for entries in takes.values():
+                if episode_key[0] == phase and _has_failed(entries):
                     entries.pop()  # its end: it is as if it had broken off
         for episode_key, entry in list(self._rewards.items()):
             if episode_key[0] == phase and ("failure" in entry or entry["score"] is None):
@@ -441,10 +441,6 @@ class Tape:
         )
 
 
-def _sample_of(entry: Entry) -> tuple[int, int, int]:
-    return entry["prompt"], entry["sample"], entry["number"]
-
-
 def _has_failed(entries: Sequence[Entry]) -> bool:
     """Tell whether an episode has ended, and its last try failed."""
     last_entry = entries[-1]
@@ -487,12 +483,12 @@ def asks_outside(config: Any) -> bool:
     judging_config = evaluation_config(config)
     if options.get("env") or options.get("tools"):
         return True
-    source_names = reward_sources(config) + (
-        [] if judging_config is None else reward_sources(judging_config)
-    )
-    taped_kinds = (
-        ("yes", "perhaps") if options["tape"] == "all" or options["tape_from"] else ("yes",)
-    )
+    source_names = reward_sources(config)
+    if judging_config is not None:
+        source_names = source_names + reward_sources(judging_config)
+    taped_kinds = ["yes"]
+    if options["tape"] == "all" or options["tape_from"]:
+        taped_kinds.append("perhaps")
     return any(REWARDS[source_name].outside in taped_kinds for source_name in source_names)
 
 
@@ -548,8 +544,10 @@ class TapeCallback(Callback):
 def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
     """Return what each checkpoint of the run whose tape plays knows of the end of this rank's files."""
     checkpoint_folder = Path(part_folder(_checkpoints_of(tape.folder.parent)))
-    known_ends = []
-    for tag in list_tags(checkpoint_folder) if checkpoint_folder.is_dir() else ():
+    known_ends: list[KnownEnd] = []
+    if not checkpoint_folder.is_dir():
+        return known_ends
+    for tag in list_tags(checkpoint_folder):
         state = read_client_state(checkpoint_folder / tag)
         rank_ends = state.get("tape") or []
         if len(rank_ends) == tape.ranks and rank_ends[tape.rank] is not None:
