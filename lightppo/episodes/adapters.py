@@ -142,23 +142,31 @@ class GymEnvironment:
         return str(observation)
 
 
-def _gym(name: str) -> Adapted:
-    option = f"--env gym:{name}"
-    gymnasium = _installed("gymnasium", option)
+def _registered(name: str, find: Callable[[str], Any], option: str) -> tuple[str, Any]:
+    """Return the id in gymnasium's ``ID`` or ``MODULE:ID``, where the module registers it, and what is found by it."""
+    module_name, _, environment_id = name.rpartition(":")
     try:
-        module_name, _, environment_id = name.rpartition(
-            ":"
-        )  # gymnasium's own MODULE:ID, which registers it
         if module_name:
             importlib.import_module(module_name)
-        gym_spec = gymnasium.spec(environment_id)
-        creator = gym_spec.entry_point
-        if not callable(creator):
-            creator = gymnasium.envs.registration.load_env_creator(creator)
+        return environment_id, find(environment_id)
     except BaseException as error:
         if not is_users_fault(error):
             raise
         raise ConfigError(f"{option}: {error_text(error)}") from error
+
+
+def _gym(name: str) -> Adapted:
+    option = f"--env gym:{name}"
+    gymnasium = _installed("gymnasium", option)
+
+    def find(environment_id: str) -> tuple[Any, Any]:
+        gym_spec = gymnasium.spec(environment_id)
+        creator = gym_spec.entry_point
+        if not callable(creator):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
+        return gym_spec, creator
+
+    environment_id, (gym_spec, creator) = _registered(name, find, option)
     make_options = {}
     if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
         make_options["render_mode"] = "ansi"
@@ -287,15 +295,7 @@ class SkyRLEnvironment:
 def _skyrl_gym(name: str) -> Adapted:
     option = f"--env skyrl_gym:{name}"
     package = _installed("skyrl_gym", option)
-    module_name, _, environment_id = name.rpartition(":")  # MODULE:ID, as for gymnasium
-    try:
-        if module_name:
-            importlib.import_module(module_name)
-        package.spec(environment_id)
-    except BaseException as error:
-        if not is_users_fault(error):
-            raise
-        raise ConfigError(f"{option}: {error_text(error)}") from error
+    environment_id, _ = _registered(name, package.spec, option)
     return (
         partial(SkyRLEnvironment, partial(package.make, environment_id)),
         SkyRLEnvironment,

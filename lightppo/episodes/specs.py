@@ -124,40 +124,31 @@ class EnvironmentSpec:
         ]
         return all(map(inspect.iscoroutinefunction, functions))
 
-    @property
-    def reset_names(self) -> tuple[set[str], set[str], bool]:
-        """Return columns that ``reset`` must have, those that it may have, and whether it takes all others, too."""
-        reset = self.method("reset")
-        if reset is None:
-            return set(), set(), False
-        is_static = isinstance(inspect.getattr_static(self.kind, "reset"), staticmethod)
-        parameters = list(inspect.signature(reset).parameters.values())[not is_static :]
-        named_parameters = [
-            parameter
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
-        required_names = {
-            parameter.name for parameter in named_parameters if parameter.default is parameter.empty
-        }
-        takes_others = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-        return required_names, {parameter.name for parameter in named_parameters}, takes_others
-
     def reset_arguments(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Return columns by name, and the seed for a ``reset`` that names it; a column ``seed`` comes first."""
-        required_names, parameter_names, takes_others = self.reset_names
-        arguments = {
-            column: column_value
-            for column, column_value in columns.items()
-            if takes_others or column in parameter_names
+        is_static = isinstance(inspect.getattr_static(self.kind, "reset"), staticmethod)
+        signature = inspect.signature(self.method("reset"))
+        parameters = list(signature.parameters.values())[not is_static :]
+        named = {
+            parameter.name: parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
-        if "seed" in parameter_names:
+        takes_others = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+        arguments = {
+            name: value for name, value in columns.items() if takes_others or name in named
+        }
+        if "seed" in named:
             arguments.setdefault("seed", seed)
-        missing_names = required_names - arguments.keys()
+        missing_names = [
+            name
+            for name in sorted(named.keys() - arguments.keys())
+            if named[name].default is inspect.Parameter.empty
+        ]
         if missing_names:
             column_names = ", ".join(columns) or "none"
             raise TypeError(
-                f"reset takes {', '.join(sorted(missing_names))}; the row's columns: {column_names}"
+                f"reset takes {', '.join(missing_names)}; the row's columns: {column_names}"
             )
         return arguments
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,27 +73,23 @@ def file_name(step: int, rank: int, ranks: int) -> str:
     return f"step{step}_rank{rank}of{ranks}.jsonl"
 
 
+def _all_files(folder: Path) -> Iterator[tuple[int, int, int, Path]]:
+    """Yield step, rank, number of ranks and path."""
+    for path in folder.glob("step*.jsonl"):
+        if name_match := _NAME.fullmatch(path.name):
+            step, rank, ranks = map(int, name_match.groups())
+            yield step, rank, ranks, path
+
+
 def files_of(folder: Path, rank: int, ranks: int) -> dict[int, Path]:
     """Return a rank's files by step, in order."""
-    name_matches = (
-        (file_path, _NAME.fullmatch(file_path.name)) for file_path in folder.glob("step*.jsonl")
-    )
-    paths_by_step = {
-        int(name_match[1]): file_path
-        for file_path, name_match in name_matches
-        if name_match and _is_of(name_match, rank, ranks)
-    }
-    return dict(sorted(paths_by_step.items()))
+    files = _all_files(folder)
+    return dict(sorted((step, path) for step, *writer, path in files if writer == [rank, ranks]))
 
 
 def numbers_of_ranks(folder: Path) -> set[int]:
     """Return how many ranks have written the tape; several where a run went on with another number."""
-    name_matches = (_NAME.fullmatch(file_path.name) for file_path in folder.glob("step*.jsonl"))
-    return {int(name_match[3]) for name_match in name_matches if name_match}
-
-
-def _is_of(name_match: re.Match[str], rank: int, ranks: int) -> bool:
-    return (int(name_match[2]), int(name_match[3])) == (rank, ranks)
+    return {ranks for _, _, ranks, _ in _all_files(folder)}
 
 
 # -- write -----------------------------------------------------------------------------------------------------------
