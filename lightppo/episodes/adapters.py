@@ -97,7 +97,7 @@ def _numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
 
 
 class GymEnvironment:
-    """An environment of gymnasium that is played by text: the model's turn is the action.
+    """Play an environment of gymnasium by text: the model's turn is the action.
 
     For a discrete action space the last whole number of the turn counts; without one the model is asked again.
     """
@@ -181,7 +181,7 @@ def _gym(name: str) -> Adapted:
 
 
 class ReasoningGymEnvironment:
-    """One question of reasoning-gym, made from the seed; the answer ends the episode, and is scored by its verifier."""
+    """Ask one question of reasoning-gym, made from the seed; the answer ends the episode, and is scored by its verifier."""
 
     def __init__(self, package: Any, dataset_name: str) -> None:
         self._package = package
@@ -409,7 +409,7 @@ def _openenv(url: str) -> Adapted:
 
 
 class OpenRLHFAgent:
-    """An ``AgentInstance`` of OpenRLHF's ``agent_func``.
+    """Play an ``AgentInstance`` of OpenRLHF's ``agent_func``.
 
     It reads the columns ``prompt`` and ``label``. What its ``reset`` returns beyond the prompt opens the episode. Chat
     markup in its feedback is left out: the feedback becomes a message of the user, by the model's own template.

@@ -70,7 +70,7 @@ def environment_of(program: Any) -> type:
 
 
 class AgentEnvironment:
-    """One run of a program. What it raises is a failure of the episode."""
+    """Run a program once. What it raises is a failure of the episode."""
 
     _asks_model = True
     program: type
@@ -287,7 +287,7 @@ _STRANGER_SECONDS = 10.0
 
 
 class AgentServer:
-    """openenv's server in a thread."""
+    """Run openenv's server in a thread."""
 
     def __init__(self) -> None:
         import uvicorn
@@ -395,7 +395,7 @@ def _worth_reading(record: logging.LogRecord) -> bool:
 
 
 class Counting:
-    """Around openenv's routes that count tokens: they look at messages before anything has checked their form."""
+    """Check what openenv's routes that count tokens fail at: they look at messages before anything has checked their form."""
 
     def __init__(self, application: Any) -> None:
         self._app = application
@@ -425,7 +425,7 @@ class ServedModels:
 
 
 class Engine:
-    """An episode, as openenv's server sees it: a client of an engine."""
+    """Stand for an episode in openenv's server, as a client of an engine."""
 
     provider = "lightppo"
     served_model = MODEL

@@ -429,9 +429,8 @@ class ChatFormat:
         while any(sentinel in str(message.get("content")) for message in messages):
             sentinel += "z"
         conversation = [_QUESTION, writing.message(sentinel, calls), *messages]
-        text_before, separator, text_behind = self._render(
-            conversation, generation=generation
-        ).rpartition(sentinel)
+        rendering = self._render(conversation, generation=generation)
+        text_before, separator, text_behind = rendering.rpartition(sentinel)
         if not separator:
             raise _Refused("the model's turn before the messages is dropped")
         return text_before, text_behind

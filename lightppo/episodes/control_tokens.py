@@ -21,7 +21,7 @@ MARK = "\U0010fffd"
 
 
 class Strings:
-    """Finds many strings in a text; those of six thousand added tokens in a millisecond."""
+    """Find many strings in a text; those of six thousand added tokens in a millisecond."""
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._by_beginning: dict[str, list[str]] = defaultdict(list)
@@ -56,7 +56,7 @@ def _broken(string: str, breaker: str) -> str:
 
 
 class ControlTokens:
-    """Encodes and decodes, and tells control tokens from text.
+    """Encode and decode, and tell control tokens from text.
 
     What any text may become steers nothing: white space and single bytes that were added to a vocabulary, and the token
     of unknown characters.
@@ -66,9 +66,8 @@ class ControlTokens:
         self._tokenizer = _own(tokenizer)
         unknown_id = getattr(tokenizer, "unk_token_id", None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", None)
-        added_tokens = (
-            added_tokens if isinstance(added_tokens, Mapping) else {}
-        )  # tokenizers without templates have none
+        if not isinstance(added_tokens, Mapping):  # tokenizers without templates have none
+            added_tokens = {}
         self.strings = {
             token_id: token.content
             for token_id, token in added_tokens.items()
@@ -128,7 +127,7 @@ _LOCK = threading.Lock()
 
 
 class Breaker:
-    """Makes texts from outside harmless: no control token and no marker of the chat's format is left in them."""
+    """Make texts from outside harmless: no control token and no marker of the chat's format is left in them."""
 
     def __init__(self, control: ControlTokens, markers: Iterable[str]) -> None:
         self._strings = Strings([*control.strings.values(), *filter(None, markers)])

@@ -102,7 +102,7 @@ class History:
 
 
 class Conversation:
-    """Requests on their way to the episode, and turns on their way back; one at a time.
+    """Bring requests to the episode and turns back, one at a time.
 
     It is made in the event loop that waits for requests; the server asks in a thread of its own.
     """

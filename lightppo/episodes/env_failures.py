@@ -52,7 +52,7 @@ class Opening:
 
 
 class EnvironmentFailed(Exception):
-    """An environment failed, so its episode has no score. The text names file, class, place and error."""
+    """Say that an environment failed, so its episode has no score. The text names file, class, place and error."""
 
     def __init__(self, kind: FailureKind, place: CallKind, text: str) -> None:
         super().__init__(kind, place, text)  # all three, so that it pickles

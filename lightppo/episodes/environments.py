@@ -202,7 +202,7 @@ def routed(columns: Mapping[str, Any], environment_names: Sequence[str], contrac
 
 
 class Session:
-    """One episode's environment. Calls come one after the other."""
+    """Call one episode's environment. Calls come one after the other."""
 
     def __init__(
         self, environments: Environments, environment_spec: EnvironmentSpec, seat: Seat

@@ -131,7 +131,7 @@ class Transcript:
 
 @dataclass
 class Episode:
-    """Plays one sample of a prompt."""
+    """Play one sample of a prompt."""
 
     prompt: Prompt
     sample_index: int

@@ -63,7 +63,7 @@ def clocked_names() -> dict[str, str]:
 
 
 class EpisodeSums:
-    """Sums over the episodes of this rank since they were last taken."""
+    """Hold sums over the episodes of this rank since they were last taken."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
@@ -165,7 +165,7 @@ def episode_metrics(run: Any) -> EpisodeMetrics | None:
 
 
 class EpisodeMetrics(Callback):
-    """Adds the numbers of the episodes that were played in a step, or in an evaluation."""
+    """Add the numbers of the episodes that were played in a step, or in an evaluation."""
 
     def __init__(self, episode_sums: EpisodeSums) -> None:
         self.episode_sums = episode_sums

@@ -59,7 +59,7 @@ def generate_turns(engine: HFRolloutEngine, turns: TurnSource, sampling: Samplin
 
 
 class TurnQueue(PromptQueue):
-    """Takes the turns of a source while others decode; the numbers of requests are places in ``turns``."""
+    """Take the turns of a source while others decode; the numbers of requests are places in ``turns``."""
 
     keeps_rows = True
 
@@ -85,9 +85,8 @@ class TurnQueue(PromptQueue):
         self._ended_rows = EndedRows(
             partial(free_bytes, device), lambda turn_number: source.goes_on(self.turns[turn_number])
         )
-        self._gathers_since: int | None = (
-            None  # calls of the model when the first turn began to wait
-        )
+        # Calls of the model when the first turn began to wait.
+        self._gathers_since: int | None = None
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
@@ -212,7 +211,7 @@ class SlotRow:
 
 @dataclass
 class EndedRows:
-    """Rows that have ended, by their numbers. The oldest copies go when there is no room for more."""
+    """Keep rows that have ended, by their numbers. The oldest copies go when there is no room for more."""
 
     free: Callable[[], int]  # bytes of memory that nobody has now
     goes_on: Callable[[int], bool]  # whether a row may still be needed
@@ -302,15 +301,13 @@ def new_tokens(
         ids (P, M), 0 on the left of shorter prompts; the mask of known and new columns (P, W + M); positions (P, M);
         how many known tokens each uses, at most W.
     """
-    new_length = max(
-        len(prompt) - known_length for prompt, known_length in zip(prompts, known_lengths)
-    )  # M
+    # M
+    new_length = max(len(prompt) - known for prompt, known in zip(prompts, known_lengths))
     used_lengths = [max(0, len(prompt) - new_length) for prompt in prompts]
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    last_tokens = [torch.tensor(prompt[-new_length:]) for prompt in prompts]
-    ids = torch.stack(
-        [pad(token_tensor, (new_length - len(token_tensor), 0)) for token_tensor in last_tokens]
-    ).to(device)
+    row_tokens = [torch.tensor(prompt[-new_length:]) for prompt in prompts]
+    padded = [pad(tokens, (new_length - len(tokens), 0)) for tokens in row_tokens]
+    ids = torch.stack(padded).to(device)
     total_columns = max(used_lengths) + new_length
     columns = torch.arange(total_columns, device=device)
     mask = (columns >= total_columns - lengths).long()
@@ -319,7 +316,7 @@ def new_tokens(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody has."""
+    """Return the memory that nobody has."""
     if device.type == "cuda":
         free_memory, _ = torch.cuda.mem_get_info(device)
         return (

@@ -54,7 +54,7 @@ class UnusableResult(Exception):
 
 
 class Host:
-    """One environment and the calls of it. Nothing that the user's code does leaves it but answers of plain data.
+    """Call one environment. Nothing that the user's code does leaves it but answers of plain data.
 
     ``invoke`` calls a function without arguments and gives its result, awaited if it must be.
     """
@@ -318,7 +318,7 @@ class CallThread:
 
 
 class UserLoop:
-    """An event loop for the user's coroutines, in a thread of its own, so that one that blocks it stalls no time-out."""
+    """Run the user's coroutines in an event loop, in a thread of its own, so that one that blocks it stalls no time-out."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -376,7 +376,7 @@ def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class InThread:
-    """Calls a function in the present thread; what must be awaited is, in the loop of the user's coroutines."""
+    """Call a function in the present thread; what must be awaited is, in the loop of the user's coroutines."""
 
     def __init__(self, start_loop: Callable[[], UserLoop]) -> None:
         self.loop: UserLoop | None = None
@@ -440,7 +440,7 @@ async def one_by_one(seat: Seat, calls: Calls, timeout: float) -> Answers:
 
 
 class _ThreadCalls:
-    """:func:`one_by_one` in a thread, for which an event loop waits. A late call's answer is empty."""
+    """Do :func:`one_by_one` in a thread, for which an event loop waits. A late call's answer is empty."""
 
     def __init__(self, host: Host, calls: Calls, timeout: float) -> None:
         self._host = host

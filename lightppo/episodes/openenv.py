@@ -59,7 +59,7 @@ class OpenEnvEnvironment:
 
 
 class OpenEnvText(OpenEnvEnvironment):
-    """Played by text: the action as a JSON object, or the value of its only required field."""
+    """Play by text: the action as a JSON object, or the value of its only required field."""
 
     async def step(self, text: str) -> Step:
         """Return one action."""

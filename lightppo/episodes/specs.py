@@ -26,7 +26,7 @@ ADAPTED = ("gym", "reasoning_gym", "skyrl_gym", "textworld", "openenv", "verifie
 
 @dataclass(eq=False)
 class EnvironmentSpec:
-    """One environment: how it is made, and what it offers."""
+    """Describe one environment: how it is made, and what it offers."""
 
     name: str
     where: str  # as texts name it

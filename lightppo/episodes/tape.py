@@ -493,7 +493,7 @@ def asks_outside(config: Any) -> bool:
 
 
 class TapeCallback(Callback):
-    """Tells the tape which step it is, and checkpoints where the tape ends."""
+    """Tell the tape which step it is, and checkpoints where the tape ends."""
 
     def __init__(self, run: Any, tape: Tape) -> None:
         self.run = run

@@ -264,7 +264,7 @@ def _is_basic(type_hint: Any) -> bool:
 
 
 def without_references(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> Any:
-    """Templates print schemas as they are, so what ``$ref`` names stands in its place."""
+    """Return a schema in which what ``$ref`` names stands in its place, as templates print schemas as they are."""
     if depth > 20:
         raise ValueError("the type contains itself")
     if isinstance(schema, list):

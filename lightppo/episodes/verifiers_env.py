@@ -31,7 +31,7 @@ _Answer = dict[str, Any]
 
 
 class VerifiersEnvironment:
-    """One episode of a taskset. The column ``task`` is the number of the task.
+    """Play one episode of a taskset. The column ``task`` is the number of the task.
 
     Its first request must begin with the row's messages (``verifiers_worker.py --rows`` writes
     them), so that a task's number and its prompt fit. The whole reward comes with the turn that ends

@@ -84,7 +84,7 @@ def _close_all(parts: Sequence[Any], owner_process: int) -> None:
 
 
 class Once:
-    """Something that happens once, for which any number of threads and loops can wait."""
+    """Stand for something that happens once, for which any number of threads and loops can wait."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -129,7 +129,7 @@ class Once:
 
 
 class WorkerPool:
-    """At most ``size`` workers; who finds none idle waits.
+    """Give at most ``size`` workers; who finds none idle waits.
 
     Args:
         loader: ``module:function``. The server calls it with ``settings``, which JSON can hold. It returns a function
