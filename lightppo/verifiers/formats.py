@@ -20,30 +20,23 @@ _THINK = ["<think>", "</think>"]
 
 def has_think(text: str) -> bool:
     """Tell whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
-    tags, between = _split(text)
-    starts = tags[:2] == _THINK and not between[0].strip()
-    return (
-        starts
-        and not set(_THINK).intersection(tags[2:])
-        and any(part.strip() for part in between[2:])
-    )
+    tags, texts = _split(text)
+    if tags[:2] != _THINK or texts[0] or not set(_THINK).isdisjoint(tags[2:]):
+        return False
+    return any(texts[2:])
 
 
 def has_think_answer(text: str) -> bool:
     """Accept ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
-    tags, between = _split(text)
-    return tags == [*_THINK, "<answer>", "</answer>"] and not any(
-        between[i].strip() for i in (0, 2, 4)
-    )
+    tags, texts = _split(text)
+    return tags == [*_THINK, "<answer>", "</answer>"] and not any(texts[::2])
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
-    """Return the tags in order and the texts around them; adds a missing first ``<think>``."""
-    tags = _TAG.findall(text)
-    if tags[:1] == ["</think>"]:
+    """Return the tags in order and the stripped texts around them; add a missing first ``<think>``."""
+    if _TAG.findall(text)[:1] == ["</think>"]:
         text = "<think>" + text
-        tags = ["<think>", *tags]
-    return tags, _TAG.split(text)
+    return _TAG.findall(text), [piece.strip() for piece in _TAG.split(text)]
 
 
 FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer": has_think_answer}
@@ -61,19 +54,24 @@ class FormatReward:
         thinking: Thinking | None = None,
         name: str = "format",
     ) -> None:
-        if isinstance(reward_format, str) and reward_format not in FORMATS:
-            raise ValueError(
-                f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
-            )
-        self._by_name = isinstance(reward_format, str)
-        self.check = FORMATS[reward_format] if isinstance(reward_format, str) else reward_format
+        self._is_named = isinstance(reward_format, str)
+        if isinstance(reward_format, str):
+            if reward_format not in FORMATS:
+                raise ValueError(
+                    f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
+                )
+            reward_format = FORMATS[reward_format]
+        self.check = reward_format
         self.name = name
         self._thinking = thinking or Thinking()
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples."""
-        texts = [self._thinking.shown(r) if self._by_name else r.response_text for r in rollouts]
-        return RewardOutput([float(self.check(text)) for text in texts])
+        scores = []
+        for rollout in rollouts:
+            text = self._thinking.shown(rollout) if self._is_named else rollout.response_text
+            scores.append(float(self.check(text)))
+        return RewardOutput(scores)
 
 
 class XmlFormatCheck:
@@ -95,12 +93,13 @@ class XmlFormatCheck:
         self.source = source
         self.name = source.name
         self._thinking = thinking or Thinking()
-        wrong = getattr(source, "minimum", None) if minimum is None else minimum
-        if wrong is None:
+        if minimum is None:
+            minimum = getattr(source, "minimum", None)
+        if minimum is None:
             raise ValueError(
                 f"--check_xml_format: set --reward_minimum, the score of a wrong answer from {self.name}"
             )
-        self.wrong = float(wrong)
+        self.wrong_score = float(minimum)
 
     def close(self) -> None:
         """End what the source has started."""
@@ -113,11 +112,11 @@ class XmlFormatCheck:
             raise RewardError(
                 f"{self.name} has a metric 'xml_format', which --check_xml_format writes"
             )
-        good = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
+        has_form = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
         for i, score in enumerate(output.scores):
-            if score is not None and score <= self.wrong:
-                output.scores[i] = -0.8 if good[i] else self.minimum
-        output.metrics["xml_format"] = [float(form) for form in good]
+            if score is not None and score <= self.wrong_score:
+                output.scores[i] = -0.8 if has_form[i] else self.minimum
+        output.metrics["xml_format"] = [float(flag) for flag in has_form]
         return output
 
 

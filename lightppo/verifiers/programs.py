@@ -151,7 +151,11 @@ class SandboxFusionVerifier(_Service):
     def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
         mark = f"SANDBOX_FUSION_MARK{secrets.token_hex(8)}:"
         source = code if function is None else _caller(code, function, mark)
-        program = {"code": source, "stdin": case.given, "language": self.sandbox_fusion_language}
+        program = {
+            "code": source,
+            "stdin": case.program_input,
+            "language": self.sandbox_fusion_language,
+        }
         limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
         limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
         request = program | limits | {"files": {}, "fetch_files": []}
