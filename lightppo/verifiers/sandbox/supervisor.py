@@ -89,18 +89,17 @@ def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in file}
     loaded = {os.path.dirname(path) for path in mapped if path.startswith("/") and ".so" in path}
-    wanted = [*_SYSTEM, *sys.path, *site_packages, os.path.join(sys.base_prefix, "lib"), *loaded]
-    there = [os.path.abspath(path) for path in wanted if os.path.exists(path)]
-    real = {os.path.realpath(path) for path in there}
-    readable = sorted(
-        path for path in real if not any(path.startswith(other + "/") for other in real)
-    )
-    links = {path: os.readlink(path) for path in there if os.path.islink(path)}
-    return readable, {
-        place: links[place]
-        for place in links
-        if not place.startswith(tuple(f"{p}/" for p in readable))
+    needed = [*_SYSTEM, *sys.path, *site_packages, os.path.join(sys.base_prefix, "lib"), *loaded]
+    paths = [os.path.abspath(path) for path in needed if os.path.exists(path)]
+    real_paths = {os.path.realpath(path) for path in paths}
+    folders = tuple(f"{path}/" for path in real_paths)
+    readable = sorted(path for path in real_paths if not path.startswith(folders))
+    links = {
+        path: os.readlink(path)
+        for path in paths
+        if os.path.islink(path) and not path.startswith(folders)
     }
+    return readable, links
 
 
 def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
@@ -150,9 +149,9 @@ def _send(message: dict[str, Any]) -> None:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 # Watch
@@ -171,9 +170,9 @@ class _Watch:
         self._request = request
         self._walls = wall
         self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
-        self._most = min(
-            wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize
-        )
+        self._most_bytes = wall.limits["code_output_limit_mb"] * _MEBIBYTE
+        if request["output_bytes"]:
+            self._most_bytes = min(self._most_bytes, request["output_bytes"])
         # How many lines may begin a call with its own time. The program could write more lines.
         self._marks = 1 if request["function"] is None else 2 + len(request["calls"])
         self._begun = False
@@ -211,39 +210,36 @@ class _Watch:
         seconds = time.monotonic() - self._start
         code = os.waitstatus_to_exitcode(self._walls.kill(self._process, _REAP_SECONDS))
         for reader in self._readers:  # the last output
-            left = self._most // _READ_BYTES + 2
-            while left and self._read(reader) and select.select([reader], [], [], 0)[0]:
-                left -= 1
+            for _ in range(self._most_bytes // _READ_BYTES + 2):
+                if not self._read(reader) or not select.select([reader], [], [], 0)[0]:
+                    break
             os.close(reader)
-        text = {name: data.decode(errors="replace") for name, data in self._output.items()}
+        texts = {name: data.decode(errors="replace") for name, data in self._output.items()}
         if not self._begun:
-            why = text["answers"] or "its process ended before it began"
-            return {"reason": f"the sandbox could not start the program: {why}"}
-        text["answers"] = text["answers"].removeprefix(_BEGUN)
-        return {
-            "ended": self._ended or ("exit" if code >= 0 else "signal"),
-            "code": code,
-            "seconds": seconds,
-        } | text
+            reason = texts["answers"] or "its process ended before it began"
+            return {"reason": f"the sandbox could not start the program: {reason}"}
+        texts["answers"] = texts["answers"].removeprefix(_BEGUN)
+        ended = self._ended or ("exit" if code >= 0 else "signal")
+        return {"ended": ended, "code": code, "seconds": seconds} | texts
 
     def _watch(self, process: int) -> None:
         poller = select.poll()
         for descriptor in (process, *self._readers):
             poller.register(descriptor, select.POLLIN)
         poller.register(_TRAINER, 0)  # hang-ups are always reported
-        looked = self._start
+        last_look = self._start
         while not self._ended:
             now = time.monotonic()
-            end = self._start + _BEGIN_SECONDS
+            deadline = self._start + _BEGIN_SECONDS
             if self._begun:
-                end = min(
+                deadline = min(
                     self._since + self._request["seconds"],
                     self._start + self._request["total_seconds"],
                 )
-            if now >= end:
+            if now >= deadline:
                 self._ended = "timeout"
                 return
-            for descriptor, event in poller.poll(1000 * min(_TICK, max(end - now, 0.001))):
+            for descriptor, event in poller.poll(1000 * min(_TICK, max(deadline - now, 0.001))):
                 if descriptor == process:
                     return
                 if descriptor == _TRAINER and event & select.POLLHUP:  # the trainer is gone
@@ -251,8 +247,8 @@ class _Watch:
                     os._exit(0)
                 if descriptor in self._readers and not self._read(descriptor):
                     poller.unregister(descriptor)
-            if now - looked >= _TICK:
-                looked = now
+            if now - last_look >= _TICK:
+                last_look = now
                 self._ended = self._ended or self._walls.excess(self._process)
 
     def _read(self, reader: int) -> bool:
@@ -263,13 +259,16 @@ class _Watch:
             return True
         name = self._readers[reader]
         output = self._output[name]
-        if len(output) + len(data) > self._most and name != "stderr":
+        most_bytes = self._most_bytes
+        if name == "stderr":
+            most_bytes = _SHOWN_BYTES
+        elif len(output) + len(data) > most_bytes:
             self._ended = "output"
-        output += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(output)]
+        output += data[: most_bytes - len(output)]
         # A line ends a call, and the next call has its own time.
         if name == "answers" and b"\n" in data and self._marks > 0:
             self._since = time.monotonic()
-            self._marks = self._marks - data.count(b"\n")
+            self._marks -= data.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
                 self._start = self._since
                 self._begun = True
@@ -288,10 +287,10 @@ def _as_file(text: str) -> int:
 
 def _place_descriptors(descriptors: list[int]) -> None:
     """Make these descriptors 0, 1, 2, … and close all others."""
-    high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
-    for i, descriptor in enumerate(high):
+    copies = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
+    for i, descriptor in enumerate(copies):
         os.dup2(descriptor, i)
-    os.closerange(len(high), 1 << 16)
+    os.closerange(len(copies), 1 << 16)
 
 
 # The program: a fork gives up its rights, runs the code, and ends. Nothing it says is trusted.
@@ -313,13 +312,14 @@ def make_prelude() -> dict[str, Any]:
     names: dict[str, Any] = {}
     for name in PRELUDE_MODULES:
         module = importlib.import_module(name)
-        public = getattr(module, "__all__", None) or [
-            key for key in vars(module) if not key.startswith("_")
+        public_names = getattr(module, "__all__", None) or [
+            name for name in vars(module) if not name.startswith("_")
         ]
-        names.update({key: getattr(module, key) for key in public})
-    return names | {
-        name: sys.modules[name] for name in PRELUDE_MODULES if name not in ("builtins", "typing")
-    }
+        names.update({name: getattr(module, name) for name in public_names})
+    for name in PRELUDE_MODULES:
+        if name not in ("builtins", "typing"):
+            names[name] = sys.modules[name]
+    return names
 
 
 def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.Walls) -> int:
@@ -356,9 +356,10 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
 
 
 def _set_limits(limits: dict[str, Any], seconds: float) -> None:
-    values = dict.fromkeys(
-        (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0
-    ) | {
+    values = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
         # The limit on the wall clock comes first, unless several threads run.
         resource.RLIMIT_CPU: int(seconds) + 2,
         resource.RLIMIT_FSIZE: limits["code_file_limit_mb"] * _MEBIBYTE,
@@ -368,9 +369,9 @@ def _set_limits(limits: dict[str, Any], seconds: float) -> None:
         resource.RLIMIT_AS: limits["code_memory_limit_mb"] * _MEBIBYTE,
     }
     for kind, value in values.items():
-        _, most = resource.getrlimit(kind)
-        if most != resource.RLIM_INFINITY:  # an outer limit may be lower
-            value = min(value, most)
+        _, outer_limit = resource.getrlimit(kind)
+        if outer_limit != resource.RLIM_INFINITY:
+            value = min(value, outer_limit)
         resource.setrlimit(kind, (value, value))
 
 
@@ -384,9 +385,11 @@ def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
     try:
         exec(compiled, names)
     except SystemExit as end:
-        status = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
-        if status and not isinstance(end.code, int):
+        if isinstance(end.code, int):
+            status = end.code & 0xFF
+        elif end.code is not None:
             print(end.code, file=sys.stderr)
+            status = 1
     except BaseException:
         _show_traceback()
         status = 1
@@ -471,9 +474,8 @@ def plain_value(value: Any) -> Any:
     """Turn values that JSON lacks into lists: queues, views, arrays; a set into an object that says so."""
     if isinstance(value, (set, frozenset)):
         return {"lightppo.set": list(value)}
-    if isinstance(
-        value, (collections.deque, range, type({}.keys()), type({}.values()), type({}.items()))
-    ):
+    views = (type({}.keys()), type({}.values()), type({}.items()))
+    if isinstance(value, (collections.deque, range, *views)):
         return list(value)
     if hasattr(value, "tolist"):
         return value.tolist()
