@@ -33,7 +33,7 @@ from lightppo.verifiers.sandbox.supervisor import (
 )
 from lightppo.verifiers.thinking import Thinking
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 _MOST_BYTES = 64 << 20
 
@@ -71,17 +71,19 @@ class _Service:
     def _connect(self, flag: str, url: str, path: str, seconds: float, retries: int) -> None:
         """Make the client; ``path`` is added to an address without one."""
         parts = urlsplit(url)
-        url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-        options = {
-            "timeout": seconds + self.wait_seconds,
-            "max_bytes": _MOST_BYTES,
-            "sleep": self.sleep,
-        }
+        if parts.path in ("", "/"):
+            url = parts._replace(path=path).geturl()
         self._client = HTTPClient(
-            url, flag, retries=retries, max_concurrent=self.concurrency, **options
+            url,
+            flag,
+            retries=retries,
+            max_concurrent=self.concurrency,
+            timeout=seconds + self.wait_seconds,
+            max_bytes=_MOST_BYTES,
+            sleep=self.sleep,
         )
 
-    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], Answer]) -> Answer:
         try:
             return self._client.post("", request, read)
         except RequestError as error:
@@ -129,10 +131,12 @@ class SandboxFusionVerifier(_Service):
 
     def __post_init__(self) -> None:
         self.concurrency = self.sandbox_fusion_max_concurrent
-        seconds = 2 * self.code_timeout
-        retries = self.sandbox_fusion_retries
         self._connect(
-            "--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries
+            "--sandbox_fusion_url",
+            self.sandbox_fusion_url,
+            "/run_code",
+            2 * self.code_timeout,
+            self.sandbox_fusion_retries,
         )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
@@ -159,13 +163,13 @@ class SandboxFusionVerifier(_Service):
         limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
         limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
         request = program | limits | {"files": {}, "fetch_files": []}
-        good, timeout, verdict.compile_error, stdout = self._ask(request, _read_run)
-        verdict.timeouts += timeout
+        ended_well, timed_out, verdict.compile_error, stdout = self._ask(request, _read_run)
+        verdict.timeouts += timed_out
         if function is None:
-            verdict.passed.append(good and self.comparison.printed(stdout, case))
+            verdict.passed.append(ended_well and self.comparison.printed(stdout, case))
         else:
             answer = stdout.rpartition(mark)[2] if mark in stdout else ""
-            verdict.passed.append(good and self.comparison.returned(answer.strip(), case))
+            verdict.passed.append(ended_well and self.comparison.returned(answer.strip(), case))
 
 
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
@@ -178,23 +182,19 @@ def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
     """
     if answer["status"] not in ("Success", "Failed"):
         raise ValueError(f"status {answer['status']}: {answer.get('message')}")
-    compiled = answer.get("compile_result")
-    ran = answer.get("run_result")
-    steps = [step for step in (compiled, ran) if step is not None]
+    compilation = answer.get("compile_result")
+    execution = answer.get("run_result")
+    steps = [step for step in (compilation, execution) if step is not None]
     if not steps or any(step["status"] not in ("Finished", "TimeLimitExceeded") for step in steps):
         raise ValueError(f"neither finished nor timed out: {str(steps)[:200]}")
-    timeout = any(step["status"] == "TimeLimitExceeded" for step in steps)
+    timed_out = any(step["status"] == "TimeLimitExceeded" for step in steps)
     failed = any(step.get("return_code") != 0 for step in steps)
-    stdout, stderr = (str((ran or {}).get(name) or "") for name in ("stdout", "stderr"))
-    last = stderr.strip().rpartition("\n")[2].partition(":")[0]
-    if answer["status"] == "Success" and (timeout or failed or ran is None):
+    if answer["status"] == "Success" and (timed_out or failed or execution is None):
         raise ValueError("status Success for a program that did not end well")
-    return (
-        not timeout and not failed,
-        timeout,
-        failed and not timeout and (ran is None or last in _NOT_PYTHON),
-        stdout,
-    )
+    stdout, stderr = (str((execution or {}).get(name) or "") for name in ("stdout", "stderr"))
+    error = stderr.strip().rpartition("\n")[2].partition(":")[0]
+    is_invalid = failed and not timed_out and (execution is None or error in _NOT_PYTHON)
+    return not timed_out and not failed, timed_out, is_invalid, stdout
 
 
 _AREAL = {
