@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -66,11 +67,13 @@ class PreparedDataset(TorchDataset):
         self.template = template
         self.fields = fields
         self.tokenizer = template.tokenizer
-        parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
         columns = fields.columns_in(dataset.column_names)
-        read = [f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys]
-        read += [name for name in TEMPLATE_KEYS if name in columns]
-        logger.info("columns that are read: %s", ", ".join(read))
+        descriptions = []
+        for part in ("prompt", "completion", "label"):
+            if keys := getattr(fields, part, ()):
+                descriptions.append(f"{part} {' or '.join(keys)}")
+        descriptions += [name for name in TEMPLATE_KEYS if name in columns]
+        logger.info("columns that are read: %s", ", ".join(descriptions))
         self._rendered_columns = fields.rendered_in(columns)
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
@@ -91,10 +94,10 @@ class PreparedDataset(TorchDataset):
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row as it was written: a table has fields in it that only other rows have."""
         features = self.dataset.features
-        written = {
+        values = {
             name: chat_without_nulls(row[name], features[name]) for name in self._rendered_columns
         }
-        return {**row, **written}
+        return {**row, **values}
 
     def row(self, number: int) -> dict[str, Any]:
         """Return the row with this number in ``dataset``."""
@@ -176,17 +179,14 @@ class PromptDataset(PreparedDataset):
         num_workers: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        def of_script(name: str, given: Any, default: Any = None) -> Any:
-            return setting(strategy, name, given, default)
-
-        prompt_max_len = int(of_script("prompt_max_len", prompt_max_len, 1024))
-        truncation = of_script("truncation", truncation, "error")
-        if prompt_max_len < 1:
-            raise DataError(f"--prompt_max_len is {prompt_max_len}; at least 1")
-        check_choice("--truncation", truncation, Truncation)
-        self.prompt_max_len = prompt_max_len
-        drops = of_script("filter_overlong_prompts", filter_overlong)
-        self.truncation = "drop" if drops else truncation
+        of_script = partial(setting, strategy)
+        self.prompt_max_len = int(of_script("prompt_max_len", prompt_max_len, 1024))
+        if self.prompt_max_len < 1:
+            raise DataError(f"--prompt_max_len is {self.prompt_max_len}; at least 1")
+        self.truncation = of_script("truncation", truncation, "error")
+        check_choice("--truncation", self.truncation, Truncation)
+        if of_script("filter_overlong_prompts", filter_overlong):
+            self.truncation = "drop"
         super().__init__(
             dataset,
             PromptTemplate(

@@ -128,23 +128,25 @@ class SFTDataset(PreparedDataset):
             raise DataError(
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
-        form = {
+        template_settings = {
             "apply_chat_template": apply_chat_template,
             "input_template": input_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
         # The system prompt of the run is for prompts, and documents have none.
         if not pretrain_mode or system_prompt is not None:
-            form["system_prompt"] = system_prompt
-        of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
-        of_row |= fields
-        workers = num_processors if num_workers is None else num_workers
+            template_settings["system_prompt"] = system_prompt
+        columns = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
+        if num_workers is None:
+            num_workers = num_processors
         super().__init__(
             dataset,
-            PromptTemplate(tokenizer, **_settings(strategy, form)),
-            resolve_example_fields(columns_of(dataset), **_settings(strategy, of_row)),
+            PromptTemplate(tokenizer, **_settings(strategy, template_settings)),
+            resolve_example_fields(
+                columns_of(dataset), **_settings(strategy, {**columns, **fields})
+            ),
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
-            num_workers=setting(strategy, "data_num_workers", workers, 0),
+            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
             ranks=ranks,
         )
 
@@ -158,7 +160,6 @@ class SFTDataset(PreparedDataset):
 
     def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
-        pad_id = self._pad_id()
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(
@@ -167,8 +168,8 @@ class SFTDataset(PreparedDataset):
 
         ids = [row["input_ids"] for row in rows]
         return {
-            "input_ids": padded(ids, pad_id),
-            "attention_mask": padded([torch.ones_like(x) for x in ids], 0),
+            "input_ids": padded(ids, self._pad_id()),
+            "attention_mask": padded(list(map(torch.ones_like, ids)), 0),
             "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
 
@@ -179,23 +180,26 @@ class SFTDataset(PreparedDataset):
 
     def examples(self, position: int) -> list[Example]:
         """See :func:`examples_of`."""
-        (number,), ids, first = (
-            self.numbers([position]),
-            self.ids_of(position),
-            self._rows.first_answers[position],
-        )
+        (number,) = self.numbers([position])
+        prompt_ids = self.prompt_ids_of(position)
+        answer_ids = self.ids_of(position)[len(prompt_ids) :]
         rendered = self._render_row(self.row(number))
-        prompt = self.prompt_ids_of(position)
-        rest = ids[len(prompt) :]
+        first_length = self._rows.first_answers[position]
+        if first_length:  # a pair
+            answers = zip(rendered, (answer_ids[:first_length], answer_ids[first_length:]))
+        else:
+            answers = zip([rendered], [answer_ids])
         examples = []
-        answers = [rest[:first], rest[first:]] if first else [rest]
-        learned = self._rows.learned(position)[len(prompt) :]
-        for (start, whole, *_), answer in zip(rendered if first else [rendered], answers):
-            text = whole.text[len(start.text) :]
-            last = text if whole.messages is None else whole.messages[-1].get("content") or ""
-            question = Prompt(start.text, prompt, index=number, messages=start.messages)
-            flags = learned.tolist() if self.multiturn else [True] * len(answer)
-            examples.append(Example(question, last, text, answer, flags))
+        for (prompt, example, *_), ids in answers:
+            text = example.text[len(prompt.text) :]
+            written = text
+            if example.messages is not None:
+                written = example.messages[-1].get("content") or ""
+            learned = [True] * len(ids)
+            if self.multiturn:
+                learned = self._rows.learned(position)[len(prompt_ids) :].tolist()
+            question = Prompt(prompt.text, prompt_ids, index=number, messages=prompt.messages)
+            examples.append(Example(question, written, text, ids, learned))
         return examples
 
     def _pad_id(self) -> int:
@@ -206,7 +210,7 @@ class SFTDataset(PreparedDataset):
         return tokenizer.pad_token_id
 
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
+        """Return what :meth:`_rendered` does; with ``multiturn`` also where the turns of the assistant are."""
         prompt, completion = read_example(row, self.fields)
         options = template_options(row)
         if not self.multiturn:
@@ -220,8 +224,8 @@ class SFTDataset(PreparedDataset):
                 "wrong_type", "--multiturn: the row is no chat; set --apply_chat_template for texts"
             )
         text, spans = assistant_turns(self.template, chat, options)
-        start = Rendered(text[: spans[0][0]], is_chat=True, messages=chat[:1])
-        return start, Rendered(text, is_chat=True, messages=chat), spans
+        question = Rendered(text[: spans[0][0]], is_chat=True, messages=chat[:1])
+        return question, Rendered(text, is_chat=True, messages=chat), spans
 
     def _rendered(
         self,
@@ -237,74 +241,76 @@ class SFTDataset(PreparedDataset):
                 "no completion: set --output_key, or pretrain_mode for text without a prompt",
             )
         if is_text and self.pretrain_mode:
-            text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
-            return text, text
+            document = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
+            return document, document
         if is_text and not self.template.apply_chat_template:
-            start = self.template.render(prompt, options)
-            return start, Rendered(start.text + completion, is_chat=False, messages=None)
+            question = self.template.render(prompt, options)
+            return question, Rendered(question.text + completion, is_chat=False, messages=None)
         chat = as_chat(prompt, "user")
-        answer = [] if completion is None else as_chat(completion, "assistant")
+        answer = []
+        if completion is not None:
+            answer = as_chat(completion, "assistant")
         text = closed(self.template.chat_text(chat + answer, options))
-        whole = Rendered(text, is_chat=True, messages=chat + answer)
+        example = Rendered(text, is_chat=True, messages=chat + answer)
         if self.pretrain_mode:
-            check_answer((chat + answer)[-1], whole.text)
-            return whole, whole
-        start = Rendered(
-            self.template.chat_text(chat, options, add_generation_prompt=True),
-            is_chat=True,
-            messages=chat,
-        )
-        shared = shared_length(start.text, whole.text)
+            check_answer(example.messages[-1], text)
+            return example, example
+        prompt_text = self.template.chat_text(chat, options, add_generation_prompt=True)
+        length = shared_length(prompt_text, text)
         for message in answer:
             if message["role"] == "assistant":
-                check_answer(message, whole.text[shared:])
-        if shared < len(start.text):
-            raise BadRowError("template", differs(start.text, whole.text, shared))
-        return start, whole
+                check_answer(message, text[length:])
+        if length < len(prompt_text):
+            raise BadRowError("template", differs(prompt_text, text, length))
+        return Rendered(prompt_text, is_chat=True, messages=chat), example
 
     def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
         if not self.multiturn:
             for ids, prompt_length in self._ids(rendered):
                 yield self._fit_example(ids, prompt_length)
             return
-        for _, whole, spans in rendered:
-            ids, learned = self._ids_of_turns(whole.text, spans)
-            fitted = self._fit_example(ids, learned.index(True))
-            yield fitted._replace(learned=learned) if isinstance(fitted, Encoded) else fitted
+        for _, example, spans in rendered:
+            ids, learned = self._ids_of_turns(example.text, spans)
+            outcome = self._fit_example(ids, learned.index(True))
+            if isinstance(outcome, Encoded):
+                outcome = outcome._replace(learned=learned)
+            yield outcome
 
     def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
-        ids = []
-        learned = []
-        place = 0
+        pieces = []
+        position = 0
         for begin, end in spans:
-            for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
-                new = self._ids_of_piece(piece, is_first=not ids)
-                ids += new
-                learned += [is_learned] * len(new)
-            place = end
-        rest = self._ids_of_piece(text[place:], is_first=False)
-        ids = ids + rest
-        learned = learned + [False] * len(rest)
-        ends = ids[-1:] != [self.tokenizer.eos_token_id]
-        return ids + [self.tokenizer.eos_token_id] * ends, learned + [True] * ends
-
-    def _ids_of_piece(self, text: str, is_first: bool) -> list[int]:
-        if not text:
-            return []
-        if is_first:
-            return self.template.encode([text], special_tokens=False)[0]
-        return self.template.encode_behind(text)
+            pieces += [(text[position:begin], False), (text[begin:end], True)]
+            position = end
+        pieces.append((text[position:], False))
+        ids: list[int] = []
+        learned: list[bool] = []
+        for piece, is_learned in pieces:
+            if ids and piece:
+                piece_ids = self.template.encode_behind(piece)
+            elif piece:
+                (piece_ids,) = self.template.encode([piece], special_tokens=False)
+            else:
+                continue
+            ids += piece_ids
+            learned += [is_learned] * len(piece_ids)
+        if ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids.append(self.tokenizer.eos_token_id)
+            learned.append(True)
+        return ids, learned
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
         """Yield ids, which end with the end-of-text, and how many of them are the prompt's."""
         if self.pretrain_mode:
-            wholes = self.template.encode_rendered([whole for _, whole in rendered])
-            answered = ((ids, 0) for ids in wholes)
+            documents = self.template.encode_rendered([document for _, document in rendered])
+            examples = ((ids, 0) for ids in documents)
         else:
-            answered = self.template.encode_answered(rendered)
-        for ids, start in answered:
-            yield ended(ids, self.tokenizer.eos_token_id) if len(ids) > start else ids, start
+            examples = self.template.encode_answered(rendered)
+        for ids, prompt_length in examples:
+            if len(ids) > prompt_length:
+                ids = ended(ids, self.tokenizer.eos_token_id)
+            yield ids, prompt_length
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         outcomes = super()._encode_chunk(rows)
@@ -313,41 +319,46 @@ class SFTDataset(PreparedDataset):
         return outcomes
 
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
-        if not (self.of_script and self.truncation == "right" and not self.pretrain_mode):
-            return self._fit(ids, prompt_length)
-        if prompt_length > self.max_len - _ROOM:
+        is_cut_as_in_scripts = (
+            self.of_script and self.truncation == "right" and not self.pretrain_mode
+        )
+        if is_cut_as_in_scripts and prompt_length > self.max_len - _LEAST_ANSWER:
             return "overlong"
-        fitted = self._fit(ids, prompt_length)
-        if not (isinstance(fitted, Encoded) and fitted.truncated):
-            return fitted
-        return fitted._replace(token_ids=[*fitted.token_ids[:-1], self.tokenizer.eos_token_id])
+        outcome = self._fit(ids, prompt_length)
+        if is_cut_as_in_scripts and isinstance(outcome, Encoded) and outcome.truncated:
+            ids = [*outcome.token_ids[:-1], self.tokenizer.eos_token_id]
+            return outcome._replace(token_ids=ids)
+        return outcome
 
     def _fit(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:
-            what = "completion" if prompt_length else "text"
-            return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
+            kind = "completion" if prompt_length else "text"
+            return BadRowError("empty", f"the tokenizer makes no tokens of the {kind}")
         if len(ids) <= self.max_len:
             return Encoded(ids, prompt_length, truncated=False)
         overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
-        no_room = self.truncation == "right" and prompt_length >= self.max_len
-        return self._cut(
-            ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
-        )
+        truncation = self.truncation
+        if truncation == "right" and prompt_length >= self.max_len:
+            truncation = "error"
+        return self._cut(ids, prompt_length, self.max_len, truncation, overlong)
 
 
-def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: setting(strategy, name, value) for name, value in given.items()}
+def _settings(strategy: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: setting(strategy, name, value) for name, value in arguments.items()}
 
 
 # -- rows of scripts -------------------------------------------------------------------------------------------------
 
 _LEFT_OUT = ("empty", "equal")  # rows with nothing to learn, which a script's data may have
-_ROOM = 2  # tokens of an answer that a prompt must leave room for, one of them the end-of-text
+_LEAST_ANSWER = (
+    2  # tokens of an answer that a prompt must leave room for, one of them the end-of-text
+)
 
 
 def _left_out(outcome: Outcome) -> Outcome:
-    is_known = isinstance(outcome, BadRowError) and outcome.reason in _LEFT_OUT
-    return outcome.reason if is_known else outcome
+    if isinstance(outcome, BadRowError) and outcome.reason in _LEFT_OUT:
+        return outcome.reason
+    return outcome
 
 
 def _one_length(max_length: int | None, max_len: int | None) -> int:

@@ -53,7 +53,9 @@ class RowFields:
     @property
     def rendered(self) -> tuple[str, ...]:
         """The keys of what a model reads."""
-        return (*self.prompt, *(PREFERENCE_KEYS if self.prompt_of_pair else ()))
+        if self.prompt_of_pair:
+            return self.prompt + PREFERENCE_KEYS
+        return self.prompt
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """Return the columns that are needed to render and label a row."""
