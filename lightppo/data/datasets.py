@@ -24,7 +24,6 @@ from lightppo.data.prepared_rows import (
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
     TEMPLATE_KEYS,
-    RowFields,
     chat_without_nulls,
     lookup,
     other_columns,
@@ -60,7 +59,7 @@ class PreparedDataset(TorchDataset):
     _encode: Callable[[list[Any]], Iterable[Outcome]]  # of what _render_row returned
 
     def __init__(
-        self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
+        self, dataset: Dataset, template: PromptTemplate, fields: Any, **options: Any
     ) -> None:
         """Encode the rows; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
         self.dataset = dataset
@@ -74,7 +73,8 @@ class PreparedDataset(TorchDataset):
                 descriptions.append(f"{part} {' or '.join(keys)}")
         descriptions += [name for name in TEMPLATE_KEYS if name in columns]
         logger.info("columns that are read: %s", ", ".join(descriptions))
-        self._rendered_columns = fields.rendered_in(columns)
+        features = dataset.features  # a copy at each call
+        self._rendered_features = {name: features[name] for name in fields.rendered_in(columns)}
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
@@ -93,9 +93,9 @@ class PreparedDataset(TorchDataset):
 
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row as it was written: a table has fields in it that only other rows have."""
-        features = self.dataset.features
         values = {
-            name: chat_without_nulls(row[name], features[name]) for name in self._rendered_columns
+            name: chat_without_nulls(row[name], feature)
+            for name, feature in self._rendered_features.items()
         }
         return {**row, **values}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX
+from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.chat_templates import (
     PromptTemplate,
     Rendered,
@@ -106,7 +106,8 @@ class SFTDataset(PreparedDataset):
         overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
     ) -> None:
         if isinstance(input_template, bool):  # older calls have pretrain_mode in this place
-            input_template, pretrain_mode = None, input_template
+            pretrain_mode = input_template
+            input_template = None
         if multiturn and pretrain_mode:
             raise DataError("multiturn needs chats, so no pretrain_mode")
         args = script_args(strategy, tokenizer, multiple_of)
@@ -128,7 +129,7 @@ class SFTDataset(PreparedDataset):
             raise DataError(
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
-        template_settings = {
+        template_settings: dict[str, Any] = {
             "apply_chat_template": apply_chat_template,
             "input_template": input_template,
             "chat_template_kwargs": chat_template_kwargs,
@@ -209,7 +210,7 @@ class SFTDataset(PreparedDataset):
             return tokenizer.eos_token_id
         return tokenizer.pad_token_id
 
-    def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _render_row(self, row: Mapping[str, Any]) -> Sequence[Any]:
         """Return what :meth:`_rendered` does; with ``multiturn`` also where the turns of the assistant are."""
         prompt, completion = read_example(row, self.fields)
         options = template_options(row)
@@ -241,11 +242,11 @@ class SFTDataset(PreparedDataset):
                 "no completion: set --output_key, or pretrain_mode for text without a prompt",
             )
         if is_text and self.pretrain_mode:
-            document = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
+            document = Rendered(f"{prompt}{completion or ''}", is_chat=False, messages=None)
             return document, document
         if is_text and not self.template.apply_chat_template:
             question = self.template.render(prompt, options)
-            return question, Rendered(question.text + completion, is_chat=False, messages=None)
+            return question, Rendered(f"{question.text}{completion}", is_chat=False, messages=None)
         chat = as_chat(prompt, "user")
         answer = []
         if completion is not None:
@@ -264,7 +265,7 @@ class SFTDataset(PreparedDataset):
             raise BadRowError("template", differs(prompt_text, text, length))
         return Rendered(prompt_text, is_chat=True, messages=chat), example
 
-    def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
+    def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         if not self.multiturn:
             for ids, prompt_length in self._ids(rendered):
                 yield self._fit_example(ids, prompt_length)
@@ -304,7 +305,7 @@ class SFTDataset(PreparedDataset):
         """Yield ids, which end with the end-of-text, and how many of them are the prompt's."""
         if self.pretrain_mode:
             documents = self.template.encode_rendered([document for _, document in rendered])
-            examples = ((ids, 0) for ids in documents)
+            examples: Iterator[tuple[list[int], int]] = ((ids, 0) for ids in documents)
         else:
             examples = self.template.encode_answered(rendered)
         for ids, prompt_length in examples:
@@ -362,9 +363,10 @@ def _left_out(outcome: Outcome) -> Outcome:
 
 
 def _one_length(max_length: int | None, max_len: int | None) -> int:
-    if (max_length is None) == (max_len is None):
+    given = [limit for limit in (max_length, max_len) if limit is not None]
+    if len(given) != 1:
         raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
-    limit = int(max_len if max_length is None else max_length)
+    limit = int(given[0])
     if limit < 2:
         raise DataError(f"max_len is {limit}; at least 2, one token to see and one to predict")
     return limit
