@@ -254,7 +254,7 @@ class SFTDataset(PreparedDataset):
         text = closed(self.template.chat_text(chat + answer, options))
         example = Rendered(text, is_chat=True, messages=chat + answer)
         if self.pretrain_mode:
-            check_answer(example.messages[-1], text)
+            check_answer((chat + answer)[-1], text)
             return example, example
         prompt_text = self.template.chat_text(chat, options, add_generation_prompt=True)
         length = shared_length(prompt_text, text)

@@ -71,28 +71,28 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
         "ground_truth": extra.get("ground_truth"),
         "label": prompt.label,
     }
-    column, table = first_value(columns, columns)
+    column, test_table = first_value(columns, columns)
     if column is None:
         raise ValueError(f"no test cases: the row has none of {', '.join(columns)}")
     try:
-        table = _load(table) if isinstance(table, str) else table
+        test_table = _load(test_table) if isinstance(test_table, str) else test_table
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{column} is not JSON: {error}") from None
-    if not isinstance(table, Mapping) or not all(
-        isinstance(table.get(name), list) for name in ("inputs", "outputs")
+    if not isinstance(test_table, Mapping) or not all(
+        isinstance(test_table.get(name), list) for name in ("inputs", "outputs")
     ):
         raise ValueError(
-            f"{column} must be an object with the lists 'inputs' and 'outputs', got {shown(table)}"
+            f"{column} must be an object with the lists 'inputs' and 'outputs', got {shown(test_table)}"
         )
-    inputs = table["inputs"]
-    outputs = table["outputs"]
+    inputs = test_table["inputs"]
+    outputs = test_table["outputs"]
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"{column} has {len(inputs)} inputs and {len(outputs)} outputs")
-    if table.get("remote"):
+    if test_table.get("remote"):
         raise ValueError(
             f"{column}: inputs that are addresses of files ('remote') are not supported"
         )
-    function = table.get("fn_name") or None
+    function = test_table.get("fn_name") or None
     case_of = _script_case if function is None else _call_case
     try:
         return CodeTests(function, tuple(map(case_of, inputs[:most], outputs[:most])))
@@ -145,26 +145,26 @@ def last_program(response: str) -> str | None:
     """
     tagged = None
     untagged = None
-    block: list[str] | None = None
-    fence = indent = tag = ""
-    for line in (after_thinking(response) or "").replace("\r\n", "\n").split("\n"):
-        match = _FENCE.fullmatch(line.rstrip())
-        if block is None:
-            if match:
-                block = []
-                indent, fence, tag = match.groups()
-        elif match and len(match[2]) >= len(fence) and not match[3].strip():
-            program = "\n".join(block)
+    block_lines: list[str] | None = None
+    fence = indent = language_tag = ""
+    for response_line in (after_thinking(response) or "").replace("\r\n", "\n").split("\n"):
+        fence_match = _FENCE.fullmatch(response_line.rstrip())
+        if block_lines is None:
+            if fence_match:
+                block_lines = []
+                indent, fence, language_tag = fence_match.groups()
+        elif fence_match and len(fence_match[2]) >= len(fence) and not fence_match[3].strip():
+            program = "\n".join(block_lines)
             if indent:
                 program = textwrap.dedent(program)
-            language = tag.strip().lower().split(" ")[0]
+            language = language_tag.strip().lower().split(" ")[0]
             if program.strip() and language == "":
                 untagged = program
             elif program.strip() and language in _PYTHON_TAGS:
                 tagged = program
-            block = None
+            block_lines = None
         else:
-            block.append(line)
+            block_lines.append(response_line)
     return tagged or untagged
 
 
@@ -186,90 +186,103 @@ class Comparison:
                 f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}"
             )
 
-    def most_bytes(self, case: CodeCase) -> int:
+    def most_bytes(self, test_case: CodeCase) -> int:
         """Return a limit: a longer output is wrong, and not worth the memory."""
-        expected = case.expected
+        expected = test_case.expected
         texts = [expected] if isinstance(expected, str) else map(json.dumps, expected)
         return 32 * max(map(len, texts)) + 8192
 
-    def printed(self, output: str, case: CodeCase) -> bool:
+    def printed(self, output: str, test_case: CodeCase) -> bool:
         """Tell whether a program printed the right text."""
-        if output == case.expected:
+        if output == test_case.expected:
             return True
-        if len(output) > self.most_bytes(case) or self.code_compare == "exact":
+        if len(output) > self.most_bytes(test_case) or self.code_compare == "exact":
             return False
         lines = _words_of_lines(output)
-        right_lines = _words_of_lines(case.expected)
-        if len(lines) != len(right_lines):
+        expected_lines = _words_of_lines(test_case.expected)
+        if len(lines) != len(expected_lines):
             return False
-        if _stripped_lines(output) == _stripped_lines(case.expected):
+        if _stripped_lines(output) == _stripped_lines(test_case.expected):
             return True
-        if self._allows("float") and all(map(self._close_lines, lines, right_lines)):
+        if self._allows("float") and all(map(self._close_lines, lines, expected_lines)):
             return True
-        return self._allows("set") and _bag_of_lines(lines) == _bag_of_lines(right_lines)
+        return self._allows("set") and _bag_of_lines(lines) == _bag_of_lines(expected_lines)
 
-    def returned(self, answer: str, case: CodeCase) -> bool:
+    def returned(self, answer: str, test_case: CodeCase) -> bool:
         """Tell whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
         try:
-            if len(answer) > self.most_bytes(case):
+            if len(answer) > self.most_bytes(test_case):
                 return False
             value = _load(answer)
-            return any(self._equal(value, _load(json.dumps(right))) for right in case.expected)
+            return any(
+                self._equal(value, _load(json.dumps(expected))) for expected in test_case.expected
+            )
         except (ValueError, RecursionError, OverflowError):
             return False
 
     def _allows(self, name: str) -> bool:
         return COMPARISONS.index(self.code_compare) >= COMPARISONS.index(name)
 
-    def _close_lines(self, words: Sequence[str], right_words: Sequence[str]) -> bool:
-        return len(words) == len(right_words) and all(
-            word == right or self._close_words(word, right)
-            for word, right in zip(words, right_words)
+    def _close_lines(self, line_words: Sequence[str], expected_words: Sequence[str]) -> bool:
+        return len(line_words) == len(expected_words) and all(
+            word == expected_word or self._close_words(word, expected_word)
+            for word, expected_word in zip(line_words, expected_words)
         )
 
-    def _close_words(self, word: str, right: str) -> bool:
+    def _close_words(self, word: str, expected_word: str) -> bool:
         # Where a whole number is right, another number is right only if it is that number, printed with noise.
         try:
-            if _is_integer(right) and (
-                _is_integer(word) or Decimal(word).to_integral_value() != Decimal(right)
+            if _is_integer(expected_word) and (
+                _is_integer(word) or Decimal(word).to_integral_value() != Decimal(expected_word)
             ):
                 return False
-            return self._close(float(word), float(right))
+            return self._close(float(word), float(expected_word))
         except (ValueError, InvalidOperation):
             return False
 
-    def _close(self, number: float, right: float) -> bool:
-        if not (math.isfinite(number) and math.isfinite(right)):
-            return number == right or (math.isnan(number) and math.isnan(right))
-        tolerance = self.code_float_tolerance * abs(right) + self.code_float_tolerance / 1000
-        return abs(number - right) <= tolerance
+    def _close(self, number: float, expected_number: float) -> bool:
+        if not (math.isfinite(number) and math.isfinite(expected_number)):
+            return number == expected_number or (math.isnan(number) and math.isnan(expected_number))
+        tolerance = (
+            self.code_float_tolerance * abs(expected_number) + self.code_float_tolerance / 1000
+        )
+        return abs(number - expected_number) <= tolerance
 
-    def _equal(self, value: Any, right: Any) -> bool:
+    def _equal(self, value: Any, expected_value: Any) -> bool:
         if isinstance(value, dict) and value.keys() == {_SET} and self._allows("set"):
             value = value[_SET]  # without it, a set is no list, as in Python
-        if value == right or (self._allows("float") and self._close_values(value, right)):
+        if value == expected_value or (
+            self._allows("float") and self._close_values(value, expected_value)
+        ):
             return True
-        if not self._allows("set") or not (isinstance(value, list) and isinstance(right, list)):
+        if not self._allows("set") or not (
+            isinstance(value, list) and isinstance(expected_value, list)
+        ):
             return False
-        bags = [
-            Counter(json.dumps(item, sort_keys=True) for item in items) for items in (value, right)
+        item_counts = [
+            Counter(json.dumps(item, sort_keys=True) for item in items)
+            for items in (value, expected_value)
         ]
-        return bags[0] == bags[1]
+        return item_counts[0] == item_counts[1]
 
-    def _close_values(self, value: Any, right: Any) -> bool:
-        if value == right:
+    def _close_values(self, value: Any, expected_value: Any) -> bool:
+        if value == expected_value:
             return True
-        if isinstance(value, list) and isinstance(right, list):
-            return len(value) == len(right) and all(map(self._close_values, value, right))
-        if isinstance(value, dict) and isinstance(right, dict):
-            return value.keys() == right.keys() and all(
-                self._close_values(value[key], right[key]) for key in value
+        if isinstance(value, list) and isinstance(expected_value, list):
+            return len(value) == len(expected_value) and all(
+                map(self._close_values, value, expected_value)
             )
-        if isinstance(right, int):
-            is_noisy = isinstance(value, float) and math.isfinite(value) and round(value) == right
-            return is_noisy and self._close(value, right)
-        if isinstance(right, float) and isinstance(value, int | float):
-            return self._close(float(value), right)
+        if isinstance(value, dict) and isinstance(expected_value, dict):
+            return value.keys() == expected_value.keys() and all(
+                self._close_values(value[key], expected_value[key]) for key in value
+            )
+        if isinstance(expected_value, int):
+            is_noisy = (
+                isinstance(value, float) and math.isfinite(value) and round(value) == expected_value
+            )
+            return is_noisy and self._close(value, expected_value)
+        if isinstance(expected_value, float) and isinstance(value, int | float):
+            return self._close(float(value), expected_value)
         return False
 
 
@@ -333,13 +346,15 @@ class SandboxVerifier:
         seconds_left = self.code_total_timeout
         while len(verdict.passed) < len(tests.cases) and seconds_left > 0:
             heartbeat.beat()
-            cases = tests.cases[len(verdict.passed) :]
+            remaining_cases = tests.cases[len(verdict.passed) :]
             if tests.function is None:
-                run = self._run_script(code, cases[0], verdict, seconds_left)
+                program_run = self._run_script(code, remaining_cases[0], verdict, seconds_left)
             else:
-                run = self._run_calls(code, tests.function, cases, verdict, seconds_left)
-            verdict.compile_error = "compile_error" in _first_answer(run)
-            seconds_left -= run.seconds
+                program_run = self._run_calls(
+                    code, tests.function, remaining_cases, verdict, seconds_left
+                )
+            verdict.compile_error = "compile_error" in _first_answer(program_run)
+            seconds_left -= program_run.seconds
             if verdict.compile_error or (first_failure_ends and verdict.timeouts):
                 return verdict
         verdict.timeouts += len(tests.cases) - len(verdict.passed)
@@ -350,25 +365,27 @@ class SandboxVerifier:
         self.pool.close()
 
     def _run_script(
-        self, code: str, case: CodeCase, verdict: CodeVerdict, seconds: float
+        self, program: str, test_case: CodeCase, verdict: CodeVerdict, seconds: float
     ) -> ProgramRun:
         """Run one test in a process of its own."""
-        run = self.pool.run(
-            code,
-            stdin=case.program_input,
+        program_run = self.pool.run(
+            program,
+            stdin=test_case.program_input,
             total_seconds=seconds,
-            output_bytes=self.comparison.most_bytes(case),
+            output_bytes=self.comparison.most_bytes(test_case),
         )
-        has_ended_well = run.ended == "exit" and run.code == 0
-        verdict.passed.append(has_ended_well and self.comparison.printed(run.stdout, case))
-        verdict.timeouts += run.ended == "timeout"
-        return run
+        has_ended_well = program_run.ended == "exit" and program_run.code == 0
+        verdict.passed.append(
+            has_ended_well and self.comparison.printed(program_run.stdout, test_case)
+        )
+        verdict.timeouts += program_run.ended == "timeout"
+        return program_run
 
     def _run_calls(
         self,
-        code: str,
+        program: str,
         function: str,
-        cases: Sequence[CodeCase],
+        test_cases: Sequence[CodeCase],
         verdict: CodeVerdict,
         seconds: float,
     ) -> ProgramRun:
@@ -376,33 +393,33 @@ class SandboxVerifier:
 
         A program that cannot be loaded fails all.
         """
-        run = self.pool.run(
-            code,
+        program_run = self.pool.run(
+            program,
             function=function,
-            calls=[case.program_input for case in cases],
+            calls=[test_case.program_input for test_case in test_cases],
             total_seconds=seconds,
-            output_bytes=sum(map(self.comparison.most_bytes, cases)),
+            output_bytes=sum(map(self.comparison.most_bytes, test_cases)),
         )
-        is_late = run.ended == "timeout"
-        if "loaded" not in _first_answer(run):
-            verdict.passed += [False] * len(cases)
-            verdict.timeouts += len(cases) * is_late
-            return run
-        answers = run.answers[1 : 1 + len(cases)]
-        for case, answer in zip(cases, answers):
+        is_late = program_run.ended == "timeout"
+        if "loaded" not in _first_answer(program_run):
+            verdict.passed += [False] * len(test_cases)
+            verdict.timeouts += len(test_cases) * is_late
+            return program_run
+        answers = program_run.answers[1 : 1 + len(test_cases)]
+        for test_case, answer in zip(test_cases, answers):
             # The value as JSON text. If the call failed, it is empty, which is not JSON.
             value = answer[len(_VALUE) : -1] if answer.startswith(_VALUE) else ""
-            verdict.passed.append(self.comparison.returned(value, case))
-        if len(answers) < len(cases):
+            verdict.passed.append(self.comparison.returned(value, test_case))
+        if len(answers) < len(test_cases):
             verdict.passed.append(False)
             verdict.timeouts += is_late
-        return run
+        return program_run
 
 
-def _first_answer(run: ProgramRun) -> dict[str, Any]:
+def _first_answer(program_run: ProgramRun) -> dict[str, Any]:
     """Return how the loading ended; ``{}`` if the line is missing or malformed: the program may have written it."""
     try:
-        content = json.loads(run.answers[0][:2000])
+        content = json.loads(program_run.answers[0][:2000])
     except (IndexError, ValueError, RecursionError):
         return {}
     if isinstance(content, dict):

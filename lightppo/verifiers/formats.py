@@ -18,25 +18,25 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ["<think>", "</think>"]
 
 
-def has_think(text: str) -> bool:
+def has_think(response: str) -> bool:
     """Tell whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
-    tags, texts = _split(text)
+    tags, texts = _split(response)
     if tags[:2] != _THINK or texts[0] or not set(_THINK).isdisjoint(tags[2:]):
         return False
     return any(texts[2:])
 
 
-def has_think_answer(text: str) -> bool:
+def has_think_answer(response: str) -> bool:
     """Accept ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
-    tags, texts = _split(text)
+    tags, texts = _split(response)
     return tags == [*_THINK, "<answer>", "</answer>"] and not any(texts[::2])
 
 
-def _split(text: str) -> tuple[list[str], list[str]]:
+def _split(response: str) -> tuple[list[str], list[str]]:
     """Return the tags in order and the stripped texts around them; add a missing first ``<think>``."""
-    if _TAG.findall(text)[:1] == ["</think>"]:
-        text = "<think>" + text
-    return _TAG.findall(text), [piece.strip() for piece in _TAG.split(text)]
+    if _TAG.findall(response)[:1] == ["</think>"]:
+        response = "<think>" + response
+    return _TAG.findall(response), [piece.strip() for piece in _TAG.split(response)]
 
 
 FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer": has_think_answer}
@@ -69,8 +69,8 @@ class FormatReward:
         """Score the samples."""
         scores = []
         for rollout in rollouts:
-            text = self._thinking.shown(rollout) if self._is_named else rollout.response_text
-            scores.append(float(self.check(text)))
+            response = self._thinking.shown(rollout) if self._is_named else rollout.response_text
+            scores.append(float(self.check(response)))
         return RewardOutput(scores)
 
 
@@ -126,10 +126,6 @@ def format_reward(request: RewardRequest) -> FormatReward:
 
 
 def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
-    """Return the source with ``--check_xml_format`` around it, if that is set."""
-    options = request.config.verifier
-    if options.check_xml_format:
-        return XmlFormatCheck(
-            source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer)
-        )
-    return source
+    """Return the source with ``--check_xml_format`` around it."""
+    minimum = request.config.verifier.reward_minimum
+    return XmlFormatCheck(source, minimum=minimum, thinking=Thinking(request.tokenizer))

@@ -212,24 +212,24 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
     return answer or None
 
 
-def _boxed(text: str) -> str | None:
-    if "box" not in text:
+def _boxed(response: str) -> str | None:
+    if "box" not in response:
         return None
     closings: dict[int, int] = {}  # position of each opening brace → position of its closing brace
     opened: list[int] = []
-    for brace in _BRACE.finditer(text):  # escaped braces are text
+    for brace in _BRACE.finditer(response):  # escaped braces are text
         if brace.group() == "{":
             opened.append(brace.start())
         elif brace.group() == "}" and opened:
             closings[opened.pop()] = brace.start()
     boxes: list[tuple[int, int, str]] = []
     position = 0
-    while command := _BOX.search(text, position):
+    while command := _BOX.search(response, position):
         position = command.end()
         if position in closings:
-            content = text[position + 1 : closings[position]].strip()
+            content = response[position + 1 : closings[position]].strip()
             position = closings[position] + 1
-        elif bare := _BARE_BOX.match(text, position):
+        elif bare := _BARE_BOX.match(response, position):
             content = bare.group()
             position = bare.end()
         else:
@@ -239,33 +239,33 @@ def _boxed(text: str) -> str | None:
         return None
     contents = [boxes[-1][2]]
     for (_, end, content), (start, _, _) in zip(boxes[-2::-1], boxes[:0:-1]):
-        if start - end > _LONGEST_JOINT or not _BETWEEN_BOXES.fullmatch(text, end, start):
+        if start - end > _LONGEST_JOINT or not _BETWEEN_BOXES.fullmatch(response, end, start):
             break
         contents.insert(0, content)
     return ", ".join(dict.fromkeys(contents))
 
 
-def _after_hashes(text: str) -> str | None:
-    _, marker, tail = text.rpartition("####")
-    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+def _after_hashes(response: str) -> str | None:
+    _, marker, answer_lines = response.rpartition("####")
+    lines = [line.strip() for line in answer_lines.splitlines() if line.strip()]
     if not marker or not lines:
         return None
     return lines[0].lstrip(":").strip(" *") or None
 
 
-def _after_phrase(text: str) -> str | None:
+def _after_phrase(response: str) -> str | None:
     """Return what follows "the answer is": a formula at once, else its last one before a reason, its number, or all."""
-    phrases = list(_ANSWER_IS.finditer(text))
+    phrases = list(_ANSWER_IS.finditer(response))
     if not phrases:
         return None
-    tail = text[phrases[-1].end() :]
-    sentence = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *\"'`")
+    answer_part = response[phrases[-1].end() :]
+    sentence = _SENTENCE_END.split(answer_part, maxsplit=1)[0].strip(" *\"'`")
     before_reason = _REASON.split(sentence, maxsplit=1)[0]
-    formula = _FORMULA.match(tail) or _last_formula(before_reason) or _last_formula(sentence)
+    formula = _FORMULA.match(answer_part) or _last_formula(before_reason) or _last_formula(sentence)
     if formula:
-        value = _IS_NUMBER.match(formula.string, formula.end())
-        if value and _content(formula).isalpha():
-            return value["number"]
+        assigned_number = _IS_NUMBER.match(formula.string, formula.end())
+        if assigned_number and _content(formula).isalpha():
+            return assigned_number["number"]
         return _content(formula)
     number = _NUMBER_IN_TEXT.match(sentence)
     if number is None or _NUMBER_NEXT.match(sentence, number.end()):
@@ -277,11 +277,11 @@ def _after_phrase(text: str) -> str | None:
     return sentence
 
 
-def _last_formula_or_number(text: str) -> str | None:
-    if _BOX.search(text):  # the response was cut off inside the box
+def _last_formula_or_number(response: str) -> str | None:
+    if _BOX.search(response):  # the response was cut off inside the box
         return None
-    formula = _last_formula(text)
-    numbers = list(_NUMBER_IN_TEXT.finditer(text))
+    formula = _last_formula(response)
+    numbers = list(_NUMBER_IN_TEXT.finditer(response))
     if formula and (not numbers or numbers[-1].start() < formula.end()):
         return _EQUALS.split(_content(formula))[-1].strip()
     if numbers:
@@ -289,8 +289,8 @@ def _last_formula_or_number(text: str) -> str | None:
     return None
 
 
-def _last_formula(text: str) -> re.Match[str] | None:
-    formulas = list(_FORMULA.finditer(text))
+def _last_formula(passage: str) -> re.Match[str] | None:
+    formulas = list(_FORMULA.finditer(passage))
     if formulas:
         return formulas[-1]
     return None

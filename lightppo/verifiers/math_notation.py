@@ -208,24 +208,26 @@ _CANONICAL: list[tuple[re.Pattern[str], Any]] = [
 
 def canonical(answer: str) -> str:
     """Return the answer in the notation that :mod:`~lightppo.verifiers.math_equality` reads."""
-    text = tidy(_as_latex(answer))
+    notation = tidy(_as_latex(answer))
     for pattern, replacement in _CANONICAL:
-        text = pattern.sub(replacement, text)
+        notation = pattern.sub(replacement, notation)
     for _ in range(3):  # fonts in fonts
-        text = _FONT.sub(_without_font, text)
-    text = _DOTTED.sub(lambda match: rf" \text{{{(match[1] or match[2]).lower()}m}} ", text)
-    text = _UNIT_FRACTION.sub(r"\1/\2", _LETTERS.sub(_latex_word, text))
-    text = _REPEATING.sub(_fraction, _with_braces(text))
-    text = _MIXED.sub(_mixed_number, text)
-    return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+        notation = _FONT.sub(_without_font, notation)
+    notation = _DOTTED.sub(lambda match: rf" \text{{{(match[1] or match[2]).lower()}m}} ", notation)
+    notation = _UNIT_FRACTION.sub(r"\1/\2", _LETTERS.sub(_latex_word, notation))
+    notation = _REPEATING.sub(_fraction, _with_braces(notation))
+    notation = _MIXED.sub(_mixed_number, notation)
+    return re.sub(r"\s+", " ", notation).strip().rstrip(".").strip()
 
 
-def _as_latex(text: str) -> str:
+def _as_latex(answer: str) -> str:
     """Return ASCII for signs of Unicode: by the table, Greek letters by name, the rest by how Unicode decomposes them."""
-    if text.isascii():
-        return text
-    runs = itertools.groupby(text, _decomposition)
-    return "".join(_latex_of(form, "".join(characters)) for form, characters in runs)
+    if answer.isascii():
+        return answer
+    runs = itertools.groupby(answer, _decomposition)
+    return "".join(
+        _latex_of(decomposition, "".join(characters)) for decomposition, characters in runs
+    )
 
 
 def _decomposition(character: str) -> str:
@@ -301,51 +303,51 @@ def _latex_word(match: re.Match[str]) -> str:
     return word
 
 
-def _with_braces(text: str) -> str:
+def _with_braces(notation: str) -> str:
     r"""Write ``\frac12`` as ``\frac{1}{2}``, ``x^(2)`` and ``\sqrt(2)`` with braces; from the inside out."""
     pieces = []
     position = 0
-    while match := _TAKES.search(text, position):
-        pieces.append(text[position : match.start()] + match.group().replace(" ", ""))
+    while match := _TAKES.search(notation, position):
+        pieces.append(notation[position : match.start()] + match.group().replace(" ", ""))
         position = match.end()
         is_pair = match["name"] in ("frac", "binom")
         for _ in range(1 + is_pair):
-            argument, position = _argument(text, position, is_pair)
+            argument, position = _argument(notation, position, is_pair)
             pieces.append(f"{{{_with_braces(argument)}}}")
-    return "".join(pieces) + text[position:]
+    return "".join(pieces) + notation[position:]
 
 
-def _argument(text: str, start: int, is_pair: bool) -> tuple[str, int]:
+def _argument(notation: str, start: int, is_pair: bool) -> tuple[str, int]:
     """Return what a command takes: a group; one that takes no pair also one in parentheses or a whole number."""
-    while text[start : start + 1] == " ":
+    while notation[start : start + 1] == " ":
         start += 1
-    bracket = text[start : start + 1]
+    bracket = notation[start : start + 1]
     if bracket == "{" or (bracket == "(" and not is_pair):
-        end = closing(text, start)
-        return text[start + 1 : end].strip(), min(end + 1, len(text))
-    match = _ONE.match(text, start)
+        end = closing(notation, start)
+        return notation[start + 1 : end].strip(), min(end + 1, len(notation))
+    match = _ONE.match(notation, start)
     if not is_pair:
-        match = _SIGNED.match(text, start) or match
+        match = _SIGNED.match(notation, start) or match
     if match is None:
         return "", start
     if match.group() in ("\\sqrt", "\\frac"):  # takes arguments itself
-        argument, end = _argument(text, match.end(), match.group() == "\\frac")
+        argument, end = _argument(notation, match.end(), match.group() == "\\frac")
         return match.group() + f"{{{argument}}}", end
     return match.group(), match.end()
 
 
-def closing(text: str, start: int) -> int:
+def closing(notation: str, start: int) -> int:
     """Return where the bracket at ``start`` closes; the end of the text if it does not."""
-    opening = text[start]
+    opening = notation[start]
     bracket = {"{": "}", "(": ")"}[opening]
     depth = 0
-    for position in range(start, len(text)):
-        if position and text[position - 1] == "\\" and opening == "{":
+    for position in range(start, len(notation)):
+        if position and notation[position - 1] == "\\" and opening == "{":
             continue
-        depth += (text[position] == opening) - (text[position] == bracket)
+        depth += (notation[position] == opening) - (notation[position] == bracket)
         if depth == 0:
             return position
-    return len(text)
+    return len(notation)
 
 
 def _fraction(decimal: re.Match[str]) -> str:

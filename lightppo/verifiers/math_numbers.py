@@ -162,10 +162,10 @@ def _read_tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
 def compare(gold: str, answer: str) -> bool | None:
     """Tell whether two answers are equal; ``None`` if telling takes algebra."""
     gold_number = as_number(gold)
-    number = as_number(answer)
+    answer_number = as_number(answer)
     labels = {label.group() for text in (gold, answer) if (label := _LABEL.match(tidy(text)))}
-    if gold_number is not None and number is not None and len(labels) < 2:
-        return same_number(gold_number, number)
+    if gold_number is not None and answer_number is not None and len(labels) < 2:
+        return same_number(gold_number, answer_number)
     numerals = [
         _NUMERAL.fullmatch(re.sub(r"^[A-Za-z]=", "", squeezed(text))) for text in (gold, answer)
     ]

@@ -14,10 +14,8 @@ from lightppo.rewards.reward_source import RewardSource, describe_sample, shown
 
 def status_check(
     config: PPOConfig, strategy: Ranks, source: RewardSource
-) -> Callable[[Sequence[Rollout]], None] | None:
-    """Return the check of each scored batch of training, where the option asks for it."""
-    if not config.verifier.check_verifier_status:
-        return None
+) -> Callable[[Sequence[Rollout]], None]:
+    """Return the check of each scored batch of training."""
     minimum = config.verifier.reward_minimum
     if minimum is None:
         minimum = getattr(source, "minimum", None)

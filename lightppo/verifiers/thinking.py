@@ -28,9 +28,9 @@ THINKING = (
 _OPENER, _CLOSER = THINKING[0]
 
 
-def after_thinking(text: str) -> str | None:
+def after_thinking(response: str) -> str | None:
     """Return what stands behind the last ``</think>``; ``None`` while the thinking goes on."""
-    answer = text.rpartition(_CLOSER)[2]
+    answer = response.rpartition(_CLOSER)[2]
     if _OPENER in answer:
         return None
     return answer
@@ -77,12 +77,12 @@ class Thinking:
         return text
 
 
-def _in_common_form(text: str, opener: str, closer: str, is_open: bool) -> str:
-    is_open = is_open or closer in text.partition(opener)[0]  # the opening was left out
+def _in_common_form(response: str, opener: str, closer: str, is_open: bool) -> str:
+    is_open = is_open or closer in response.partition(opener)[0]  # the opening was left out
     pieces = []
-    while text:
-        mark, common_mark = (closer, _CLOSER) if is_open else (opener, _OPENER)
-        piece, matched, text = text.partition(mark)
+    while response:
+        family_mark, common_mark = (closer, _CLOSER) if is_open else (opener, _OPENER)
+        piece, matched, response = response.partition(family_mark)
         pieces.append(piece)
         if matched:
             pieces.append(common_mark)

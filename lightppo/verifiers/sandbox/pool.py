@@ -49,9 +49,9 @@ class SandboxLimits:
     code_max_processes: int = 16  # processes and threads
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for limit_name, value in asdict(self).items():
             if not 0 < value < math.inf:
-                raise ValueError(f"--{name} must be a number > 0, got {value}")
+                raise ValueError(f"--{limit_name} must be a number > 0, got {value}")
         if self.code_memory_limit_mb < 128:
             raise ValueError(
                 f"--code_memory_limit_mb {self.code_memory_limit_mb}: Python itself needs 128"
@@ -242,12 +242,12 @@ class Sandbox:
         """Find out by trying which of :data:`PROTECTIONS` hold."""
 
         def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
-            run = self.run(
+            program_run = self.run(
                 _ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS
             )
-            if len(run.answers) < 2:
-                return run.ended, None
-            return run.ended, json.loads(run.answers[1]).get("value")
+            if len(program_run.answers) < 2:
+                return program_run.ended, None
+            return program_run.ended, json.loads(program_run.answers[1]).get("value")
 
         prefix = "lightppo-probe-"
         with (
@@ -257,19 +257,19 @@ class Sandbox:
             socket.socket(socket.AF_UNIX) as abstract,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         ):
-            file = Path(folder, "secret")
-            file.write_text("secret")
-            file.chmod(0o666)
-            file.parent.chmod(0o777)
+            secret_file = Path(folder, "secret")
+            secret_file.write_text("secret")
+            secret_file.chmod(0o666)
+            secret_file.parent.chmod(0o777)
             abstract_name = prefix + secrets.token_hex(8)
             abstract.bind("\0" + abstract_name)
             abstract.listen()
             datagram_path = f"{short_folder}/socket"
             datagrams.bind(datagram_path)
-            for path in (short_folder, datagram_path):
-                os.chmod(path, 0o777)
+            for public_path in (short_folder, datagram_path):
+                os.chmod(public_path, 0o777)
             port = server.getsockname()[1]
-            targets = (port, abstract_name, datagram_path, str(file), os.getpid())
+            targets = (port, abstract_name, datagram_path, str(secret_file), os.getpid())
             _, openings = attempt("attack", *targets, self.limits.code_memory_limit_mb)
         if not isinstance(openings, dict):
             return set()
@@ -284,7 +284,7 @@ class Sandbox:
             "forks": ended != "processes" and not (isinstance(forks, int) and forks <= most_forks),
             "memory": openings["memory"],
         }
-        return {name for name in PROTECTIONS if not is_open[name]}
+        return {protection for protection in PROTECTIONS if not is_open[protection]}
 
     def close(self) -> None:
         """End the process and everything in it."""
@@ -384,11 +384,11 @@ class SandboxPool(contextlib.AbstractContextManager):
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         for sandbox in self.sandboxes:
             self._idle.put(sandbox)
-        missing = [name for name in PROTECTIONS if name not in self.protections]
+        missing = [protection for protection in PROTECTIONS if protection not in self.protections]
         level = logging.WARNING if missing else logging.INFO
         layers = ", ".join(self.layers) or "none"
-        text = "code sandbox: %s; not kept out: %s"
-        logger.log(level, text, layers, missing or "nothing")
+        log_text = "code sandbox: %s; not kept out: %s"
+        logger.log(level, log_text, layers, missing or "nothing")
 
     def _strongest(self, isolations: Sequence[str], allow_unsafe: bool) -> tuple[Sandbox, set[str]]:
         """Start a sandbox with the first isolation that holds; return also what it keeps out."""
@@ -400,7 +400,7 @@ class SandboxPool(contextlib.AbstractContextManager):
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error}")
                 continue
-            missing = [name for name in PROTECTIONS if name not in protections]
+            missing = [protection for protection in PROTECTIONS if protection not in protections]
             if not missing or isolation == "none":
                 return sandbox, protections
             sandbox.close()

@@ -106,14 +106,18 @@ def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
     command = [orders["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1",
                "--uid", str(walls.INNER_ID), "--gid", str(walls.INNER_ID), "--proc", "/proc"]  # fmt: skip
     interpreter = os.path.realpath(sys.executable)
-    for path in [*orders["readable"], interpreter, os.path.dirname(os.path.realpath(__file__))]:
-        command += ["--ro-bind", path, path]
+    for readable_path in [
+        *orders["readable"],
+        interpreter,
+        os.path.dirname(os.path.realpath(__file__)),
+    ]:
+        command += ["--ro-bind", readable_path, readable_path]
     for device in filter(os.path.exists, walls.DEVICES):
         command += ["--dev-bind", device, device]
-    for place, target in orders["links"].items():
-        command += ["--symlink", target, place]
-    again = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders)]
-    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *again]
+    for link, target in orders["links"].items():
+        command += ["--symlink", target, link]
+    inner_command = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders)]
+    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *inner_command]
 
 
 # Serve
@@ -148,8 +152,8 @@ def _send(message: dict[str, Any]) -> None:
     _write_all(_TRAINER, json.dumps(message).encode() + b"\n")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    remaining = memoryview(data)
+def _write_all(descriptor: int, content: bytes) -> None:
+    remaining = memoryview(content)
     while remaining:
         remaining = remaining[os.write(descriptor, remaining) :]
 
@@ -169,7 +173,7 @@ class _Watch:
     def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
         self._request = request
         self._walls = wall
-        self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
+        self._output = {stream_name: bytearray() for stream_name in ("stdout", "stderr", "answers")}
         self._most_bytes = wall.limits["code_output_limit_mb"] * _MEBIBYTE
         if request["output_bytes"]:
             self._most_bytes = min(self._most_bytes, request["output_bytes"])
@@ -179,7 +183,7 @@ class _Watch:
         self._ended = ""
         wall.prepare()
         self._start = self._since = time.monotonic()  # of the program, and of its present call
-        pipes = {name: os.pipe() for name in self._output}
+        pipes = {stream_name: os.pipe() for stream_name in self._output}
         stdin = _as_file(request["stdin"])
         self._process = os.fork()
         if self._process == 0:
@@ -200,7 +204,7 @@ class _Watch:
         for reader, writer in pipes.values():
             os.close(writer)
             os.set_blocking(reader, False)
-        self._readers = {reader: name for name, (reader, _) in pipes.items()}
+        self._readers = {reader: stream_name for stream_name, (reader, _) in pipes.items()}
 
     def report(self) -> dict[str, Any]:
         """Wait for the program's end, kill what is left of it, and report."""
@@ -208,19 +212,22 @@ class _Watch:
         self._watch(process)
         os.close(process)
         seconds = time.monotonic() - self._start
-        code = os.waitstatus_to_exitcode(self._walls.kill(self._process, _REAP_SECONDS))
+        exit_code = os.waitstatus_to_exitcode(self._walls.kill(self._process, _REAP_SECONDS))
         for reader in self._readers:  # the last output
             for _ in range(self._most_bytes // _READ_BYTES + 2):
                 if not self._read(reader) or not select.select([reader], [], [], 0)[0]:
                     break
             os.close(reader)
-        texts = {name: data.decode(errors="replace") for name, data in self._output.items()}
+        output_texts = {
+            stream_name: output.decode(errors="replace")
+            for stream_name, output in self._output.items()
+        }
         if not self._begun:
-            reason = texts["answers"] or "its process ended before it began"
+            reason = output_texts["answers"] or "its process ended before it began"
             return {"reason": f"the sandbox could not start the program: {reason}"}
-        texts["answers"] = texts["answers"].removeprefix(_BEGUN)
-        ended = self._ended or ("exit" if code >= 0 else "signal")
-        return {"ended": ended, "code": code, "seconds": seconds} | texts
+        output_texts["answers"] = output_texts["answers"].removeprefix(_BEGUN)
+        ending = self._ended or ("exit" if exit_code >= 0 else "signal")
+        return {"ended": ending, "code": exit_code, "seconds": seconds} | output_texts
 
     def _watch(self, process: int) -> None:
         poller = select.poll()
@@ -254,31 +261,31 @@ class _Watch:
     def _read(self, reader: int) -> bool:
         """Take what has arrived; False at the end of the pipe."""
         try:
-            data = os.read(reader, _READ_BYTES)
+            received = os.read(reader, _READ_BYTES)
         except BlockingIOError:
             return True
-        name = self._readers[reader]
-        output = self._output[name]
+        stream_name = self._readers[reader]
+        output = self._output[stream_name]
         most_bytes = self._most_bytes
-        if name == "stderr":
+        if stream_name == "stderr":
             most_bytes = _SHOWN_BYTES
-        elif len(output) + len(data) > most_bytes:
+        elif len(output) + len(received) > most_bytes:
             self._ended = "output"
-        output += data[: most_bytes - len(output)]
+        output += received[: most_bytes - len(output)]
         # A line ends a call, and the next call has its own time.
-        if name == "answers" and b"\n" in data and self._marks > 0:
+        if stream_name == "answers" and b"\n" in received and self._marks > 0:
             self._since = time.monotonic()
-            self._marks -= data.count(b"\n")
+            self._marks -= received.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
                 self._start = self._since
                 self._begun = True
-        return bool(data)
+        return bool(received)
 
 
-def _as_file(text: str) -> int:
+def _as_file(content: str) -> int:
     """Return standard input as an unlinked, read-only file in memory."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    _write_all(descriptor, text.encode("utf-8", "surrogatepass"))
+    _write_all(descriptor, content.encode("utf-8", "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -310,15 +317,15 @@ def make_prelude() -> dict[str, Any]:
     """Return the names that every program starts with."""
     site.setquit()  # exit() and quit(), which the interpreter has only with site-packages
     names: dict[str, Any] = {}
-    for name in PRELUDE_MODULES:
-        module = importlib.import_module(name)
+    for module_name in PRELUDE_MODULES:
+        module = importlib.import_module(module_name)
         public_names = getattr(module, "__all__", None) or [
             name for name in vars(module) if not name.startswith("_")
         ]
         names.update({name: getattr(module, name) for name in public_names})
-    for name in PRELUDE_MODULES:
-        if name not in ("builtins", "typing"):
-            names[name] = sys.modules[name]
+    for module_name in PRELUDE_MODULES:
+        if module_name not in ("builtins", "typing"):
+            names[module_name] = sys.modules[module_name]
     return names
 
 
@@ -346,17 +353,17 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
         # Other errors than SyntaxError are null bytes, surrogates, and code that is too deep or too large.
         _answer({"compile_error": _described(error)})
         return 1
-    name = "__main__" if request["function"] is None else "solution"
-    module = sys.modules[name] = types.ModuleType(name)
+    module_name = "__main__" if request["function"] is None else "solution"
+    module = sys.modules[module_name] = types.ModuleType(module_name)
     streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr, "argv": sys.argv}
-    vars(module).update(prelude | streams | {"__name__": name, "__file__": "program.py"})
+    vars(module).update(prelude | streams | {"__name__": module_name, "__file__": "program.py"})
     if request["function"] is None:
         return _run_script(compiled, vars(module))
     return _run_calls(compiled, vars(module), request["function"], request["calls"], prelude)
 
 
 def _set_limits(limits: dict[str, Any], seconds: float) -> None:
-    values = {
+    limits_by_resource = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -368,22 +375,22 @@ def _set_limits(limits: dict[str, Any], seconds: float) -> None:
         resource.RLIMIT_STACK: _STACK_BYTES,
         resource.RLIMIT_AS: limits["code_memory_limit_mb"] * _MEBIBYTE,
     }
-    for kind, value in values.items():
-        _, outer_limit = resource.getrlimit(kind)
+    for resource_kind, limit in limits_by_resource.items():
+        _, outer_limit = resource.getrlimit(resource_kind)
         if outer_limit != resource.RLIM_INFINITY:
-            value = min(value, outer_limit)
-        resource.setrlimit(kind, (value, value))
+            limit = min(limit, outer_limit)
+        resource.setrlimit(resource_kind, (limit, limit))
 
 
 def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> IO[str]:
     return open(descriptor, mode, buffering, encoding="utf-8", errors=errors, closefd=False)
 
 
-def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
+def _run_script(compiled: types.CodeType, program_names: dict[str, Any]) -> int:
     """Run the code as ``python program.py`` would."""
     status = 0
     try:
-        exec(compiled, names)
+        exec(compiled, program_names)
     except SystemExit as end:
         if isinstance(end.code, int):
             status = end.code & 0xFF
@@ -413,39 +420,39 @@ def _show_traceback() -> None:
 
 def _run_calls(
     compiled: types.CodeType,
-    names: dict[str, Any],
+    program_names: dict[str, Any],
     function: str,
     calls: list[str],
     prelude: dict[str, Any],
 ) -> int:
     """Load the code once and answer with one line for the loading, then one per call."""
     try:
-        exec(compiled, names)
-        find_function(names, function, prelude)
+        exec(compiled, program_names)
+        find_function(program_names, function, prelude)
     except BaseException as error:
         _answer({"load_error": _described(error)})
         return 1
     _answer({"loaded": True})
     for arguments in calls:
         try:
-            value = find_function(names, function, prelude)(
+            returned_value = find_function(program_names, function, prelude)(
                 *map(_with_int_keys, json.loads(arguments))
             )
-            _answer({"value": value})
+            _answer({"value": returned_value})
         except BaseException as error:
             _answer({"error": _described(error)})
     return 0
 
 
 def find_function(
-    names: dict[str, Any], function: str, prelude: dict[str, Any]
+    program_names: dict[str, Any], function: str, prelude: dict[str, Any]
 ) -> Callable[..., Any]:
     """Return the method of a new ``Solution``, or the function."""
-    solution = names.get("Solution")
+    solution = program_names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
         return getattr(solution(), function)
-    if function in names and names[function] is not prelude.get(function):
-        return names[function]
+    if function in program_names and program_names[function] is not prelude.get(function):
+        return program_names[function]
     raise NameError(f"the program defines no {function}")
 
 
