@@ -65,21 +65,23 @@ class PromptTemplate:
 
     def _check_chat_template(self, reason: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
-            name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            tokenizer_name = (
+                getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            )
             raise DataError(
-                f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts"
+                f"{reason}: the tokenizer {tokenizer_name} has no chat template; set one, or give text prompts"
             )
 
-    def reads(self, name: str) -> bool:
+    def reads(self, variable_name: str) -> bool:
         """Return whether the chat template has a variable of this name; True where its text is not known."""
         template = getattr(self.tokenizer, "chat_template", None)
         sources = template.values() if isinstance(template, Mapping) else [template]
         sources = [source for source in sources if isinstance(source, str)]
-        variable = re.compile(rf"\b{re.escape(name)}\b")
+        variable = re.compile(rf"\b{re.escape(variable_name)}\b")
         return not sources or any(map(variable.search, sources))
 
-    def _unread(self, names: Iterable[str]) -> str:
-        return ", ".join(repr(name) for name in names if not self.reads(name))
+    def _unread(self, variable_names: Iterable[str]) -> str:
+        return ", ".join(repr(name) for name in variable_names if not self.reads(name))
 
     def render(self, prompt: str | Chat, options: Mapping[str, Any] = {}) -> Rendered:
         """Return the text of one prompt; a chat that ends with an assistant turn is to be continued, not answered.
@@ -127,7 +129,7 @@ class PromptTemplate:
         adds_system_prompt = self.system_prompt is not None and messages[0]["role"] != "system"
         if adds_system_prompt:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if unread := self._unread(name for name in options if name != "tools"):
+        if unread := self._unread(option_name for option_name in options if option_name != "tools"):
             raise BadRowError("template", f"the chat template does not read {unread}")
         variables = {"tokenize": False, "add_generation_prompt": False}
         variables |= {**self.chat_template_kwargs, **options, **switches}
@@ -154,29 +156,31 @@ class PromptTemplate:
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
         """Return token ids; ``special_tokens`` adds a begin-of-text (chats have it already) but no end-of-text."""
-        ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        token_ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)[
+            "input_ids"
+        ]
         end_id = self.tokenizer.eos_token_id
         if special_tokens and self.tokenizer("a")["input_ids"][-1:] == [end_id]:
-            return [text_ids[:-1] for text_ids in ids]
-        return ids
+            return [text_ids[:-1] for text_ids in token_ids]
+        return token_ids
 
     def encode_behind(self, text: str) -> list[int]:
         """Return the token ids of a text that stands behind other ids."""
-        ids = ids_behind(text, partial(self.encode, special_tokens=False))
-        if ids is None:
+        token_ids = ids_behind(text, partial(self.encode, special_tokens=False))
+        if token_ids is None:
             raise BadRowError(
                 "template",
                 f"the tokenizer joins the end of the prompt to the answer, and cannot write {text[:20]!r} apart: let "
                 "the prompt end without a blank",
             )
-        return ids
+        return token_ids
 
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
         """Return the token ids of rendered prompts, in their order."""
-        ids: list[list[int]] = []
-        for is_bare, group in groupby(rendered, key=self._is_bare):
-            ids += self.encode([prompt.text for prompt in group], special_tokens=is_bare)
-        return ids
+        token_ids: list[list[int]] = []
+        for is_bare, neighbours in groupby(rendered, key=self._is_bare):
+            token_ids += self.encode([prompt.text for prompt in neighbours], special_tokens=is_bare)
+        return token_ids
 
     def encode_answered(
         self, rendered: list[tuple[Rendered, Rendered]]
@@ -184,23 +188,25 @@ class PromptTemplate:
         """Yield the ids of prompts with answers, from pairs of prompt and whole, and how many are the prompt's."""
         all_prompt_ids = self.encode_rendered([prompt for prompt, _ in rendered])
         all_ids = self.encode_rendered([example for _, example in rendered])
-        for (prompt, example), prompt_ids, ids in zip(rendered, all_prompt_ids, all_ids):
-            if ids[: len(prompt_ids)] != prompt_ids and example.text.startswith(prompt.text):
+        for (prompt, example), prompt_ids, token_ids in zip(rendered, all_prompt_ids, all_ids):
+            if token_ids[: len(prompt_ids)] != prompt_ids and example.text.startswith(prompt.text):
                 # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                ids = prompt_ids + self.encode_behind(example.text[len(prompt.text) :])
-            yield ids, len(prompt_ids)
+                token_ids = prompt_ids + self.encode_behind(example.text[len(prompt.text) :])
+            yield token_ids, len(prompt_ids)
 
     def _is_bare(self, rendered: Rendered) -> bool:
         """Return whether a begin-of-text is missing: chats and texts that have it get no second one."""
-        begin = self.tokenizer.bos_token
-        return not rendered.is_chat and not (begin and rendered.text.startswith(begin))
+        begin_of_text = self.tokenizer.bos_token
+        return not rendered.is_chat and not (
+            begin_of_text and rendered.text.startswith(begin_of_text)
+        )
 
 
-def ended(ids: list[int], end_id: int) -> list[int]:
+def ended(token_ids: list[int], end_id: int) -> list[int]:
     """Return the ids of a finished answer, of which ``end_id`` is the last."""
-    if ids[-1:] == [end_id]:
-        return ids
-    return [*ids, end_id]
+    if token_ids[-1:] == [end_id]:
+        return token_ids
+    return [*token_ids, end_id]
 
 
 def closed(chat_text: str) -> str:
@@ -214,14 +220,14 @@ def ids_behind(text: str, encode: Callable[[list[str]], list[list[int]]]) -> lis
     Tokenizers of SentencePiece's kind put a blank before a text, which would stand between the two.
     """
     heads = ("\n", ".", "a")
-    ids, letter_ids, *head_ids = encode([text, "a", *heads])
+    text_ids, letter_ids, *head_ids = encode([text, "a", *heads])
     with_letter = encode([head + "a" for head in heads])
-    if any(joint == alone + letter_ids for alone, joint in zip(head_ids, with_letter)):
-        return ids  # it puts nothing there
+    if any(joint_ids == alone + letter_ids for alone, joint_ids in zip(head_ids, with_letter)):
+        return text_ids  # it puts nothing there
     with_text = encode([head + text for head in heads])
-    for alone, joint in zip(head_ids, with_text):
-        if alone and joint[: len(alone)] == alone:
-            return joint[len(alone) :]
+    for alone, joint_ids in zip(head_ids, with_text):
+        if alone and joint_ids[: len(alone)] == alone:
+            return joint_ids[len(alone) :]
     return None
 
 
@@ -263,8 +269,8 @@ def _with_texts(messages: Chat) -> Chat:
 
     chat = []
     for message in messages:
-        if calls := message.get("tool_calls"):
-            message = message | {"tool_calls": list(map(as_text, calls))}
+        if tool_calls := message.get("tool_calls"):
+            message = message | {"tool_calls": list(map(as_text, tool_calls))}
         chat.append(message)
     return chat
 
@@ -285,12 +291,12 @@ def check_roles(messages: Chat, write: Write, known_shapes: set[Any]) -> None:
         for i, message in enumerate(messages)
     ]
     try:
-        text = with_calls(probes, write)
+        rendering = with_calls(probes, write)
     except ValueError:  # it wants something of the texts
         known_shapes.add(shape)
         return
     for i, message in enumerate(messages):
-        if message.get("content") and f"qz{i}probe" not in text:
+        if message.get("content") and f"qz{i}probe" not in rendering:
             beside = " beside calls" * bool(message.get("tool_calls"))
             raise BadRowError(
                 "template",
@@ -321,50 +327,50 @@ def check_shown(messages: Chat, text: str, tools: Iterable[Any] = ()) -> None:
                 f"the chat template does not write the text of message {i} ({message['role']}) as it is",
             )
         _check_calls(message, text)
-    if hidden := [name for name in map(name_of_tool, tools) if name not in text]:
+    if hidden := [tool_name for tool_name in map(name_of_tool, tools) if tool_name not in text]:
         raise BadRowError(
             "template", f"the chat template does not show the tools ({', '.join(hidden)})"
         )
 
 
-def check_answer(message: Mapping[str, Any], text: str) -> None:
+def check_answer(message: Mapping[str, Any], answer_text: str) -> None:
     """Refuse a rendering without a part of a turn that is trained on, its thinking included."""
     for part in re.split("</?think>", message.get("content") or ""):
-        if not is_shown(part, text):
-            kind = "thinking" if "</think>" in message["content"] else "text"
+        if not is_shown(part, answer_text):
+            part_kind = "thinking" if "</think>" in message["content"] else "text"
             raise BadRowError(
                 "template",
-                f"the chat template drops or changes {kind} of the answer: {shown_value(part)}",
+                f"the chat template drops or changes {part_kind} of the answer: {shown_value(part)}",
             )
-    for key in THOUGHTS:
-        thought = message.get(key)
-        if isinstance(thought, str) and not is_shown(thought, text):
+    for thought_key in THOUGHTS:
+        thought = message.get(thought_key)
+        if isinstance(thought, str) and not is_shown(thought, answer_text):
             raise BadRowError(
                 "template",
-                f"the chat template does not write {key!r} of the answer, which would not be learned",
+                f"the chat template does not write {thought_key!r} of the answer, which would not be learned",
             )
-    _check_calls(message, text)
+    _check_calls(message, answer_text)
 
 
 def _check_calls(message: Mapping[str, Any], text: str) -> None:
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
-        names = [function["name"], *(arguments if isinstance(arguments, Mapping) else ())]
-        for name in names:
-            if name not in text:
+        needed_names = [function["name"], *(arguments if isinstance(arguments, Mapping) else ())]
+        for needed_name in needed_names:
+            if needed_name not in text:
                 raise BadRowError(
                     "template",
-                    f"the chat template does not write calls of tools: {name!r} of {names[0]!r} is not there",
+                    f"the chat template does not write calls of tools: {needed_name!r} of {needed_names[0]!r} is not there",
                 )
 
 
-def is_shown(content: str, text: str) -> bool:
+def is_shown(content: str, rendering: str) -> bool:
     """Return whether a rendering has a content, perhaps with other white space, or as a text in JSON."""
     content = content.strip()
-    if content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+    if content in rendering or json.dumps(content, ensure_ascii=False)[1:-1] in rendering:
         return True
-    return "".join(content.split()) in "".join(text.split())
+    return "".join(content.split()) in "".join(rendering.split())
 
 
 # -- the assistant's turns ---------------------------------------------------------------------------------------------
@@ -381,42 +387,44 @@ def assistant_turns(
     Raises:
         BadRowError: the template writes a turn, or what is before it, differently once the chat goes on.
     """
-    text = closed(template.chat_text(messages, options))
+    chat_text = closed(template.chat_text(messages, options))
     spans: list[Span] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not i:
             continue
         try:
-            begin, end = _span(template, messages, i, text, options)
-            check_answer(message, text[begin:end])
+            begin, end = _span(template, messages, i, chat_text, options)
+            check_answer(message, chat_text[begin:end])
         except BadRowError as error:
             cure = "; without --multiturn the last turn alone is learned" * (i + 1 < len(messages))
             raise BadRowError(error.reason, f"message {i + 1}: {error}{cure}") from error
         spans.append((begin, end))
     if not spans:
         raise BadRowError("missing", "no turn of the assistant answers anything")
-    return text, spans
+    return chat_text, spans
 
 
 def _span(
-    template: PromptTemplate, messages: Chat, i: int, text: str, options: Mapping[str, Any]
+    template: PromptTemplate, messages: Chat, i: int, chat_text: str, options: Mapping[str, Any]
 ) -> Span:
     earlier = template.chat_text(messages[:i], options)
     question = template.chat_text(messages[:i], options, add_generation_prompt=True)
-    probe = {"role": "assistant", "content": _PROBE}
-    probed = template.chat_text([*messages[:i], probe], options)
-    begin = min(shared_length(question, text), shared_length(question, probed))
+    probe_message = {"role": "assistant", "content": _PROBE}
+    probed = template.chat_text([*messages[:i], probe_message], options)
+    begin = min(shared_length(question, chat_text), shared_length(question, probed))
     # A thought that was switched off stands in the last turn alone.
     is_rewritten = begin < len(question) and not question.rstrip().endswith("</think>")
     if begin < len(closed(earlier)) or is_rewritten:
-        raise BadRowError("template", differs(question, text, begin))
+        raise BadRowError("template", differs(question, chat_text, begin))
     answered = closed(template.chat_text(messages[: i + 1], options))
-    if text.startswith(answered):
+    if chat_text.startswith(answered):
         return begin, len(answered)
     ending = closed(probed.rpartition(_PROBE)[2])
-    position = text.find(ending, begin)
+    position = chat_text.find(ending, begin)
     if not ending or position < 0:
-        raise BadRowError("template", differs(answered, text, shared_length(answered, text)))
+        raise BadRowError(
+            "template", differs(answered, chat_text, shared_length(answered, chat_text))
+        )
     return begin, position + len(ending)
 
 

@@ -45,11 +45,12 @@ logger = logging.getLogger(__name__)
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 
 
-def setting(strategy: Any, name: str, value: Any, default: Any = None) -> Any:
+def setting(strategy: Any, option_name: str, argument: Any, default: Any = None) -> Any:
     """Return the value if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
-    script_value = getattr(getattr(strategy, "args", None), name, None)
-    values = (value, script_value, default)
-    return next((value for value in values if value is not None), None)
+    script_value = getattr(getattr(strategy, "args", None), option_name, None)
+    if argument is not None:
+        return argument
+    return default if script_value is None else script_value
 
 
 class PreparedDataset(TorchDataset):
@@ -68,13 +69,15 @@ class PreparedDataset(TorchDataset):
         self.tokenizer = template.tokenizer
         columns = fields.columns_in(dataset.column_names)
         descriptions = []
-        for part in ("prompt", "completion", "label"):
-            if keys := getattr(fields, part, ()):
-                descriptions.append(f"{part} {' or '.join(keys)}")
-        descriptions += [name for name in TEMPLATE_KEYS if name in columns]
+        for field_name in ("prompt", "completion", "label"):
+            if keys := getattr(fields, field_name, ()):
+                descriptions.append(f"{field_name} {' or '.join(keys)}")
+        descriptions += [column for column in TEMPLATE_KEYS if column in columns]
         logger.info("columns that are read: %s", ", ".join(descriptions))
         features = dataset.features  # a copy at each call
-        self._rendered_features = {name: features[name] for name in fields.rendered_in(columns)}
+        self._rendered_features = {
+            column: features[column] for column in fields.rendered_in(columns)
+        }
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
@@ -94,8 +97,8 @@ class PreparedDataset(TorchDataset):
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row as it was written: a table has fields in it that only other rows have."""
         values = {
-            name: chat_without_nulls(row[name], feature)
-            for name, feature in self._rendered_features.items()
+            column: chat_without_nulls(row[column], feature)
+            for column, feature in self._rendered_features.items()
         }
         return {**row, **values}
 
@@ -130,7 +133,7 @@ class PreparedDataset(TorchDataset):
 
     @staticmethod
     def _cut(
-        ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
+        token_ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
     ) -> Outcome:
         """Cut a row beyond the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
         if truncation == "drop":
@@ -138,7 +141,7 @@ class PreparedDataset(TorchDataset):
         if truncation == "error":
             return BadRowError("overlong", overlong)
         return Encoded(
-            truncate_ids(ids, limit, truncation), min(prompt_length, limit), truncated=True
+            truncate_ids(token_ids, limit, truncation), min(prompt_length, limit), truncated=True
         )
 
 
@@ -222,21 +225,21 @@ class PromptDataset(PreparedDataset):
         ]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
-        prompt, key = read_prompt(row, self.fields)
+        prompt, prompt_key = read_prompt(row, self.fields)
         rendered = self.template.render(prompt, template_options(row))
         token_ids = self._rows.token_ids(position)
-        text = rendered.text
+        prompt_text = rendered.text
         # the text shows what the model sees, except plain text's begin-of-text
         if self._rows.truncated[position]:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
+            prompt_text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
         source = lookup(row, self.data_source_key)
         return Prompt(
-            text,
+            prompt_text,
             token_ids,
             label=read_label(row, self.fields),
             index=number,
             data_source="default" if source is None else str(source),
-            extra=other_columns(row, key),
+            extra=other_columns(row, prompt_key),
             messages=rendered.messages,
         )
 
@@ -258,27 +261,27 @@ class PromptDataset(PreparedDataset):
         return rendered
 
     def _encode(self, rendered: list[Rendered]) -> Iterator[Outcome]:
-        for ids in self.template.encode_rendered(rendered):
-            if not ids:
+        for token_ids in self.template.encode_rendered(rendered):
+            if not token_ids:
                 yield BadRowError("empty", "the tokenizer makes no tokens of the prompt")
-            elif len(ids) <= self.prompt_max_len:
-                yield Encoded(ids, len(ids), truncated=False)
+            elif len(token_ids) <= self.prompt_max_len:
+                yield Encoded(token_ids, len(token_ids), truncated=False)
             else:
-                yield self._cut_prompt(ids)
+                yield self._cut_prompt(token_ids)
 
-    def _cut_prompt(self, ids: list[int]) -> Outcome:
+    def _cut_prompt(self, token_ids: list[int]) -> Outcome:
         overlong = (
-            f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
+            f"the prompt has {len(token_ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
             "--truncation left|right|middle|drop or --filter_overlong_prompts"
         )
-        return self._cut(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
+        return self._cut(token_ids, len(token_ids), self.prompt_max_len, self.truncation, overlong)
 
 
 def truncate_ids(
     token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]
 ) -> list[int]:
     """Cut ids to ``max_len``: ``left`` removes the beginning, ``right`` the end, ``middle`` keeps both ends."""
-    begin = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
+    head_length = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
     if len(token_ids) <= max_len:
         return token_ids
-    return token_ids[:begin] + token_ids[len(token_ids) - (max_len - begin) :]
+    return token_ids[:head_length] + token_ids[len(token_ids) - (max_len - head_length) :]

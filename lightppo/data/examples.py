@@ -167,10 +167,10 @@ class SFTDataset(PreparedDataset):
                 tensors, True, value, padding_side=self.padding_side
             )
 
-        ids = [row["input_ids"] for row in rows]
+        token_ids = [row["input_ids"] for row in rows]
         return {
-            "input_ids": padded(ids, self._pad_id()),
-            "attention_mask": padded(list(map(torch.ones_like, ids)), 0),
+            "input_ids": padded(token_ids, self._pad_id()),
+            "attention_mask": padded(list(map(torch.ones_like, token_ids)), 0),
             "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
 
@@ -191,16 +191,16 @@ class SFTDataset(PreparedDataset):
         else:
             answers = zip([rendered], [answer_ids])
         examples = []
-        for (prompt, example, *_), ids in answers:
-            text = example.text[len(prompt.text) :]
-            written = text
+        for (prompt, example, *_), example_ids in answers:
+            answer_text = example.text[len(prompt.text) :]
+            written = answer_text
             if example.messages is not None:
                 written = example.messages[-1].get("content") or ""
-            learned = [True] * len(ids)
+            learned = [True] * len(example_ids)
             if self.multiturn:
                 learned = self._rows.learned(position)[len(prompt_ids) :].tolist()
             question = Prompt(prompt.text, prompt_ids, index=number, messages=prompt.messages)
-            examples.append(Example(question, written, text, ids, learned))
+            examples.append(Example(question, written, answer_text, example_ids, learned))
         return examples
 
     def _pad_id(self) -> int:
@@ -224,9 +224,9 @@ class SFTDataset(PreparedDataset):
             raise BadRowError(
                 "wrong_type", "--multiturn: the row is no chat; set --apply_chat_template for texts"
             )
-        text, spans = assistant_turns(self.template, chat, options)
-        question = Rendered(text[: spans[0][0]], is_chat=True, messages=chat[:1])
-        return question, Rendered(text, is_chat=True, messages=chat), spans
+        chat_text, spans = assistant_turns(self.template, chat, options)
+        question = Rendered(chat_text[: spans[0][0]], is_chat=True, messages=chat[:1])
+        return question, Rendered(chat_text, is_chat=True, messages=chat), spans
 
     def _rendered(
         self,
@@ -267,51 +267,51 @@ class SFTDataset(PreparedDataset):
 
     def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         if not self.multiturn:
-            for ids, prompt_length in self._ids(rendered):
-                yield self._fit_example(ids, prompt_length)
+            for token_ids, prompt_length in self._ids(rendered):
+                yield self._fit_example(token_ids, prompt_length)
             return
         for _, example, spans in rendered:
-            ids, learned = self._ids_of_turns(example.text, spans)
-            outcome = self._fit_example(ids, learned.index(True))
+            token_ids, learned = self._ids_of_turns(example.text, spans)
+            outcome = self._fit_example(token_ids, learned.index(True))
             if isinstance(outcome, Encoded):
                 outcome = outcome._replace(learned=learned)
             yield outcome
 
-    def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    def _ids_of_turns(self, chat_text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
         pieces = []
         position = 0
         for begin, end in spans:
-            pieces += [(text[position:begin], False), (text[begin:end], True)]
+            pieces += [(chat_text[position:begin], False), (chat_text[begin:end], True)]
             position = end
-        pieces.append((text[position:], False))
-        ids: list[int] = []
+        pieces.append((chat_text[position:], False))
+        token_ids: list[int] = []
         learned: list[bool] = []
         for piece, is_learned in pieces:
-            if ids and piece:
+            if token_ids and piece:
                 piece_ids = self.template.encode_behind(piece)
             elif piece:
                 (piece_ids,) = self.template.encode([piece], special_tokens=False)
             else:
                 continue
-            ids += piece_ids
+            token_ids += piece_ids
             learned += [is_learned] * len(piece_ids)
-        if ids[-1:] != [self.tokenizer.eos_token_id]:
-            ids.append(self.tokenizer.eos_token_id)
+        if token_ids[-1:] != [self.tokenizer.eos_token_id]:
+            token_ids.append(self.tokenizer.eos_token_id)
             learned.append(True)
-        return ids, learned
+        return token_ids, learned
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
         """Yield ids, which end with the end-of-text, and how many of them are the prompt's."""
         if self.pretrain_mode:
             documents = self.template.encode_rendered([document for _, document in rendered])
-            examples: Iterator[tuple[list[int], int]] = ((ids, 0) for ids in documents)
+            examples: Iterator[tuple[list[int], int]] = ((token_ids, 0) for token_ids in documents)
         else:
             examples = self.template.encode_answered(rendered)
-        for ids, prompt_length in examples:
-            if len(ids) > prompt_length:
-                ids = ended(ids, self.tokenizer.eos_token_id)
-            yield ids, prompt_length
+        for token_ids, prompt_length in examples:
+            if len(token_ids) > prompt_length:
+                token_ids = ended(token_ids, self.tokenizer.eos_token_id)
+            yield token_ids, prompt_length
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         outcomes = super()._encode_chunk(rows)
@@ -319,29 +319,32 @@ class SFTDataset(PreparedDataset):
             return [_left_out(outcome) for outcome in outcomes]
         return outcomes
 
-    def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
+    def _fit_example(self, token_ids: list[int], prompt_length: int) -> Outcome:
         is_cut_as_in_scripts = (
             self.of_script and self.truncation == "right" and not self.pretrain_mode
         )
         if is_cut_as_in_scripts and prompt_length > self.max_len - _LEAST_ANSWER:
             return "overlong"
-        outcome = self._fit(ids, prompt_length)
+        outcome = self._fit(token_ids, prompt_length)
         if is_cut_as_in_scripts and isinstance(outcome, Encoded) and outcome.truncated:
-            ids = [*outcome.token_ids[:-1], self.tokenizer.eos_token_id]
-            return outcome._replace(token_ids=ids)
+            token_ids = [*outcome.token_ids[:-1], self.tokenizer.eos_token_id]
+            return outcome._replace(token_ids=token_ids)
         return outcome
 
-    def _fit(self, ids: list[int], prompt_length: int) -> Outcome:
-        if len(ids) <= prompt_length:
-            kind = "completion" if prompt_length else "text"
-            return BadRowError("empty", f"the tokenizer makes no tokens of the {kind}")
-        if len(ids) <= self.max_len:
-            return Encoded(ids, prompt_length, truncated=False)
-        overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
+    def _fit(self, token_ids: list[int], prompt_length: int) -> Outcome:
+        if len(token_ids) <= prompt_length:
+            part_name = "completion" if prompt_length else "text"
+            return BadRowError("empty", f"the tokenizer makes no tokens of the {part_name}")
+        if len(token_ids) <= self.max_len:
+            return Encoded(token_ids, prompt_length, truncated=False)
+        overlong = (
+            f"{len(token_ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: "
+            f"{self.overlong_cure}"
+        )
         truncation = self.truncation
         if truncation == "right" and prompt_length >= self.max_len:
             truncation = "error"
-        return self._cut(ids, prompt_length, self.max_len, truncation, overlong)
+        return self._cut(token_ids, prompt_length, self.max_len, truncation, overlong)
 
 
 def _settings(strategy: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,11 +381,11 @@ def script_args(strategy: Any, tokenizer: Any, multiple_of: int) -> Any:
         raise DataError(
             f"multiple_of {multiple_of}: sequences are not split over ranks here; leave out --ring_attn_size"
         )
-    args = getattr(strategy, "args", None)
-    template = getattr(args, "tokenizer_chat_template", None)
-    if template and getattr(args, "apply_chat_template", False):
+    script_options = getattr(strategy, "args", None)
+    template = getattr(script_options, "tokenizer_chat_template", None)
+    if template and getattr(script_options, "apply_chat_template", False):
         tokenizer.chat_template = template
-    return args
+    return script_options
 
 
 def with_args(args: Any, **changes: Any) -> Any:

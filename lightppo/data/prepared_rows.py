@@ -63,7 +63,7 @@ class DatasetReport:
 
     def warn(self) -> None:
         """Log which rows are not as they were; DataError if none is left."""
-        examples = "".join(f"\n  {text}" for text in self.bad[:NAMED_ROWS])
+        examples = "".join(f"\n  {bad_row}" for bad_row in self.bad[:NAMED_ROWS])
         if not self.kept:
             raise DataError(f"no row is left to train on. {self}{examples}")
         if self.bad:
@@ -95,10 +95,10 @@ class PreparedRows:
 
     def learned(self, position: int) -> np.ndarray:
         """Return whether each id of the kept row at this position is learned. (S,)"""
-        ids = self._slice(position)
+        id_slice = self._slice(position)
         if len(self.flat_learned):
-            return self.flat_learned[ids]
-        return np.arange(ids.stop - ids.start) >= self.prompt_lengths[position]
+            return self.flat_learned[id_slice]
+        return np.arange(id_slice.stop - id_slice.start) >= self.prompt_lengths[position]
 
     def _slice(self, position: int) -> slice:
         return slice(self.offsets[position], self.offsets[position + 1])
@@ -118,8 +118,8 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 def columns_of(dataset: Any) -> list[str]:
     """Return the names of columns; refuse anything but a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {kind}")
+        type_name = type(dataset).__name__
+        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {type_name}")
     if len(dataset) == 0:
         raise DataError(
             "the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data"
@@ -178,23 +178,25 @@ class DatasetRows:
         encoded: dict[int, Encoded] = {}  # by row number
         for number, outcome in zip(rows, outcomes):
             if isinstance(outcome, Encoded):
-                ids = np.asarray(outcome.token_ids, dtype=np.int32)
-                learned = np.asarray(outcome.learned, dtype=bool)[: len(ids)]
-                encoded[number] = outcome._replace(token_ids=ids, learned=learned)
+                token_ids = np.asarray(outcome.token_ids, dtype=np.int32)
+                learned = np.asarray(outcome.learned, dtype=bool)[: len(token_ids)]
+                encoded[number] = outcome._replace(token_ids=token_ids, learned=learned)
             elif isinstance(outcome, BadRowError):
                 dropped[outcome.reason] += 1
                 bad_rows.append(self._refused(number, outcome))
             else:
                 dropped[outcome] += 1
-        kept = list(encoded.values())
+        kept_rows = list(encoded.values())
         arrays = {
             "row_numbers": np.array(list(encoded), dtype=np.int64),
-            "prompt_lengths": np.array([row.prompt_length for row in kept], dtype=np.int64),
-            "truncated": np.array([row.truncated for row in kept], dtype=bool),
-            "first_answers": np.array([row.first_answer for row in kept], dtype=np.int64),
-            "lengths": np.array([len(row.token_ids) for row in kept], dtype=np.int64),
-            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in kept)]),
-            "flat_learned": np.concatenate([np.zeros(0, bool), *(row.learned for row in kept)]),
+            "prompt_lengths": np.array([row.prompt_length for row in kept_rows], dtype=np.int64),
+            "truncated": np.array([row.truncated for row in kept_rows], dtype=bool),
+            "first_answers": np.array([row.first_answer for row in kept_rows], dtype=np.int64),
+            "lengths": np.array([len(row.token_ids) for row in kept_rows], dtype=np.int64),
+            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in kept_rows)]),
+            "flat_learned": np.concatenate(
+                [np.zeros(0, bool), *(row.learned for row in kept_rows)]
+            ),
         }
         return arrays, dropped, bad_rows
 
@@ -241,14 +243,15 @@ def encode_by_shares(rows: DatasetRows, num_workers: int, ranks: Ranks) -> Encod
         *ranks.all_gather_object((message, dropped, bad_rows))
     )
     if any(failures):  # the error of the first row that has one, on every rank
-        rank, problem = next((i, problem) for i, problem in enumerate(failures) if problem)
-        if rank == ranks.get_rank():
+        failed_rank, problem = next((i, problem) for i, problem in enumerate(failures) if problem)
+        if failed_rank == ranks.get_rank():
             raise failure
         if isinstance(problem, UserError):
             raise problem
-        raise RuntimeError(f"rank {rank}: {problem}")
+        raise RuntimeError(f"rank {failed_rank}: {problem}")
     arrays = {
-        name: ranks.all_gather(torch.from_numpy(values)).numpy() for name, values in arrays.items()
+        array_name: ranks.all_gather(torch.from_numpy(values)).numpy()
+        for array_name, values in arrays.items()
     }
     return arrays, sum(dropped_each, Counter()), [*chain(*bad_rows_each)]
 
@@ -268,8 +271,8 @@ def _outcomes(rows: DatasetRows, share: range, num_workers: int) -> Iterator[Out
     without_threads = ("TOKENIZERS_PARALLELISM", "false")
     with ProcessPoolExecutor(
         num_workers, get_context("fork"), os.environ.__setitem__, without_threads
-    ) as pool:
-        outcomes = pool.map(_encode_in_worker, range(0, len(share), CHUNK_ROWS))
+    ) as executor:
+        outcomes = executor.map(_encode_in_worker, range(0, len(share), CHUNK_ROWS))
         yield from chain.from_iterable(outcomes)
 
 

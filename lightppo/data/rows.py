@@ -66,8 +66,8 @@ class RowFields:
         return _columns_of((*self.rendered, *TEMPLATE_KEYS), columns)
 
 
-def _columns_of(keys: Iterable[str], columns: Iterable[str]) -> list[str]:
-    needed = {column_of(key, columns) for key in keys}
+def _columns_of(field_keys: Iterable[str], columns: Iterable[str]) -> list[str]:
+    needed = {column_of(field_key, columns) for field_key in field_keys}
     return [column for column in columns if column in needed]
 
 
@@ -132,10 +132,10 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
     if key in row:
         return row[key]
     value: Any = row
-    for field in key.split("."):
+    for field_name in key.split("."):
         if not isinstance(value, Mapping):
             return None
-        value = value.get(field)
+        value = value.get(field_name)
     return value
 
 
@@ -227,27 +227,29 @@ def checked_chat(messages: Sequence[Any], place: str) -> Chat:
             raise BadRowError(
                 "wrong_type", f"{place}[{i}].content is {shown_value(content)}; only text is read"
             )
-        turn = {
+        checked_message = {
             key: value for key, value in message.items() if value is not None or key == "content"
         }
         if calls:
-            turn["tool_calls"] = _checked_calls(calls, f"{place}[{i}].tool_calls")
-        chat.append(turn)
+            checked_message["tool_calls"] = _checked_calls(calls, f"{place}[{i}].tool_calls")
+        chat.append(checked_message)
     content = chat[-1].get("content")
     if content is not None and not content.strip() and not chat[-1].get("tool_calls"):
         raise BadRowError("empty", f"{place}: the last message is empty")
     return chat
 
 
-def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    calls = _from_json(calls, place)
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise BadRowError("wrong_type", f"{place} is {shown_value(calls)}; a list is needed")
+def _checked_calls(tool_calls: Any, place: str) -> list[dict[str, Any]]:
+    tool_calls = _from_json(tool_calls, place)
+    if not isinstance(tool_calls, list) or not all(
+        isinstance(tool_call, Mapping) for tool_call in tool_calls
+    ):
+        raise BadRowError("wrong_type", f"{place} is {shown_value(tool_calls)}; a list is needed")
     checked = []
-    for i, call in enumerate(calls):
-        call = {key: value for key, value in call.items() if value is not None}
-        is_nested = isinstance(call.get("function"), Mapping)
-        function = dict(call["function"]) if is_nested else call
+    for i, tool_call in enumerate(tool_calls):
+        tool_call = {key: value for key, value in tool_call.items() if value is not None}
+        is_nested = isinstance(tool_call.get("function"), Mapping)
+        function = dict(tool_call["function"]) if is_nested else tool_call
         if not isinstance(function.get("name"), str):
             raise BadRowError("wrong_type", f"{place}[{i}] has no name of a function")
         arguments = function.get("arguments")
@@ -259,7 +261,7 @@ def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
                 f"{place}[{i}].arguments is {shown_value(arguments)}; an object is needed",
             )
         function["arguments"] = arguments or {}
-        checked.append(call | {"function": function} if is_nested else function)
+        checked.append(tool_call | {"function": function} if is_nested else function)
     return checked
 
 
@@ -343,10 +345,10 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
         )
     if not are_chats:
         marker = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
-        start = chosen.rfind(marker, 0, length)
-        end = start + len(marker)
-        if start >= 0 and chosen[:start].strip() and chosen[end:].strip():
-            return chosen[:end], chosen[end:], rejected[end:]
+        marker_start = chosen.rfind(marker, 0, length)
+        prompt_length = marker_start + len(marker)
+        if marker_start >= 0 and chosen[:marker_start].strip() and chosen[prompt_length:].strip():
+            return chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
     raise BadRowError(
         "missing",
         "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
@@ -355,8 +357,8 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
 
 def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common beginning."""
-    for i, (element, other) in enumerate(zip(first, second)):
-        if element != other:
+    for i, (element, second_element) in enumerate(zip(first, second)):
+        if element != second_element:
             return i
     return min(len(first), len(second))
 
@@ -364,11 +366,11 @@ def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a row gives the chat template beside its messages: ``tools``, and all of ``chat_template_kwargs``."""
     for key in MEDIA_KEYS:
-        media = row.get(key)
-        if media is not None and (not hasattr(media, "__len__") or len(media)):
+        media_value = row.get(key)
+        if media_value is not None and (not hasattr(media_value, "__len__") or len(media_value)):
             raise BadRowError(
                 "wrong_type",
-                f"{key!r} is {shown_value(media)}; models read text alone here: take the column out, or its rows",
+                f"{key!r} is {shown_value(media_value)}; models read text alone here: take the column out, or its rows",
             )
     try:
         options = template_kwargs(row.get("chat_template_kwargs"), "'chat_template_kwargs'")
@@ -397,13 +399,13 @@ def name_of_tool(tool: Any) -> str | None:
     if not isinstance(tool, Mapping):
         return None
     function = tool.get("function") or tool
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) and name else None
+    function_name = function.get("name") if isinstance(function, Mapping) else None
+    return function_name if isinstance(function_name, str) and function_name else None
 
 
 def shown_value(value: Any) -> str:
     """Return a value's type and the start of its text, for messages."""
-    text = repr(value)
-    if len(text) > 60:
-        text = text[:57] + "..."
-    return f"{type(value).__name__} {text}"
+    value_text = repr(value)
+    if len(value_text) > 60:
+        value_text = value_text[:57] + "..."
+    return f"{type(value).__name__} {value_text}"

@@ -387,8 +387,8 @@ class SandboxPool(contextlib.AbstractContextManager):
         missing = [protection for protection in PROTECTIONS if protection not in self.protections]
         level = logging.WARNING if missing else logging.INFO
         layers = ", ".join(self.layers) or "none"
-        log_text = "code sandbox: %s; not kept out: %s"
-        logger.log(level, log_text, layers, missing or "nothing")
+        text = "code sandbox: %s; not kept out: %s"
+        logger.log(level, text, layers, missing or "nothing")
 
     def _strongest(self, isolations: Sequence[str], allow_unsafe: bool) -> tuple[Sandbox, set[str]]:
         """Start a sandbox with the first isolation that holds; return also what it keeps out."""
