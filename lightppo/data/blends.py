@@ -179,7 +179,7 @@ def has_split(source: str, split: str, flag: str) -> bool:
     return bool(_matching_files(_data_files(path), split))
 
 
-def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
+def with_metadata(rows: Dataset, path: str | None) -> Dataset:
     """Add the further columns of the file's row of the same id (``query_id`` or ``id``); DataError if one is missing."""
     if path is None:
         return rows
@@ -187,15 +187,16 @@ def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadat
 
     from lightppo.data.arrow_tables import exactly_read
 
-    metadata = load_source(path, "train", flag)
-    id_column = _joining_column(rows, metadata, f"{flag} {path}")
+    metadata = load_source(path, "train", "--prompt_metadata")
+    option = f"--prompt_metadata {path}"
+    id_column = _joining_column(rows, metadata, option)
     row_numbers: dict[str, int] = {}
     for number, (row_id, origin) in enumerate(zip(metadata[id_column], metadata[ORIGIN_COLUMN])):
         if row_numbers.setdefault(str(row_id), number) != number:
-            raise DataError(f"{flag} {origin}: {id_column} {row_id!r} is there twice")
+            raise DataError(f"--prompt_metadata {origin}: {id_column} {row_id!r} is there twice")
     for row_id, origin in zip(rows[id_column], rows[ORIGIN_COLUMN]):
         if str(row_id) not in row_numbers:
-            raise DataError(f"{origin}: {id_column} {row_id!r} is not in {flag} {path}")
+            raise DataError(f"{origin}: {id_column} {row_id!r} is not in {option}")
     new_columns = [column for column in metadata.column_names if column not in rows.column_names]
     matching_rows = metadata.select_columns(new_columns).select(
         [row_numbers[str(row_id)] for row_id in rows[id_column]]

@@ -26,8 +26,8 @@ class Rendered:
     """A prompt as text."""
 
     text: str  # what the model reads
-    is_chat: bool  # made by a chat template, which adds all special tokens
-    messages: Chat | None  # the chat behind it, without an added system prompt; None for plain text
+    is_chat: bool = False  # made by a chat template, which adds all special tokens
+    messages: Chat | None = None  # the chat behind it, without an added system prompt
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,17 @@ class PromptTemplate:
     _known_shapes: set[Any] = field(default_factory=set, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.input_template is not None:
-            self._check_input_template(self.input_template)
+        template = self.input_template
+        if template is not None and (self.apply_chat_template or template.count("{}") != 1):
+            raise DataError(
+                f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
+            )
         if self.apply_chat_template:
             self._check_chat_template("--apply_chat_template")
         variables = template_kwargs(self.chat_template_kwargs, "--chat_template_kwargs")
         if unread := self._unread(variables):
             raise DataError(f"--chat_template_kwargs: the chat template does not read {unread}")
         object.__setattr__(self, "chat_template_kwargs", variables)
-
-    def _check_input_template(self, template: str) -> None:
-        if self.apply_chat_template or template.count("{}") != 1:
-            raise DataError(
-                f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
-            )
 
     def _check_chat_template(self, reason: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -89,7 +86,7 @@ class PromptTemplate:
         ``options`` are those of its row, see :func:`template_options`.
         """
         if isinstance(prompt, str) and not self.apply_chat_template:
-            return Rendered(self.plain_text(prompt, options), is_chat=False, messages=None)
+            return Rendered(self.plain_text(prompt, options))
         messages = as_chat(prompt, "user")
         if messages[-1]["role"] == "assistant":
             switches = {"add_generation_prompt": False, "continue_final_message": True}

@@ -267,14 +267,12 @@ class PromptDataset(PreparedDataset):
             elif len(token_ids) <= self.prompt_max_len:
                 yield Encoded(token_ids, len(token_ids), truncated=False)
             else:
-                yield self._cut_prompt(token_ids)
-
-    def _cut_prompt(self, token_ids: list[int]) -> Outcome:
-        overlong = (
-            f"the prompt has {len(token_ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
-            "--truncation left|right|middle|drop or --filter_overlong_prompts"
-        )
-        return self._cut(token_ids, len(token_ids), self.prompt_max_len, self.truncation, overlong)
+                length = len(token_ids)
+                overlong = (
+                    f"the prompt has {length} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
+                    "--truncation left|right|middle|drop or --filter_overlong_prompts"
+                )
+                yield self._cut(token_ids, length, self.prompt_max_len, self.truncation, overlong)
 
 
 def truncate_ids(

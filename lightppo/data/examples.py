@@ -242,11 +242,11 @@ class SFTDataset(PreparedDataset):
                 "no completion: set --output_key, or pretrain_mode for text without a prompt",
             )
         if is_text and self.pretrain_mode:
-            document = Rendered(f"{prompt}{completion or ''}", is_chat=False, messages=None)
+            document = Rendered(f"{prompt}{completion or ''}")
             return document, document
         if is_text and not self.template.apply_chat_template:
             question = self.template.render(prompt, options)
-            return question, Rendered(f"{question.text}{completion}", is_chat=False, messages=None)
+            return question, Rendered(f"{question.text}{completion}")
         chat = as_chat(prompt, "user")
         answer = []
         if completion is not None:
