@@ -137,15 +137,14 @@ class SFTDataset(PreparedDataset):
         # The system prompt of the run is for prompts, and documents have none.
         if not pretrain_mode or system_prompt is not None:
             template_settings["system_prompt"] = system_prompt
-        columns = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
+        columns: dict[str, Any] = {"input_key": input_key, "output_key": output_key}
+        columns |= {"documents": pretrain_mode, **fields}
         if num_workers is None:
             num_workers = num_processors
         super().__init__(
             dataset,
             PromptTemplate(tokenizer, **_settings(strategy, template_settings)),
-            resolve_example_fields(
-                columns_of(dataset), **_settings(strategy, {**columns, **fields})
-            ),
+            resolve_example_fields(columns_of(dataset), **_settings(strategy, columns)),
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
             num_workers=setting(strategy, "data_num_workers", num_workers, 0),
             ranks=ranks,
@@ -354,9 +353,8 @@ def _settings(strategy: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 # -- rows of scripts -------------------------------------------------------------------------------------------------
 
 _LEFT_OUT = ("empty", "equal")  # rows with nothing to learn, which a script's data may have
-_LEAST_ANSWER = (
-    2  # tokens of an answer that a prompt must leave room for, one of them the end-of-text
-)
+# tokens of an answer that a prompt must leave room for, one of them the end-of-text
+_LEAST_ANSWER = 2
 
 
 def _left_out(outcome: Outcome) -> Outcome:
@@ -366,10 +364,9 @@ def _left_out(outcome: Outcome) -> Outcome:
 
 
 def _one_length(max_length: int | None, max_len: int | None) -> int:
-    given = [limit for limit in (max_length, max_len) if limit is not None]
-    if len(given) != 1:
+    if (max_length is None) == (max_len is None):
         raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
-    limit = int(given[0])
+    limit = int(max_length or max_len or 0)
     if limit < 2:
         raise DataError(f"max_len is {limit}; at least 2, one token to see and one to predict")
     return limit

@@ -99,7 +99,7 @@ class XmlFormatCheck:
             raise ValueError(
                 f"--check_xml_format: set --reward_minimum, the score of a wrong answer from {self.name}"
             )
-        self.wrong_score = float(minimum)
+        self.wrong = float(minimum)
 
     def close(self) -> None:
         """End what the source has started."""
@@ -114,7 +114,7 @@ class XmlFormatCheck:
             )
         has_form = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
         for i, score in enumerate(output.scores):
-            if score is not None and score <= self.wrong_score:
+            if score is not None and score <= self.wrong:
                 output.scores[i] = -0.8 if has_form[i] else self.minimum
         output.metrics["xml_format"] = [float(flag) for flag in has_form]
         return output

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
 from lightppo.verifiers.math_notation import canonical, exclude_each_other, words_in
 from lightppo.verifiers.math_numbers import Number, as_number, same_number, squeezed
@@ -32,7 +32,6 @@ from lightppo.verifiers.math_structure import (
     without_text,
 )
 
-Result = TypeVar("Result")
 _CHOICE = re.compile(
     r"(?:option |choice )?(?:\((?P<round>[A-J])\)|(?P<bare>[A-J])(?=[.):]|$)[.)]?(?P<colon>:)?)"
     r"(?!\s*(?:,|;|\\text\{(?:and|or)\}))\s*(?P<rest>.*)",  # (A), (C) are two
@@ -204,11 +203,11 @@ def _matched(
     return True
 
 
-def _if_possible(function: Callable[..., Result]) -> Callable[..., Result | None]:
+def _if_possible(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return None where sympy raises: kinds that cannot be compared, such as a number and a matrix."""
 
     @functools.wraps(function)
-    def attempt(*values: Any) -> Result | None:
+    def attempt(*values: Any) -> Any:
         try:
             return function(*values)
         except (MemoryError, RecursionError):

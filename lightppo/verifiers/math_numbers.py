@@ -68,7 +68,7 @@ class Number:
 
     def stands_for(self, value: Fraction) -> bool:
         """Tell whether this is a decimal with at least 6 significant digits and ``value`` rounds to it."""
-        if not self.decimals or not self.may_be_rounded:
+        if not self.may_be_rounded:
             return False
         error = abs(self.value - value)
         # 0.30000000000000004
