@@ -32,7 +32,7 @@ You may always set an option to its default or off value (`--lora_dropout 0`), e
 
 
 def flags_page() -> str:
-    """The page: one list per section."""
+    """Return the page: one list per section."""
     facts = [
         f"`{name}`: {text}" for name, text in conditions().items() if not text.startswith("--")
     ]
@@ -44,47 +44,52 @@ def flags_page() -> str:
 
 
 def _part_of_command(name: str) -> str:
-    """The options that no command before it has so, and the names of all others."""
-    kinds = {other: kind for other, kind in trained_by().items() if other != "ppo"}
-    earlier = takewhile(lambda other: other != name, kinds)
-    known = [reworded(one, kinds[name].words) for one in PPOConfig.all_options()]
-    known += [one for other in earlier for one in kinds[other].all_options()]
-    new = [one for one in kinds[name].all_options() if one not in known]
-    same = ", ".join(f"`--{one.name}`" for one in kinds[name].all_options() if one not in new)
-    lines = "\n".join(map(_line, new))
+    """Return the options that no command before it has so, and the names of all others."""
+    kinds = {command: kind for command, kind in trained_by().items() if command != "ppo"}
+    listed = [reworded(option, kinds[name].words) for option in PPOConfig.all_options()]
+    for command in takewhile(lambda command: command != name, kinds):
+        listed += kinds[command].all_options()
+    options = list(kinds[name].all_options())
+    lines = "\n".join(_line(option) for option in options if option not in listed)
+    same = ", ".join(f"`--{option.name}`" for option in options if option in listed)
     return f"## `lightppo {name}`\n\n{kinds[name].__doc__}\n\n{lines}\n\nAs above, for its own steps: {same}.\n"
 
 
 def _line(option: Option) -> str:
     needs = [" or ".join(map(_condition, text.split(" or "))) for text in option.needs]
     brackets = "; ".join(filter(None, (_values(option), ", ".join(needs))))
-    brackets = "" if brackets == "`false`" else f" ({brackets})"
-    star = "*" * bool(option.resume_safe)
-    required = " Required." * option.required
-    return f"- `--{option.name}`{star}{brackets}: {option.help}{required}"
+    text = f"- `--{option.name}`"
+    if option.resume_safe:
+        text += "*"
+    if brackets != "`false`":
+        text += f" ({brackets})"
+    text += f": {option.help}"
+    return f"{text} Required." if option.required else text
 
 
 def _condition(text: str) -> str:
-    """As code, where the head does not explain it as a word."""
+    """Return it as code, where the head does not explain it as a word."""
+    flag = f"--{text}"
     if text in conditions():
         flag = conditions()[text].replace(" or ", "|").replace(" ", "=")
-    else:
-        flag = f"--{text}"
     return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
 
 
 def _values(option: Option) -> str:
-    """The default as code, and what else may be given as far as the default does not say it."""
+    """Return the default as code, and what else may be given as far as the default does not say it."""
     default = shown_default(option.default)
     kind = type_text(option).removesuffix(" or None").removeprefix("a ")
     kind = kind.removeprefix("list of ").replace("whole number", "integer")
     code = "" if option.default in (None, ()) else f"`{default}`"
     if kind.startswith("one of "):
-        others = [name for name in kind.removeprefix("one of ").split(", ") if name != default]
-        value = ", ".join(filter(None, (code, *others)))
+        choices = kind.removeprefix("one of ").split(", ")
+        texts = [code, *(choice for choice in choices if choice != default)]
     else:
-        value = f"{code or kind}{' or None' * (option.may_be_none and bool(code))} {range_text(option)}".strip()
-    return ", ".join(filter(None, (value, option.unit)))
+        text = code or kind
+        if option.may_be_none and code:
+            text += " or None"
+        texts = [f"{text} {range_text(option)}".strip()]
+    return ", ".join(filter(None, (*texts, option.unit)))
 
 
 def write_flags_page() -> None:

@@ -249,7 +249,7 @@ def release(folders: Iterable[str]) -> None:
 
 
 def set_aside(*paths: Path) -> None:
-    """Number what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
+    """Rename what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
 
     def numbered(path: Path, number: int) -> Path:
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
