@@ -60,7 +60,9 @@ def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
     """Show rows, or write them in our form; exit code 2 if the data cannot be read."""
 
     def problems(config: RowsConfig, _: int) -> list[str]:
-        names = [rows_option(config)] if config.write else [rows_option(config), "pretrain"]
+        names = [rows_option(config)]
+        if not config.write:
+            names.append("pretrain")
         return [f"--{name} is required" for name in names if not getattr(config, name)]
 
     config = parse_section(RowsConfig, problems, argv, prog)
@@ -84,7 +86,7 @@ def command_of(config: RowsConfig) -> str:
 
 def rows_option(config: RowsConfig) -> str:
     """Return the option that names the rows."""
-    return "prompt_data" if command_of(config) == "ppo" else "dataset"
+    return {"ppo": "prompt_data"}.get(command_of(config), "dataset")
 
 
 def check(config: RowsConfig) -> None:
@@ -139,19 +141,24 @@ def show(config: RowsConfig) -> int:
             print(plain(f"cannot be used: {error}\n"))
     dataset = prepare(config, rows, tokenizer, limited=False)
     limit = limit_option(config)
-    truncation = "drop" if config.filter_overlong_prompts else config.truncation
+    truncation = config.truncation
+    if config.filter_overlong_prompts:
+        truncation = "drop"
     over = int((dataset.lengths > getattr(config, limit)).sum())
     print(plain(f"-- --{rows_option(config)}: {dataset.report}"))
     print(lengths(dataset))
     print(f"over --{limit} {getattr(config, limit)}: {over} (--truncation {truncation})")
     for text in dataset.report.bad:
         print(plain(text))
-    return len(dataset.report.bad) + (over if truncation == "error" else 0)
+    problems = len(dataset.report.bad)
+    if truncation == "error":
+        problems += over
+    return problems
 
 
 def limit_option(config: RowsConfig) -> str:
     """Return the option that limits the tokens of a row."""
-    return "prompt_max_len" if command_of(config) == "ppo" else "max_len"
+    return {"ppo": "prompt_max_len"}.get(command_of(config), "max_len")
 
 
 def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
@@ -215,6 +222,10 @@ def _worked(problem: str, solution: str, mark: str, source: str) -> dict[str, An
 def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read ``instruction`` and scored ``completions``, or a ``prompt`` with ``chosen`` and ``rejected``: a pair with the
     margin of the scores; None where best and worst have the same score."""
+
+    def answer_text(answer: Any) -> str:
+        return answer if isinstance(answer, str) else answer[-1]["content"]
+
     if "completions" in row:
         by_score = sorted(row["completions"], key=lambda answer: float(answer["overall_score"]))
         worst, *_, best = by_score
@@ -229,8 +240,8 @@ def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
         rejected = row["rejected"]
     pair = {
         "input": prompt,
-        "chosen": chosen if isinstance(chosen, str) else chosen[-1]["content"],
-        "rejected": rejected if isinstance(rejected, str) else rejected[-1]["content"],
+        "chosen": answer_text(chosen),
+        "rejected": answer_text(rejected),
         "data_source": "ultrafeedback",
     }
     if None not in scores:

@@ -288,8 +288,8 @@ def _read_launcher(words: Sequence[str], command: OtherCommand) -> None:
     text = re.sub(r"(--[\w-]+)[= ]", r"\1 ", " ".join(words)).replace("-", "_")
     counts = {name: int(count) for name, count in re.findall(r"__(\w+) (\d+)", text)}
     command.ranks = next((counts[name] for name in _RANKS if name in counts), 1)
-    nodes = [counts[name] for name in ("nnodes", "num_nodes", "num_machines") if name in counts]
-    command.nodes = nodes[0] if nodes else 1
+    node_options = ("nnodes", "num_nodes", "num_machines")
+    command.nodes = next((counts[name] for name in node_options if name in counts), 1)
     if "num_processes" not in counts:  # on each node
         command.ranks *= command.nodes
 
@@ -305,8 +305,9 @@ def _read_arguments(words: Sequence[str], command: OtherCommand) -> None:
             continue
         if option:
             name = option[1].replace("-", "_")
-            values[name] = True if option[2] is None else option[2]
+            values[name] = True
             if option[2] is not None:
+                values[name] = option[2]
                 name = ""
         elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
             command.notes.append(f"{word} is set elsewhere: its options are missing here")

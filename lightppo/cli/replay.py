@@ -94,9 +94,10 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
     request = parser.parse_args(argv)
     if request.step is None:
-        name = request.batch.name if request.batch else ""
-        match = re.fullmatch(r"step(\d+)_rank\d+\.pt", name)
-        request.step = int(match[1]) if match else parser.error("--step is required")
+        match = request.batch and re.fullmatch(r"step(\d+)_rank\d+\.pt", request.batch.name)
+        if not match:
+            parser.error("--step is required")
+        request.step = int(match[1])
     output = request.output
     with exit_on_mistakes(prog):
         check_step(request.run, request.step)

@@ -69,24 +69,40 @@ def trl_batches(arguments: Arguments) -> Converted:
         )
 
 
-def rollout_steps(arguments: Arguments, optimizer_steps: float) -> int:
-    """Return how many PPO steps take so many optimizer steps."""
+_SUPERVISED_NAMES = {
+    "total_training_steps": "max_steps",
+    "num_episodes": "num_epochs",
+    "prompt_data": "dataset",
+    "eval_data": "eval_dataset",
+}
+
+
+def option_of(arguments: Arguments, name: str) -> str:
+    """Return what an option of ``ppo`` is called in our command."""
+    return name if arguments.command == "ppo" else _SUPERVISED_NAMES[name]
+
+
+def steps_of(arguments: Arguments, optimizer_steps: float) -> int:
+    """Return how many steps of our command take so many optimizer steps."""
+    if arguments.command != "ppo":
+        return math.ceil(optimizer_steps)
     passes = generation_batch(arguments) // optimizer_step(arguments)
     return math.ceil(optimizer_steps / max(1, passes * arguments.whole("num_iterations")))
 
 
 @trl("max_steps num_train_epochs", EVERY)
 def trl_length(arguments: Arguments) -> Converted:
-    is_ppo = arguments.command == "ppo"
-    limit = "total_training_steps" if is_ppo else "max_steps"
+    limit = option_of(arguments, "total_training_steps")
     steps = arguments.number("max_steps")
     epochs = arguments.number("num_train_epochs")
     if steps is not None and steps > 0:
-        yield limit, rollout_steps(arguments, steps) if is_ppo else int(steps)
-        if is_ppo:  # it goes round the prompts until then: no step takes less than a pass
-            yield "num_episodes", rollout_steps(arguments, steps)
+        total = steps_of(arguments, steps)
+        yield limit, total
+        if arguments.command == "ppo":
+            # It goes round the prompts until then: no step takes less than a pass.
+            yield "num_episodes", total
     elif epochs is not None:
-        yield "num_episodes" if is_ppo else "num_epochs", max(1, math.ceil(epochs))
+        yield option_of(arguments, "num_episodes"), max(1, math.ceil(epochs))
         if epochs != int(epochs):
             yield LOOK, f"{epochs:g} passes: whole ones here; --{limit} ends a run sooner"
 
@@ -96,31 +112,27 @@ def trl_length(arguments: Arguments) -> Converted:
     EVERY,
 )
 def trl_due_times(arguments: Arguments) -> Converted:
-    is_ppo = arguments.command == "ppo"
-
-    def steps_of(count: float) -> int:
-        return rollout_steps(arguments, count) if is_ppo else math.ceil(count)
-
     saves = arguments.text("save_strategy") or "steps"
     evaluates = arguments.text("eval_strategy") or "no"
     logging_steps = arguments.number("logging_steps") or 0
-    rows = arguments.text("dataset_name")
+    dataset = arguments.text("dataset_name")
     if saves == "epoch":
         yield "save_epochs", 1
     elif saves == "steps" and (count := arguments.number("save_steps") or 0) >= 1:
-        yield "save_steps", steps_of(count)
-    if rows is not None:
-        yield "prompt_data" if is_ppo else "dataset", rows
+        yield "save_steps", steps_of(arguments, count)
+    if dataset is not None:
+        yield option_of(arguments, "prompt_data"), dataset
     if evaluates in ("steps", "epoch"):
-        if rows is not None:
-            yield "eval_data" if is_ppo else "eval_dataset", rows
+        if dataset is not None:
+            yield option_of(arguments, "eval_data"), dataset
         yield "eval_split", arguments.text("dataset_test_split") or "test"
         if evaluates == "epoch":
             yield "eval_epochs", 1
         else:
-            yield "eval_steps", steps_of(arguments.number("eval_steps") or logging_steps or 500)
+            count = arguments.number("eval_steps") or logging_steps or 500
+            yield "eval_steps", steps_of(arguments, count)
     if logging_steps >= 1:
-        yield "logging_steps", steps_of(logging_steps)
+        yield "logging_steps", steps_of(arguments, logging_steps)
 
 
 @trl("warmup_ratio warmup_steps", EVERY)
@@ -298,7 +310,7 @@ def trl_reference(arguments: Arguments) -> Converted:
     share = arguments.number("ref_model_mixup_alpha") or 0.6
     steps = arguments.whole("ref_model_sync_steps", default=512)
     if share == 1:
-        yield "ref_reset_steps", rollout_steps(arguments, steps)
+        yield "ref_reset_steps", steps_of(arguments, steps)
     elif steps == 1:
         yield "ref_ema_eta", share
     else:

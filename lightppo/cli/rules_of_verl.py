@@ -70,7 +70,9 @@ def verl_kl(arguments: Arguments) -> Converted:
         return
     name = f"{_ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
     coefficient = arguments.number(name)
-    yield "init_kl_coef", 0.001 if coefficient is None else coefficient
+    if coefficient is None:
+        coefficient = 0.001
+    yield "init_kl_coef", coefficient
     if not in_loss:
         yield "use_kl_in_reward", True
         yield from kl_estimator(arguments.text("algorithm.kl_penalty") or "kl")
@@ -174,10 +176,11 @@ def verl_resume(arguments: Arguments) -> Converted:
 )
 def verl_evaluation(arguments: Arguments) -> Converted:
     is_sampled = arguments.on(f"{_ROLLOUT}.val_kwargs.do_sample")
-    temperature = arguments.number(f"{_ROLLOUT}.val_kwargs.temperature") if is_sampled else 0
-    yield "eval_temperature", temperature or 0
     yield "eval_n_samples", arguments.whole(f"{_ROLLOUT}.val_kwargs.n")
-    if is_sampled:
+    if not is_sampled:
+        yield "eval_temperature", 0
+    else:
+        yield "eval_temperature", arguments.number(f"{_ROLLOUT}.val_kwargs.temperature") or 0
         yield "eval_top_p", arguments.text(f"{_ROLLOUT}.val_kwargs.top_p") or 1
         yield "eval_top_k", arguments.whole(f"{_ROLLOUT}.val_kwargs.top_k", default=-1)
 
@@ -243,11 +246,12 @@ def verl_correction(arguments: Arguments) -> Converted:
         return
     threshold = arguments.text(f"{_CORRECTION}.rollout_is_threshold") or "2"
     bounds = [float(bound) for bound in threshold.split("_")]
-    is_by_token = level == "token"
     if len(bounds) == 2:
-        yield from correction("icepop" if is_by_token else "seq_mis", *bounds)
+        kind = {"token": "icepop"}.get(level, "seq_mis")
+        yield from correction(kind, *bounds)
     else:
-        yield from correction("tis" if is_by_token else "seq_tis", None, bounds[0])
+        kind = {"token": "tis"}.get(level, "seq_tis")
+        yield from correction(kind, None, bounds[0])
 
 
 @verl("distillation.enabled distillation.distillation_loss.use_policy_gradient")

@@ -141,8 +141,9 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _ranks(command: OtherCommand) -> str:
-    text = "1 process" if command.ranks == 1 else f"{command.ranks} processes"
-    return f"{text} on {command.nodes} nodes" if command.nodes > 1 else text
+    if command.nodes > 1:
+        return f"{command.ranks} processes on {command.nodes} nodes"
+    return f"{command.ranks} process{'es' * (command.ranks > 1)}"
 
 
 def _command(
@@ -248,4 +249,4 @@ def _differences(
         here = "none" if default is None else shown_default(default)
         lines.append(f"#   {_flag(option, value)}    # there {there}; the default here is {here}")
     title = f"# Defaults of {theirs.version} that differ, where the command says nothing; to train as there, add:"
-    return ["", title, *lines] if lines else []
+    return lines and ["", title, *lines]

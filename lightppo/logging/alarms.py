@@ -311,11 +311,9 @@ class AlarmBell(Callback):
     """Rings the alarms of a run."""
 
     def __init__(self, run: Any) -> None:
-        samples = run.samples_tokens
-        self.alarms = Alarms(
-            len(run.tokenizer) if samples else None,
-            run.config.rollout.rollout_batch_size if samples else None,
-        )
+        self.alarms = Alarms()
+        if run.samples_tokens:
+            self.alarms = Alarms(len(run.tokenizer), run.config.rollout.rollout_batch_size)
         run.register_state("alarms", self.alarms)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

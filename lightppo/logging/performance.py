@@ -46,13 +46,8 @@ class Pace:
         texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
         if total is not None and step > first_step:
             seconds_left = (now - first_end) / (step - first_step) * (total - step)
-            texts.append(f"ETA {clock_text(seconds_left)}")
+            texts.append(f"ETA {tqdm.format_interval(round(seconds_left)).removeprefix('0')}")
         return " · ".join(texts)
-
-
-def clock_text(seconds: float) -> str:
-    """Return ``1:20`` or ``4:10:00``."""
-    return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:

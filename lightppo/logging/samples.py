@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
 _LONGEST_CHARACTER = 4  # tokens of one byte each
+_OPEN = "\ufffd"  # at the end of a text that ends within a character
 
 
 def with_overlong(
@@ -338,8 +339,11 @@ class TokenPieces:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         if not self.prefix:
-            ordinary = (i for i in ids if (text := self.decode([i])).strip() and not _is_open(text))
-            self.prefix = list(islice(ordinary, 1))
+            for token in ids:
+                text = self.decode([token])
+                if text.strip() and not text.endswith(_OPEN):
+                    self.prefix = [token]
+                    break
         pieces = []
         run = []  # tokens of one character
         for token in ids:
@@ -347,7 +351,7 @@ class TokenPieces:
                 self.texts[token] = self._text([token])
             run.append(token)
             text = self.texts[token] if len(run) == 1 else self._text(run)
-            if _is_open(text) and len(run) < _LONGEST_CHARACTER:
+            if text.endswith(_OPEN) and len(run) < _LONGEST_CHARACTER:
                 pieces.append("")
             else:
                 pieces.append(text)
@@ -360,11 +364,6 @@ class TokenPieces:
         if not self.prefix:
             return self.decode(ids)
         return self.decode(self.prefix + ids)[len(self.decode(self.prefix)) :]
-
-
-def _is_open(text: str) -> bool:
-    """Tell whether a text ends within a character."""
-    return text.endswith("\ufffd")
 
 
 # -- rollouts in place of sampling -----------------------------------------------------------------------------------
