@@ -20,10 +20,10 @@ from lightppo.redaction import plain
 SAMPLING = ("temperature", "top_p", "generate_max_len")
 
 
-def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo chat") -> None:
     """Answer until ``/quit`` or the end of the input; exit code 2 if the model cannot be loaded."""
     parser = CommandParser(
-        prog, description="Talk to a model: /reset starts a new chat, /quit ends, Ctrl-C stops an answer. Without a "
+        program, description="Talk to a model: /reset starts a new chat, /quit ends, Ctrl-C stops an answer. Without a "
         "terminal, each input line is a turn and the answers are the output."
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a model, folder of a LoRA adapter, "
@@ -35,20 +35,26 @@ def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
                         "not in it")  # fmt: skip
     parser.add_argument("--chat_template_kwargs", help="variables of the chat template as a JSON object, such as "
                         "'{\"enable_thinking\": false}'; default: the run's")  # fmt: skip
-    for name in SAMPLING:
-        option = RolloutConfig.options()[name]
+    for option_name in SAMPLING:
+        option = RolloutConfig.options()[option_name]
         parser.add_argument(
-            f"--{name}", default=option.default, help=f"{option.help} Default: {option.default}"
+            f"--{option_name}",
+            default=option.default,
+            help=f"{option.help} Default: {option.default}",
         )
     parser.add_argument("--seed", default=42, help="sampling seed; default: 42")
     add_base(parser, "base model of an adapter or a checkpoint; default: the one that it names")
     add_override(parser)
-    request = parser.parse_args(argv)
-    with exit_on_mistakes(prog, UserError):
+    request = parser.parse_args(arguments)
+    with exit_on_mistakes(program, UserError):
         options = StrategyConfig.options() | RolloutConfig.options()
-        for name in ("seed", *SAMPLING):
+        for option_name in ("seed", *SAMPLING):
             try:
-                setattr(request, name, options[name].conform(getattr(request, name)))
+                setattr(
+                    request,
+                    option_name,
+                    options[option_name].conform(getattr(request, option_name)),
+                )
             except ValueError as error:
                 raise ConfigError(str(error)) from error
         template_kwargs(request.chat_template_kwargs, "--chat_template_kwargs")
@@ -69,22 +75,24 @@ def talk(request: argparse.Namespace) -> None:
     template = template_of(request, options, tokenizer)
     turns: list[dict[str, str]] = []
     in_terminal = sys.stdin.isatty()
-    lines = filter(None, (line.rstrip("\n") for line in sys.stdin))
+    typed_lines = filter(None, (typed_line.rstrip("\n") for typed_line in sys.stdin))
     if in_terminal:
-        lines = terminal_lines()
-        form = template.input_template or "as they are; --apply_chat_template makes them chats"
+        typed_lines = terminal_lines()
+        prompt_form = (
+            template.input_template or "as they are; --apply_chat_template makes them chats"
+        )
         if template.apply_chat_template:
-            form = "turns of a chat"
+            prompt_form = "turns of a chat"
         parameters = f"{model.num_parameters():,} parameters"
-        print(f"{request.model}: {parameters}; prompts: {form}; /reset, /quit")
-    for line in lines:
-        if line == "/quit":
+        print(f"{request.model}: {parameters}; prompts: {prompt_form}; /reset, /quit")
+    for typed_line in typed_lines:
+        if typed_line == "/quit":
             return
-        if line == "/reset":
+        if typed_line == "/reset":
             turns = []
             continue
-        chat = [*turns, {"role": "user", "content": line}]
-        prompt = chat if template.apply_chat_template else line
+        chat = [*turns, {"role": "user", "content": typed_line}]
+        prompt = chat if template.apply_chat_template else typed_line
         try:
             answer = respond(model, tokenizer, template, prompt, request)
             turns = [*chat, {"role": "assistant", "content": answer}]
@@ -104,8 +112,8 @@ def terminal_lines() -> Iterator[str]:
 
     while True:
         try:
-            if line := input("> ").strip():
-                yield line
+            if typed_line := input("> ").strip():
+                yield typed_line
         except (EOFError, KeyboardInterrupt):
             return print()
 
@@ -115,15 +123,17 @@ def template_of(request: argparse.Namespace, options: Mapping[str, Any], tokeniz
     from lightppo.data.chat_templates import PromptTemplate
 
     is_chat = request.apply_chat_template
-    text = request.input_template
-    system = request.system_prompt or options.get("system_prompt")
+    input_template = request.input_template
+    system_prompt = request.system_prompt or options.get("system_prompt")
     variables = request.chat_template_kwargs or options.get("chat_template_kwargs")
-    if not is_chat and text is None:
-        text = options.get("input_template")
+    if not is_chat and input_template is None:
+        input_template = options.get("input_template")
         is_chat = options.get("apply_chat_template", bool(tokenizer.chat_template and not options))
         # the rows of such a run were chats
-        is_chat = is_chat or ((system is not None or bool(variables)) and text is None)
-    return PromptTemplate(tokenizer, is_chat, text, system, variables)
+        is_chat = is_chat or (
+            (system_prompt is not None or bool(variables)) and input_template is None
+        )
+    return PromptTemplate(tokenizer, is_chat, input_template, system_prompt, variables)
 
 
 def respond(
@@ -135,15 +145,15 @@ def respond(
 
     from lightppo.rollout.sampling import end_of_text_ids
 
-    (ids,) = template.encode_rendered([template.render(prompt)])
+    (prompt_ids,) = template.encode_rendered([template.render(prompt)])
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
-    if len(ids) >= positions:
+    if len(prompt_ids) >= positions:
         raise ConfigError(
-            f"{len(ids)} tokens so far, and the model has {positions} positions: /reset"
+            f"{len(prompt_ids)} tokens so far, and the model has {positions} positions: /reset"
         )
     sampling = {
         "do_sample": request.temperature > 0,
-        "max_new_tokens": min(request.generate_max_len, positions - len(ids)),
+        "max_new_tokens": min(request.generate_max_len, positions - len(prompt_ids)),
     }
     if request.temperature > 0:
         sampling |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
@@ -157,7 +167,9 @@ def respond(
     model.generation_config = GenerationConfig(
         eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, **sampling
     )
-    row = torch.tensor([ids], device=model.device)
+    prompt_row = torch.tensor([prompt_ids], device=model.device)
     streamer = Answer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    output = model.generate(row, attention_mask=torch.ones_like(row), streamer=streamer)
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    output = model.generate(
+        prompt_row, attention_mask=torch.ones_like(prompt_row), streamer=streamer
+    )
+    return tokenizer.decode(output[0, len(prompt_ids) :], skip_special_tokens=True)

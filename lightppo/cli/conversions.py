@@ -38,10 +38,10 @@ _OF_LAUNCHER = {  # ranks per node: nodes
 
 def read_ranks(command: OtherCommand) -> None:
     """Read the ranks of programs whose own options say how many there are."""
-    for per_node, nodes in _OF_LAUNCHER.items():
+    for per_node, nodes_option in _OF_LAUNCHER.items():
         ranks = str(command.values.get(per_node, ""))
         if ranks.isdigit():
-            count = str(command.values.get(nodes))
+            count = str(command.values.get(nodes_option))
             command.nodes = max(1, int(count)) if count.isdigit() else 1
             command.ranks = max(1, int(ranks)) * command.nodes
 
@@ -59,22 +59,26 @@ def convert(
     conversion = Conversion(PROGRAMS[command.program])
     program = conversion.program
     read_names = {*_OF_LAUNCHER, *_OF_LAUNCHER.values()}
-    for rule in RULES:
-        names = tuple(name for name in rule.names if name in values)
-        if rule.trainer != program.trainer or program.command not in rule.commands or not names:
+    for conversion_rule in RULES:
+        names = tuple(option_name for option_name in conversion_rule.names if option_name in values)
+        if (
+            conversion_rule.trainer != program.trainer
+            or program.command not in conversion_rule.commands
+            or not names
+        ):
             continue
         read_names.update(names)
         try:
-            options = list(rule.convert(Arguments(values, command)))
+            options = list(conversion_rule.convert(Arguments(values, command)))
         except (ValueError, IndexError) as error:
             conversion.look[names] = f"lightppo cannot read a value: {error}"
             continue
-        for name, value in options:
-            conversion.take(name, value, names)
-    for name, value in values.items():
-        if name not in read_names:
-            is_default = name in defaults and str(defaults[name]) == str(value)
-            conversion.take_by_table(name, value, is_default)
+        for option_name, value in options:
+            conversion.take(option_name, value, names)
+    for option_name, value in values.items():
+        if option_name not in read_names:
+            is_default = option_name in defaults and str(defaults[option_name]) == str(value)
+            conversion.take_by_table(option_name, value, is_default)
     return conversion
 
 
@@ -104,29 +108,29 @@ class Conversion:
             title for title in parts_of(program.command) if title.split()[0] == program.trainer
         ]
 
-    def take(self, name: str, value: Any, names: tuple[str, ...]) -> None:
+    def take(self, name: str, value: Any, source_names: tuple[str, ...]) -> None:
         """Take a value of one of our options; a value that it does not take is for a person to look at."""
         if name == NOT_HERE:
-            self.not_here[names] = value
+            self.not_here[source_names] = value
             return
         if name == LOOK:
-            self.look[names] = value
+            self.look[source_names] = value
             return
         if name not in self.options:
-            self.not_here[names] = f"lightppo {self.program.command} has no --{name}"
+            self.not_here[source_names] = f"lightppo {self.program.command} has no --{name}"
             return
         for title in self.titles:
             if answers := meanings(f"{name}={value}", [title]):
                 if answers[0].text.startswith("not here"):
-                    self.look[names] = answers[0].text
+                    self.look[source_names] = answers[0].text
                     return
                 value = re.match(r"`([^`]+)`", answers[0].text)[1]
         option = self.options[name]
         try:
             self.values[name] = option.conform(_in_type(value, option))
-            self.sources[name] = names
+            self.sources[name] = source_names
         except ConfigError as error:
-            self.look[names] = str(error)
+            self.look[source_names] = str(error)
 
     def take_by_table(self, name: str, value: Any, is_default: bool) -> None:
         """Take what other_trainers.txt says of a name that no rule has read."""

@@ -28,10 +28,10 @@ _BASE_KEY = "base_model_name_or_path"  # of an adapter's config
 PARTS = ("actor", "critic", "ema", "reference")
 
 
-def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
+def convert(arguments: Sequence[str], program: str = "lightppo convert") -> None:
     """Write a model of a checkpoint; exit code 2 if there is no such checkpoint, or if it is damaged."""
     parser = CommandParser(
-        prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
+        program, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
         "folder with its tokenizer. LoRA is merged; the folder also holds the adapter. Needs one process and no GPU."
     )  # fmt: skip
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
@@ -49,28 +49,30 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     add_base(parser, "initial model of training, for config and tokenizer, with LoRA also for weights; "
              "default: the one that the checkpoint names, if it is no URL")  # fmt: skip
     add_override(parser)
-    options = parser.parse_args(argv)
-    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
+    options = parser.parse_args(arguments)
+    with exit_on_mistakes(program, UserError):  # before anything heavy is imported
         if "://" not in options.checkpoint and not Path(options.checkpoint).expanduser().is_dir():
             raise _no_such_run(options.checkpoint)
 
     def model_and_tokenizer() -> tuple[Any, Any]:
         from lightppo.files import stage_to_local
 
-        run = Path(stage_to_local(options.checkpoint)).expanduser()
-        folder = find_checkpoint(run, options.part, options.step)
-        start = options.base or checkpoint_state(folder).get("config", {}).get(_base_option(folder))
-        check_output(options.output, {"CHECKPOINT": str(folder), "--base": start})
-        print(plain(f"reading {folder}; base: {start}"), flush=True)
+        run_folder = Path(stage_to_local(options.checkpoint)).expanduser()
+        folder = find_checkpoint(run_folder, options.part, options.step)
+        base_model = options.base or checkpoint_state(folder).get("config", {}).get(
+            _base_option(folder)
+        )
+        check_output(options.output, {"CHECKPOINT": str(folder), "--base": base_model})
+        print(plain(f"reading {folder}; base: {base_model}"), flush=True)
         return open_checkpoint(folder, BaseOptions.of(options))
 
-    _write(options.output, model_and_tokenizer, prog)
+    _write(options.output, model_and_tokenizer, program)
 
 
-def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
+def merge(arguments: Sequence[str], program: str = "lightppo merge") -> None:
     """Merge an adapter into its base; exit code 2 if the adapter does not fit."""
     parser = CommandParser(
-        prog, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
+        program, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
         "and generation config. Weights keep their type; they are added in float32."
     )  # fmt: skip
     parser.add_argument(
@@ -78,27 +80,27 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     )
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
     add_base(parser, "dense base model; default: the one that the adapter's config names")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     adapter = options.adapter
-    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
+    with exit_on_mistakes(program, UserError):  # before anything heavy is imported
         _check_adapter(adapter)
         if options.base is not None:
             check_model(options.base, "--base")
 
     def model_and_tokenizer() -> tuple[Any, Any]:
         settings = json.loads((adapter / "adapter_config.json").read_text())
-        start = options.base or settings.get(_BASE_KEY)
-        check_output(options.output, {"ADAPTER": str(adapter), "--base": start})
-        run = adapter.absolute().parent
-        if options_of(run).get("load_in_4bit"):
+        base_model = options.base or settings.get(_BASE_KEY)
+        check_output(options.output, {"ADAPTER": str(adapter), "--base": base_model})
+        run_folder = adapter.absolute().parent
+        if options_of(run_folder).get("load_in_4bit"):
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
-            print(f"note: this adapter was {note}, which {run} is", flush=True)
+            print(f"note: this adapter was {note}, which {run_folder} is", flush=True)
         model, tokenizer = open_adapter(adapter, BaseOptions.of(options))
         if model.untrainable is not None:  # it may lack a tower
             raise ModelLoadError(model.untrainable)
         return model, tokenizer
 
-    _write(options.output, model_and_tokenizer, prog)
+    _write(options.output, model_and_tokenizer, program)
 
 
 def _check_adapter(folder: Path) -> None:
@@ -167,8 +169,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
-    with exit_on_mistakes(prog, UserError):
+def _write(output: Path, read_model: Callable[[], tuple[Any, Any]], program: str) -> None:
+    with exit_on_mistakes(program, UserError):
         check_writable(output, "OUT")
         if output.exists() and any(output.iterdir()):
             raise ConfigError(f"{output} is there already: name a new folder")
@@ -176,7 +178,7 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
         from lightppo.checkpoint.export import save_model
         from lightppo.ranks import Alone
 
-        save_model(Alone(), *read(), output)
+        save_model(Alone(), *read_model(), output)
         size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
         print(f"{output}: {size / 1e6:,.1f} MB")
 
@@ -194,9 +196,9 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
     """Return the folder of a model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
     if layout.is_checkpoint(path):
         return path
-    root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
-    is_root = Path(layout.part_folder(root)).is_dir()
-    folder = Path(layout.part_folder(root, part)) if is_root else root
+    checkpoint_root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
+    is_root = Path(layout.part_folder(checkpoint_root)).is_dir()
+    folder = Path(layout.part_folder(checkpoint_root, part)) if is_root else checkpoint_root
     tags = layout.list_tags(folder) if folder.is_dir() else ()
     if folder.is_dir():
         tag = layout.latest_tag(folder) if step is None else layout.tag_of(step)
@@ -246,7 +248,7 @@ def open_checkpoint(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
     from lightppo.models.multimodal.detection import check_trainable
     from lightppo.ranks import Alone
 
-    meta = read_meta(folder)
+    metadata = read_meta(folder)
     if problems := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}")
     state = checkpoint_state(folder)
@@ -254,31 +256,39 @@ def open_checkpoint(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
     _check_repeated(folder, options, base_options)
     # Value heads of transformers' classifiers, in our wrapper. They always train.
     heads = ("model.score.", "model.classifier.")
-    has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
-    start = base_options.base or _recorded_model(folder, options, _base_option(folder))
-    if start is None:
+    has_value_head = any(
+        weight_name.startswith(heads) for weight_name in saved_names(folder, metadata)
+    )
+    base_model = base_options.base or _recorded_model(folder, options, _base_option(folder))
+    if base_model is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
-    words = base_options.base or _recorded_model(folder, options, "tokenizer_path") or start
+    tokenizer_path = (
+        base_options.base or _recorded_model(folder, options, "tokenizer_path") or base_model
+    )
     has_towers = False
     if not options.get("init_from_scratch"):
-        has_towers = check_trainable(stage_to_local(start), flag="--base", **base_options.loading)
+        has_towers = check_trainable(
+            stage_to_local(base_model), flag="--base", **base_options.loading
+        )
     model = _model_for(
-        meta, options, stage_to_local(start), has_value_head, base_options, has_towers
+        metadata, options, stage_to_local(base_model), has_value_head, base_options, has_towers
     )
-    load_weights(model, folder, meta)
+    load_weights(model, folder, metadata)
     if has_value_head and state.get(ROWS_ENTRY):
         setattr(model.hf_model.config, ROWS_ENTRY, state[ROWS_ENTRY])
     trust = base_options.trust_remote_code
-    tokenizer = get_tokenizer(stage_to_local(words), model, trust_remote_code=trust, flag="--base")
+    tokenizer = get_tokenizer(
+        stage_to_local(tokenizer_path), model, trust_remote_code=trust, flag="--base"
+    )
     return model, tokenizer
 
 
 def _check_repeated(folder: Path, options: Mapping[str, Any], base_options: BaseOptions) -> None:
     """Raise ConfigError for what the run imported or changed in the config, unless the command line repeats it."""
     missing = [
-        f"--{name} {shlex.quote(str(options[name]))}"
-        for name in ("external_lib", "override_config")
-        if options.get(name) and getattr(base_options, name) is None
+        f"--{option_name} {shlex.quote(str(options[option_name]))}"
+        for option_name in ("external_lib", "override_config")
+        if options.get(option_name) and getattr(base_options, option_name) is None
     ]
     if missing:
         raise ConfigError(
@@ -326,18 +336,22 @@ def _model_for(
         settings["dtype"] = torch.bfloat16
     elif meta.get("fp16"):
         settings["dtype"] = torch.float16
-    settings |= {name: options[name] for name in ("init_from_scratch", "seed") if name in options}
+    settings |= {
+        option_name: options[option_name]
+        for option_name in ("init_from_scratch", "seed")
+        if option_name in options
+    }
     settings["override_config"] = base_options.override_config
     if has_value_head:
         settings["init_value_head"] = True  # the trained head is in the checkpoint
     if meta["adapters"]:
         settings["load_in_4bit"] = options.get("load_in_4bit", False)
-    kind = Critic if has_value_head else Actor
+    model_class = Critic if has_value_head else Actor
     if not meta["adapters"] and not has_towers:
         settings["init_from_scratch"] = True
         with no_init_weights():
-            return kind(start, **settings)
-    model = kind(start, **settings)
+            return model_class(start, **settings)
+    model = model_class(start, **settings)
     if meta["adapters"]:
         alpha = options.get("lora_alpha") or 16.0
         targets = tuple(options.get("target_modules", ()))
@@ -351,11 +365,11 @@ def open_adapter(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
     from lightppo.models.loading import get_tokenizer
 
     model = load_merged(folder, base_options.base, **base_options.loading)
-    path = model.config.name_or_path
+    tokenizer_path = model.config.name_or_path
     if (folder / "tokenizer_config.json").is_file():
-        path = str(folder)
+        tokenizer_path = str(folder)
     trust = base_options.trust_remote_code
-    return model, get_tokenizer(path, model, trust_remote_code=trust, flag="--base")
+    return model, get_tokenizer(tokenizer_path, model, trust_remote_code=trust, flag="--base")
 
 
 def open_model(name: str, base_options: BaseOptions) -> tuple[Any, Any, dict[str, Any]]:
@@ -377,13 +391,13 @@ def open_model(name: str, base_options: BaseOptions) -> tuple[Any, Any, dict[str
             model, tokenizer = open_checkpoint(folder, base_options)
             return model.hf_model, tokenizer, options
         name = str(path)
-    for flag in ("base", "override_config"):
-        if (value := getattr(base_options, flag)) is not None:
+    for option_name in ("base", "override_config"):
+        if (value := getattr(base_options, option_name)) is not None:
             raise ConfigError(
-                f"--{flag} {value}: {name} is a whole model, and needs none: leave --{flag} out"
+                f"--{option_name} {value}: {name} is a whole model, and needs none: leave --{option_name} out"
             )
-    local = stage_to_local(name)
-    model = load_causal_lm(local, dtype="auto", flag="MODEL", **base_options.loading)
+    local_path = stage_to_local(name)
+    model = load_causal_lm(local_path, dtype="auto", flag="MODEL", **base_options.loading)
     trust = base_options.trust_remote_code
-    tokenizer = get_tokenizer(local, model, flag="MODEL", trust_remote_code=trust)
+    tokenizer = get_tokenizer(local_path, model, flag="MODEL", trust_remote_code=trust)
     return model, tokenizer, options or options_of(path)

@@ -56,21 +56,25 @@ class RowsConfig(_RowsConfig, declared=_RowsConfig.options() | _SHARED):
     """Show rows as a model will see them, and the lengths and problems of all; exit code 1 if a row has a problem."""
 
 
-def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo data") -> None:
     """Show rows, or write them in our form; exit code 2 if the data cannot be read."""
 
     def problems(config: RowsConfig, _: int) -> list[str]:
-        names = [rows_option(config)]
+        option_names = [rows_option(config)]
         if not config.write:
-            names.append("pretrain")
-        return [f"--{name} is required" for name in names if not getattr(config, name)]
+            option_names.append("pretrain")
+        return [
+            f"--{option_name} is required"
+            for option_name in option_names
+            if not getattr(config, option_name)
+        ]
 
-    config = parse_section(RowsConfig, problems, argv, prog)
+    config = parse_section(RowsConfig, problems, arguments, program)
     logger = logging.getLogger("lightppo")
     level = logger.level
     logger.setLevel(logging.ERROR)  # what it would warn of is printed
     try:
-        with exit_on_mistakes(prog, UserError):
+        with exit_on_mistakes(program, UserError):
             check(config)
             bad_rows = write(config) if config.write else show(config)
     finally:
@@ -97,8 +101,8 @@ def check(config: RowsConfig) -> None:
     flag = rows_option(config)
     check_data_paths(getattr(config, flag), flag=f"--{flag}")
     if not config.write:
-        name = "tokenizer_path" if config.tokenizer_path else "pretrain"
-        check_tokenizer(getattr(config, name), f"--{name}")
+        option_name = "tokenizer_path" if config.tokenizer_path else "pretrain"
+        check_tokenizer(getattr(config, option_name), f"--{option_name}")
 
 
 def read(config: RowsConfig) -> Any:
@@ -107,12 +111,14 @@ def read(config: RowsConfig) -> Any:
 
     flag = rows_option(config)
     probs = None
-    split = config.dataset_split
+    data_split = config.dataset_split
     if flag == "prompt_data":
         probs = config.prompt_data_probs
-        split = config.prompt_split
-    paths = getattr(config, flag)
-    rows = blending_datasets(paths, probs, None, config.seed, train_split=split, flag=f"--{flag}")
+        data_split = config.prompt_split
+    data_paths = getattr(config, flag)
+    rows = blending_datasets(
+        data_paths, probs, None, config.seed, train_split=data_split, flag=f"--{flag}"
+    )
     rows = with_metadata(rows, config.prompt_metadata)
     return rows.select(range(min(len(rows), config.max_samples)))
 
@@ -128,8 +134,8 @@ def show(config: RowsConfig) -> int:
     from lightppo.preflight.dry_run_report import described, lengths
 
     rows = read(config)
-    path = stage_to_local(config.tokenizer_path or config.pretrain)
-    tokenizer = get_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    tokenizer_path = stage_to_local(config.tokenizer_path or config.pretrain)
+    tokenizer = get_tokenizer(tokenizer_path, trust_remote_code=config.trust_remote_code)
     for number in config.row:
         if number > len(rows):
             raise DataError(f"--row {number}: there are {len(rows)} rows")
@@ -144,15 +150,15 @@ def show(config: RowsConfig) -> int:
     truncation = config.truncation
     if config.filter_overlong_prompts:
         truncation = "drop"
-    over = int((dataset.lengths > getattr(config, limit)).sum())
+    overlong_rows = int((dataset.lengths > getattr(config, limit)).sum())
     print(plain(f"-- --{rows_option(config)}: {dataset.report}"))
     print(lengths(dataset))
-    print(f"over --{limit} {getattr(config, limit)}: {over} (--truncation {truncation})")
-    for text in dataset.report.bad:
-        print(plain(text))
+    print(f"over --{limit} {getattr(config, limit)}: {overlong_rows} (--truncation {truncation})")
+    for bad_row in dataset.report.bad:
+        print(plain(bad_row))
     problems = len(dataset.report.bad)
     if truncation == "error":
-        problems += over
+        problems += overlong_rows
     return problems
 
 
@@ -163,7 +169,9 @@ def limit_option(config: RowsConfig) -> str:
 
 def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
     """Return the data set that training makes; without its limit, bad rows are counted."""
-    options = {name: getattr(config, name) for name in _SHARED} | {"on_bad_row": "error"}
+    options = {option_name: getattr(config, option_name) for option_name in _SHARED} | {
+        "on_bad_row": "error"
+    }
     if not limited:
         options |= {
             "on_bad_row": "skip",
@@ -174,7 +182,7 @@ def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True)
     if command_of(config) == "ppo":
         from lightppo.data.datasets import PromptDataset
 
-        names = (
+        option_names = (
             "input_key label_key data_source_key input_template apply_chat_template system_prompt "
             "chat_template_kwargs prompt_max_len truncation on_bad_row"
         )
@@ -182,14 +190,22 @@ def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True)
             rows,
             tokenizer,
             filter_overlong=options["filter_overlong_prompts"],
-            **{name: options[name] for name in names.split()},
+            **{option_name: options[option_name] for option_name in option_names.split()},
         )
     from lightppo.supervised.objectives import OBJECTIVES
 
-    kind = COMMANDS[command_of(config)]
-    objective = next(objective for objective in OBJECTIVES if objective.config_class is kind)
-    values = {name: options[name] for name in type(kind().data).options() if name in options}
-    return objective(kind().with_options(**values), None).build_dataset(rows, tokenizer)
+    config_class = COMMANDS[command_of(config)]
+    objective = next(
+        objective for objective in OBJECTIVES if objective.config_class is config_class
+    )
+    option_values = {
+        option_name: options[option_name]
+        for option_name in type(config_class().data).options()
+        if option_name in options
+    }
+    return objective(config_class().with_options(**option_values), None).build_dataset(
+        rows, tokenizer
+    )
 
 
 # -- write -----------------------------------------------------------------------------------------------------------
@@ -202,7 +218,11 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def competition_math(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read ``problem``, ``solution`` with a boxed answer: input, output, label, level, type."""
-    columns = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
+    columns = {
+        column_name: row[column_name]
+        for column_name in ("level", "type")
+        if row.get(column_name) is not None
+    }
     return _worked(row["problem"], row["solution"], "\\boxed", "math") | columns
 
 
@@ -228,11 +248,11 @@ def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
     if "completions" in row:
         by_score = sorted(row["completions"], key=lambda answer: float(answer["overall_score"]))
-        worst, *_, best = by_score
-        scores = (float(best["overall_score"]), float(worst["overall_score"]))
+        worst_answer, *_, best_answer = by_score
+        scores = (float(best_answer["overall_score"]), float(worst_answer["overall_score"]))
         prompt = row["instruction"]
-        chosen = best["response"]
-        rejected = worst["response"]
+        chosen = best_answer["response"]
+        rejected = worst_answer["response"]
     else:
         scores = (row.get("score_chosen"), row.get("score_rejected"))
         prompt = row["prompt"]
@@ -270,30 +290,32 @@ def write(config: RowsConfig) -> None:
     if Path(config.write).exists():
         raise ConfigError(f"--write {config.write}: is there already")
     rows = read(config)
-    forms = [
-        form
-        for form, (_, column_sets) in FORMS.items()
+    matching_forms = [
+        row_form
+        for row_form, (_, column_sets) in FORMS.items()
         if any(set(rows.column_names) >= columns for columns in column_sets)
     ]
-    form = forms[0] if config.form == "auto" and forms else config.form
-    if form not in forms:
-        columns = ", ".join(name for name in rows.column_names if name != ORIGIN_COLUMN)
+    row_form = matching_forms[0] if config.form == "auto" and matching_forms else config.form
+    if row_form not in matching_forms:
+        columns = ", ".join(
+            column_name for column_name in rows.column_names if column_name != ORIGIN_COLUMN
+        )
         raise DataError(
             f"--{rows_option(config)}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}"
         )
-    convert, _ = FORMS[form]
+    convert, _ = FORMS[row_form]
     lines = []
-    for number, row in enumerate(rows):
+    for number, source_row in enumerate(rows):
         try:
-            converted = convert(row)
+            converted = convert(source_row)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise DataError(
-                f"{origin_of(row, number)}: no row of {form}: {type(error).__name__}: {error}"
+                f"{origin_of(source_row, number)}: no row of {row_form}: {type(error).__name__}: {error}"
             ) from error
         if converted is not None:
             lines.append(json.dumps(converted, ensure_ascii=False) + "\n")
     files_in_use().write_text(Path(config.write), "".join(lines))
-    text = f"{config.write}: {len(lines)} rows of {form}"
+    result_line = f"{config.write}: {len(lines)} rows of {row_form}"
     if len(lines) < len(rows):
-        text += f"; {len(rows) - len(lines)} pairs without a difference left out"
-    print(text)
+        result_line += f"; {len(rows) - len(lines)} pairs without a difference left out"
+    print(result_line)

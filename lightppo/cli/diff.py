@@ -40,10 +40,10 @@ Values = dict[str, Any]
 Differences = dict[str, list[tuple[int, Any, Any]]]
 
 
-def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo diff") -> None:
     """Compare two runs: exit code 0 where all that both recorded is equal, else 1; 2 without two runs."""
     parser = CommandParser(
-        prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different."
+        program, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different."
     )
     parser.add_argument(
         "runs",
@@ -54,15 +54,15 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
     )
     parser.add_argument("--tolerance", type=float, default=0.0, help="largest difference, relative to the larger "
                         "number or to 1, that counts as equal; default: 0")  # fmt: skip
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     runs = options.runs
     try:
-        first, second = map(steps_of, runs)
-        common = sorted(first.keys() & second.keys())
-        steps = [(step, first[step], second[step]) for step in common]
+        first_steps, second_steps = map(steps_of, runs)
+        common = sorted(first_steps.keys() & second_steps.keys())
+        steps = [(step, first_steps[step], second_steps[step]) for step in common]
         differing = differences(steps, options.tolerance)
         sample = first_sample([recorded_path(run, "rollout_data_dir") for run in runs], common)
-        for letter, run, steps in zip("ab", runs, (first, second)):
+        for letter, run, steps in zip("ab", runs, (first_steps, second_steps)):
             print(plain(f"{letter}: {run}, steps {min(steps)} to {max(steps)}"))
         lines = (
             f"{len(common)} steps in both",
@@ -82,9 +82,11 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
 def steps_of(run: Path) -> dict[int, Values]:
     """Return all that a run recorded of each step, without what a clock measured."""
     steps: dict[int, Values] = {}
-    for row in read_metrics(run / "metrics.jsonl"):
-        if values := {name: value for name, value in row.items() if not name.startswith(_CLOCK)}:
-            steps.setdefault(row["step"], {}).update(values)
+    for metric_row in read_metrics(run / "metrics.jsonl"):
+        if values := {
+            metric: value for metric, value in metric_row.items() if not metric.startswith(_CLOCK)
+        }:
+            steps.setdefault(metric_row["step"], {}).update(values)
     return steps
 
 
@@ -98,18 +100,18 @@ def differences(steps: Sequence[tuple[int, Values, Values]], tolerance: float = 
     """
     differing: Differences = {}
     for step, first_values, second_values in steps:
-        for name in sorted({**first_values, **second_values}, key=_order):
-            values = (first_values.get(name, "missing"), second_values.get(name, "missing"))
+        for metric in sorted({**first_values, **second_values}, key=_order):
+            values = (first_values.get(metric, "missing"), second_values.get(metric, "missing"))
             scale = max([1.0, *(abs(value) for value in values if isinstance(value, float))])
             is_equal = values[0] == values[1] or _distance(*values) <= tolerance * scale
-            if not is_equal and not ("missing" in values and name.startswith("eval/")):
-                differing.setdefault(name, []).append((step, *values))
+            if not is_equal and not ("missing" in values and metric.startswith("eval/")):
+                differing.setdefault(metric, []).append((step, *values))
     return differing
 
 
-def _order(name: str) -> tuple[int, bool]:
-    places = [place for place, prefix in enumerate(_ORDER) if name.startswith(prefix)]
-    return min(places, default=len(_ORDER)), name.endswith(_GRADIENT_ENDINGS)
+def _order(metric: str) -> tuple[int, bool]:
+    places = [place for place, prefix in enumerate(_ORDER) if metric.startswith(prefix)]
+    return min(places, default=len(_ORDER)), metric.endswith(_GRADIENT_ENDINGS)
 
 
 def _distance(first: Any, second: Any) -> float:
@@ -155,8 +157,8 @@ def _verdict(differing: Differences, sample: str | None) -> Iterator[str]:
     if sample:
         yield f"first sample that differs: {sample}"
     if differing:
-        name, ((step, first, second), *_) = next(iter(differing.items()))
-        yield f"first number that differs: step {step}, {name}: {first} and {second}"
+        metric, ((step, first, second), *_) = next(iter(differing.items()))
+        yield f"first number that differs: step {step}, {metric}: {first} and {second}"
     elif not sample:
         yield "all that both recorded is equal"
 
@@ -165,32 +167,32 @@ def _table(differing: Differences) -> Iterator[str]:
     """Yield how far apart the runs are, from the first difference on."""
     if differing:
         yield f"\n{'quantity':<32}{'from step':>9}{'a there':>14}{'b there':>14}{'most apart':>14}{'at step':>9}"
-    for name, steps in differing.items():
+    for metric, steps in differing.items():
         first_step, *values = steps[0]
-        texts = ""
+        value_texts = ""
         for value in values:
             is_number = isinstance(value, (int, float))
-            texts += f"{value:>14.6g}" if is_number else f"{value or 'null':>14}"
+            value_texts += f"{value:>14.6g}" if is_number else f"{value or 'null':>14}"
         distances = [(_distance(first, second), step) for step, first, second in steps]
         distance, farthest_step = max(distances, key=itemgetter(0))
-        yield f"{name:<32}{first_step:>9}{texts}{distance:>14.4g}{farthest_step:>9}"
+        yield f"{metric:<32}{first_step:>9}{value_texts}{distance:>14.4g}{farthest_step:>9}"
 
 
 def _options_and_facts(runs: Sequence[Path]) -> Iterator[str]:
-    for title, read in {"options": options_of, "versions, ranks, files": facts_of}.items():
-        first, second = map(read, runs)
+    for title, read_entries in {"options": options_of, "versions, ranks, files": facts_of}.items():
+        first, second = map(read_entries, runs)
         letters = [letter for letter, values in zip("ab", (first, second)) if not values]
         if letters:
             yield f"\n{title}: not recorded in {' and '.join(letters)}"
             continue
         lines = [
-            f"  {name}: {_json(first, name)} and {_json(second, name)}"
-            for name in {**first, **second}
-            if first.get(name, "missing") != second.get(name, "missing")
+            f"  {entry_name}: {_json(first, entry_name)} and {_json(second, entry_name)}"
+            for entry_name in {**first, **second}
+            if first.get(entry_name, "missing") != second.get(entry_name, "missing")
         ]
         yield f"\n{title}: {len(lines)} differ"
         yield from lines
 
 
-def _json(values: Mapping[str, Any], name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False) if name in values else "missing"
+def _json(values: Mapping[str, Any], entry_name: str) -> str:
+    return json.dumps(values[entry_name], ensure_ascii=False) if entry_name in values else "missing"

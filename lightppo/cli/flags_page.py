@@ -34,13 +34,24 @@ You may always set an option to its default or off value (`--lora_dropout 0`), e
 def flags_page() -> str:
     """Return the page: one list per section."""
     facts = [
-        f"`{name}`: {text}" for name, text in conditions().items() if not text.startswith("--")
+        f"`{condition_name}`: {text}"
+        for condition_name, text in conditions().items()
+        if not text.startswith("--")
     ]
     parts = [_HEAD, "; ".join(facts) + ".\n"]
     for section in PPOConfig.sections().values():
         lines = "\n".join(map(_line, section.options().values()))
         parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
-    return "\n".join([*parts, *(_part_of_command(name) for name in trained_by() if name != "ppo")])
+    return "\n".join(
+        [
+            *parts,
+            *(
+                _part_of_command(condition_name)
+                for condition_name in trained_by()
+                if condition_name != "ppo"
+            ),
+        ]
+    )
 
 
 def _part_of_command(name: str) -> str:
@@ -56,37 +67,39 @@ def _part_of_command(name: str) -> str:
 
 
 def _line(option: Option) -> str:
-    needs = [" or ".join(map(_condition, text.split(" or "))) for text in option.needs]
+    needs = [
+        " or ".join(map(_condition, option_text.split(" or "))) for option_text in option.needs
+    ]
     brackets = "; ".join(filter(None, (_values(option), ", ".join(needs))))
-    text = f"- `--{option.name}`"
+    option_text = f"- `--{option.name}`"
     if option.resume_safe:
-        text += "*"
+        option_text += "*"
     if brackets != "`false`":
-        text += f" ({brackets})"
-    text += f": {option.help}"
-    return f"{text} Required." if option.required else text
+        option_text += f" ({brackets})"
+    option_text += f": {option.help}"
+    return f"{option_text} Required." if option.required else option_text
 
 
-def _condition(text: str) -> str:
+def _condition(condition: str) -> str:
     """Return it as code, where the head does not explain it as a word."""
-    flag = f"--{text}"
-    if text in conditions():
-        flag = conditions()[text].replace(" or ", "|").replace(" ", "=")
-    return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
+    flag = f"--{condition}"
+    if condition in conditions():
+        flag = conditions()[condition].replace(" or ", "|").replace(" ", "=")
+    return f"`{flag}`" if flag.startswith("--") else f"`{condition}`"
 
 
 def _values(option: Option) -> str:
     """Return the default as code, and what else may be given as far as the default does not say it."""
     default = shown_default(option.default)
-    kind = type_text(option).removesuffix(" or None").removeprefix("a ")
-    kind = kind.removeprefix("list of ").replace("whole number", "integer")
-    code = "" if option.default in (None, ()) else f"`{default}`"
-    if kind.startswith("one of "):
-        choices = kind.removeprefix("one of ").split(", ")
-        texts = [code, *(choice for choice in choices if choice != default)]
+    kind_text = type_text(option).removesuffix(" or None").removeprefix("a ")
+    kind_text = kind_text.removeprefix("list of ").replace("whole number", "integer")
+    default_code = "" if option.default in (None, ()) else f"`{default}`"
+    if kind_text.startswith("one of "):
+        choices = kind_text.removeprefix("one of ").split(", ")
+        texts = [default_code, *(choice for choice in choices if choice != default)]
     else:
-        text = code or kind
-        if option.may_be_none and code:
+        text = default_code or kind_text
+        if option.may_be_none and default_code:
             text += " or None"
         texts = [f"{text} {range_text(option)}".strip()]
     return ", ".join(filter(None, (*texts, option.unit)))

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
 
 
-def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
     """Print the table; exit code 1 if the run does not fit."""
     parser = CommandParser(
-        prog,
+        program,
         description=__doc__,
         allow_abbrev=False,
         epilog="All options of lightppo ppo, too; only --pretrain is required.",
@@ -47,19 +47,19 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     parser.add_argument(
         "--json", action="store_true", help="parts, phases and peak as JSON, in bytes"
     )
-    request, flags = parser.parse_known_args(argv)
-    with exit_on_mistakes(prog):
-        for name, least in {"gpus": 0, "nodes": 1}.items():
-            count = getattr(request, name)
+    request, flags = parser.parse_known_args(arguments)
+    with exit_on_mistakes(program):
+        for option_name, least in {"gpus": 0, "nodes": 1}.items():
+            count = getattr(request, option_name)
             if count is not None and count < least:
-                raise ConfigError(f"--{name} {count}: must be at least {least}")
-        place = _place(request)
-        config = parse_args(flags, prog, world_size=place["world_size"], unfed=True)
+                raise ConfigError(f"--{option_name} {count}: must be at least {least}")
+        placement = _place(request)
+        config = parse_args(flags, program, world_size=placement["world_size"], unfed=True)
         _check_models(config.model)
         from lightppo.preflight import budget
 
         _import_as_a_rank()
-        machine = budget.Machine(**place, library_bytes=library_bytes(place["per_node"]))
+        machine = budget.Machine(**placement, library_bytes=library_bytes(placement["per_node"]))
         advice = []
         try:
             estimate = budget.estimate(config.resolved(), machine)
@@ -119,25 +119,25 @@ def _place(request: argparse.Namespace) -> dict[str, Any]:
     local_gpus = torch.cuda.device_count()
     gpus = local_gpus if request.gpus is None else request.gpus
     ranks = gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    place = {"world_size": ranks * request.nodes, "gpus": gpus > 0, "per_node": ranks}
+    placement = {"world_size": ranks * request.nodes, "gpus": gpus > 0, "per_node": ranks}
     if not gpus:
-        return place | {"host_bytes": host_memory or host_bytes()}
+        return placement | {"host_bytes": host_memory or host_bytes()}
     if host_memory is not None:
         raise ConfigError("--host_memory is for ranks on the CPU: add --gpus 0, or leave it out")
     if gpu_memory is None and local_gpus:
         gpu_memory = torch.cuda.get_device_properties(0).total_memory
-    return place | {"device_bytes": gpu_memory or 80 * 10**9}
+    return placement | {"device_bytes": gpu_memory or 80 * 10**9}
 
 
 def _check_models(models: ModelConfig) -> None:
     """Raise ConfigError where a config is not there; weights are not read."""
-    paths = [("--pretrain", models.pretrain), ("--ref_pretrain", models.ref_pretrain)]
-    paths += [("--critic_pretrain", models.critic_pretrain)]
-    paths += [("--reward_pretrain", path) for path in models.reward_pretrain]
+    model_paths = [("--pretrain", models.pretrain), ("--ref_pretrain", models.ref_pretrain)]
+    model_paths += [("--critic_pretrain", models.critic_pretrain)]
+    model_paths += [("--reward_pretrain", model_path) for model_path in models.reward_pretrain]
     try:
-        for flag, path in paths:
-            if path is not None:
-                check_model(path, flag, weights=False)
+        for flag, model_path in model_paths:
+            if model_path is not None:
+                check_model(model_path, flag, weights=False)
     except UserError as error:
         raise ConfigError(str(error)) from error
 

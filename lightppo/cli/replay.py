@@ -54,10 +54,10 @@ COLUMNS = (
 )
 
 
-def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo replay") -> None:
     """Replay a step: exit code 1 if it differs from what was recorded, 2 if there is no such run or step."""
     parser = CommandParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "run",
@@ -92,19 +92,19 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
         help="new folder for metrics.jsonl and rollouts/; default: they are not kept",
     )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
-    request = parser.parse_args(argv)
+    request = parser.parse_args(arguments)
     if request.step is None:
         match = request.batch and re.fullmatch(r"step(\d+)_rank\d+\.pt", request.batch.name)
         if not match:
             parser.error("--step is required")
         request.step = int(match[1])
     output = request.output
-    with exit_on_mistakes(prog):
+    with exit_on_mistakes(program):
         check_step(request.run, request.step)
         flags = ["--config", str(request.run / "run_config.yaml")]
         flags += [*tape_flags(request), *address_flags(request)]
-    recorded = parse_args(flags, prog, KINDS[command_of(recorded_options(request.run))])
-    with exit_on_mistakes(prog):
+    recorded = parse_args(flags, program, KINDS[command_of(recorded_options(request.run))])
+    with exit_on_mistakes(program):
         if output is not None and output.is_dir() and any(output.iterdir()):
             raise ConfigError(f"--output {output}: holds files: name a new folder")
         temporary = Path(tempfile.gettempdir(), "lightppo-replay")
@@ -113,11 +113,11 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     from lightppo.preflight.before_imports import before_imports, preflight, preflight_supervised
 
     check = preflight if isinstance(config, PPOConfig) else preflight_supervised
-    before_imports(lambda: check(config.resolved()), prog)
+    before_imports(lambda: check(config.resolved()), program)
 
     from lightppo.trainer import run
 
-    run(lambda: replay(request, config, recorded), prog)
+    run(lambda: replay(request, config, recorded), program)
 
 
 # -- the run that is replayed ----------------------------------------------------------------------------------------
@@ -135,19 +135,19 @@ def check_step(run: Path, step: int) -> None:
         raise ConfigError(
             f"{run} is an evaluation (lightppo eval): it has no training step to replay"
         )
-    last = max(recorded_steps(run), default=0)
-    if not 1 <= step <= last + 1:
+    last_step = max(recorded_steps(run), default=0)
+    if not 1 <= step <= last_step + 1:
         raise ConfigError(
-            f"--step {step}: {run} has recorded {last} steps; the next one, {last + 1}, can be tried too"
+            f"--step {step}: {run} has recorded {last_step} steps; the next one, {last_step + 1}, can be tried too"
         )
     if os.environ.get("RANK", "0") != "0":
         return
     present = versions()
-    for start in starts_of(run)[-1:]:
-        for name, version in start["versions"].items():
-            if present.get(name) != version:
+    for recorded_start in starts_of(run)[-1:]:
+        for package, version in recorded_start["versions"].items():
+            if present.get(package) != version:
                 print(
-                    f"note: {run} was made with {name} {version}, this is {present.get(name, 'none')}"
+                    f"note: {run} was made with {package} {version}, this is {present.get(package, 'none')}"
                 )
 
 
@@ -169,8 +169,10 @@ def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:
     except ReportError as error:
         raise ConfigError(str(error)) from error
     steps = {}
-    for step, row in rows.items():
-        if values := {name: row[name] for name in row if not name.startswith("eval/")}:
+    for step, metric_row in rows.items():
+        if values := {
+            metric: metric_row[metric] for metric in metric_row if not metric.startswith("eval/")
+        }:
             steps[step] = values
     return steps
 
@@ -218,19 +220,22 @@ def address_flags(request: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--remote_rm_url: the run had {', '.join(servers)}")
     addresses = {shown_url(url): url for url in (*request.url, *request.remote_rm_url)}
     flags: list[str] = []
-    for name, value in recorded.items():
-        if name == "remote_rm_url" and tape_flags(request):
+    for option_name, value in recorded.items():
+        if option_name == "remote_rm_url" and tape_flags(request):
             continue  # the tape answers
         urls = cut_urls(value)
         for url in urls:
             if url not in addresses:
-                flag = "remote_rm_url" if name == "remote_rm_url" else "url"
-                raise ConfigError(f"--{name} {url}: {GIVE_WHOLE}, by --{flag}")
+                flag = "remote_rm_url" if option_name == "remote_rm_url" else "url"
+                raise ConfigError(f"--{option_name} {url}: {GIVE_WHOLE}, by --{flag}")
         if urls:
             texts = value if isinstance(value, list) else [value]
-            flags.append(f"--{name}")
-            for text in texts:  # also with commas between
-                parts = [addresses.get(part.strip(), part) for part in text.split(",")]
+            flags.append(f"--{option_name}")
+            for address in texts:  # also with commas between
+                parts = [
+                    addresses.get(address_part.strip(), address_part)
+                    for address_part in address.split(",")
+                ]
                 flags.append(",".join(parts))
     return flags
 
@@ -267,9 +272,9 @@ class Replayed:
 
     def print_all(self, *lines: str) -> None:
         """Print what each rank says. Collective."""
-        for rank, text in enumerate(self.strategy.all_gather_object("\n".join(lines))):
+        for rank, rank_text in enumerate(self.strategy.all_gather_object("\n".join(lines))):
             prefix = f"-- rank {rank}, " if self.strategy.world_size > 1 else ""
-            self.strategy.print(prefix + plain(text))
+            self.strategy.print(prefix + plain(rank_text))
 
     def stop(self, rollouts: Sequence[Any], experience: Sequence[Any]) -> None:
         """Open with ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
@@ -311,13 +316,13 @@ class ReplayedOnData(Replayed):
             return super().training_step(micro_batches)
         if self.request.batch is None:
             ids = [batch.get("sequences", batch.get("input_ids")) for batch in micro_batches]
-            texts = [text for rows in ids for text in self.tokenizer.batch_decode(rows)]
+            row_texts = [row_text for rows in ids for row_text in self.tokenizer.batch_decode(rows)]
         else:
             path = self.batch_file()
             saved = tensor_file.read(path)
             self.print_all("{}, of step {step} and rank {rank}".format(path, **saved["facts"]))
             micro_batches = saved["micro_batches"]
-            texts = [text for rows in saved["texts"] for text in rows]
+            row_texts = [row_text for rows in saved["texts"] for row_text in rows]
         lines = [
             f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"
         ]
@@ -325,9 +330,9 @@ class ReplayedOnData(Replayed):
         for number, (batch, numbers) in enumerate(zip(micro_batches, means), start=1):
             rows = len(batch["attention_mask"])
             lines.append(f"  micro batch {number}: {rows} rows, {_status_text(numbers)}")
-        lines += [f"  {text}" for text in texts[: self.request.samples]]
+        lines += [f"  {row_text}" for row_text in row_texts[: self.request.samples]]
         self.print_all(*lines)
-        self.stop(texts, micro_batches)
+        self.stop(row_texts, micro_batches)
         status = super().training_step(micro_batches)
         self.strategy.print(f"all together: {_status_text(status)}")
         if self.request.batch is not None:
@@ -342,11 +347,16 @@ class ReplayedOnData(Replayed):
         means = []
         with torch.no_grad():
             for batch in micro_batches:
-                batch = {name: tensor.to(self.strategy.device) for name, tensor in batch.items()}
+                batch = {
+                    number_name: tensor.to(self.strategy.device)
+                    for number_name, tensor in batch.items()
+                }
                 count = max(1, self.objective.count(batch))
                 loss, numbers = self.objective.loss(self.model, batch, count, 1)
                 numbers = {"loss": loss} | numbers
-                means.append({name: float(number) for name, number in numbers.items()})
+                means.append(
+                    {number_name: float(number) for number_name, number in numbers.items()}
+                )
         return means
 
 
@@ -358,15 +368,17 @@ class ReplayedPPO(Replayed):
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
         if step == self.request.step:
-            rows = list(self.replay_buffer.items)
+            experience_rows = list(self.replay_buffer.items)
             # --buffer_limit may have dropped the first ones.
-            dropped = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))
-            samples = list(zip(collected.rollouts[dropped:], rows))
+            dropped = max(
+                0, len(collected.rollouts) + len(collected.repeated) - len(experience_rows)
+            )
+            samples = list(zip(collected.rollouts[dropped:], experience_rows))
             self.samples_shown = samples[: self.request.samples]
             self.print_all(self.described(collected.rollouts))
             if self.request.batch is not None:
                 self.train_alone(collected.rollouts)
-            self.stop(collected.rollouts, rows)
+            self.stop(collected.rollouts, experience_rows)
 
     def described(self, rollouts: Sequence[Any]) -> str:
         """Return this rank's samples: scores of all, then some with their tokens."""
@@ -379,13 +391,13 @@ class ReplayedPPO(Replayed):
         lines = [
             f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {' '.join(scores)}"
         ]
-        for rollout, row in self.samples_shown:
+        for rollout, experience_row in self.samples_shown:
             lines.append(f"{_name(rollout)}: {examined(rollout)}")
-            ids = rollout.response_ids
-            tokens = [repr(self.tokenizer.decode([token])) for token in ids[:MAX_TOKENS]]
-            lines.append(f"  {len(ids)} tokens: {' '.join(tokens)}")
+            response_ids = rollout.response_ids
+            tokens = [repr(self.tokenizer.decode([token])) for token in response_ids[:MAX_TOKENS]]
+            lines.append(f"  {len(response_ids)} tokens: {' '.join(tokens)}")
             for column in COLUMNS:
-                if (numbers := getattr(row, column)) is not None:
+                if (numbers := getattr(experience_row, column)) is not None:
                     lines.append(f"  {column} {_numbers_text(numbers[0])}")
         return "\n".join(lines)
 
@@ -443,17 +455,19 @@ class ReplayedPPO(Replayed):
         lines = []
         self.actor.eval()
         samples = level(self.samples_shown, self.strategy, lambda: (None, Experience.placeholder()))
-        for rollout, row in samples:
-            row = replace(row).to_device(self.strategy.device)
+        for rollout, experience_row in samples:
+            experience_row = replace(experience_row).to_device(self.strategy.device)
             with torch.no_grad():
                 scores = self.actor.score_actions(
-                    row.sequences, row.num_actions, row.attention_mask
+                    experience_row.sequences,
+                    experience_row.num_actions,
+                    experience_row.attention_mask,
                 )
-            old = row.action_log_probs
-            if old is None:
-                old = row.rollout_log_probs
-            if rollout is not None and old is not None:
-                ratios = (scores.log_probs - old).exp()
+            old_log_probs = experience_row.action_log_probs
+            if old_log_probs is None:
+                old_log_probs = experience_row.rollout_log_probs
+            if rollout is not None and old_log_probs is not None:
+                ratios = (scores.log_probs - old_log_probs).exp()
                 lines.append(f"  {_name(rollout)}: {_numbers_text(ratios[0])}")
         return lines
 
@@ -471,7 +485,7 @@ def _numbers_text(numbers: Any) -> str:
 
 
 def _status_text(status: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.6g}" for name, value in status.items())
+    return ", ".join(f"{metric} {value:.6g}" for metric, value in status.items())
 
 
 def build_trainer(request: argparse.Namespace, config: OptionSet) -> Any:
@@ -540,8 +554,11 @@ def compare_weights(trainer: Any, checkpoints: str) -> tuple[list[str], bool]:
 
     Nothing where there is none. The checkpoint is loaded into the trainer, which is of no more use then. Collective.
     """
-    tag = tag_of(trainer.state.global_step)
-    is_there = checkpoints != "never" and (local_folder(part_folder(checkpoints)) / tag).is_dir()
+    checkpoint_tag = tag_of(trainer.state.global_step)
+    is_there = (
+        checkpoints != "never"
+        and (local_folder(part_folder(checkpoints)) / checkpoint_tag).is_dir()
+    )
     if not trainer.strategy.broadcast_object(is_there):
         return [], True
 
@@ -556,7 +573,7 @@ def compare_weights(trainer: Any, checkpoints: str) -> tuple[list[str], bool]:
         return [own_part(weight) for module in modules for weight in module.parameters()]
 
     trained = [weight.clone() for weight in own_weights()]
-    trainer.checkpointer.load(checkpoints, tag)
+    trainer.checkpointer.load(checkpoints, checkpoint_tag)
     counts = {"differ": 0, "total": 0}
     for weight, saved_weight in zip(trained, own_weights(), strict=True):
         counts["differ"] += int((weight != saved_weight).sum())
@@ -564,10 +581,12 @@ def compare_weights(trainer: Any, checkpoints: str) -> tuple[list[str], bool]:
     counts = trainer.strategy.all_reduce(counts, "sum")
     differ = int(counts["differ"])
     if not differ:
-        return [f"all weights are as in {tag}"], True
+        return [f"all weights are as in {checkpoint_tag}"], True
     total = int(counts["total"])
-    line = f"differs from what was saved: {differ} of {total} weights are not as in {tag}"
-    return [line], False
+    result_line = (
+        f"differs from what was saved: {differ} of {total} weights are not as in {checkpoint_tag}"
+    )
+    return [result_line], False
 
 
 def check_start(run: Path, start: int, trainer: Any) -> None:
@@ -586,9 +605,9 @@ def check_start(run: Path, start: int, trainer: Any) -> None:
             f"{run} had {ranks} ranks, and this is {trainer.strategy.world_size}: torchrun --nproc_per_node {ranks} …"
         )
     changed = [
-        name
-        for name, mark in recorded["content"].items()
-        if name != "save_path" and trainer.content.get(name, mark) != mark
+        option_name
+        for option_name, mark in recorded["content"].items()
+        if option_name != "save_path" and trainer.content.get(option_name, mark) != mark
     ]
     if changed:
         raise ConfigError(f"--{', --'.join(changed)}: other content than {run} had")
@@ -605,18 +624,20 @@ def compare_records(run: Path, output: Path, steps: Sequence[int]) -> tuple[list
             if step in recorded and step in repeated
         ]
     )
-    last = steps[-1]
+    last_step = steps[-1]
     lines = []
-    if last not in recorded:
-        lines.append(f"step {last} was not recorded")
+    if last_step not in recorded:
+        lines.append(f"step {last_step} was not recorded")
     sample = first_sample([recorded_path(run, "rollout_data_dir"), output / "rollouts"], steps)
     if sample:
         lines.append(f"differs from the recorded samples: {sample}")
     if differing:
-        name, ((step, before, after), *_) = next(iter(differing.items()))
+        metric, ((step, recorded_value, repeated_value), *_) = next(iter(differing.items()))
         lines.append(
-            f"step {step} differs from what was recorded: first {name}: was {before}, is {after}"
+            f"step {step} differs from what was recorded: first {metric}: was {recorded_value}, is {repeated_value}"
         )
     elif not lines:
-        lines.append(f"step {last} is equal to what was recorded: {len(recorded[last])} numbers")
+        lines.append(
+            f"step {last_step} is equal to what was recorded: {len(recorded[last_step])} numbers"
+        )
     return lines, not (differing or sample)

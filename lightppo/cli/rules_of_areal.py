@@ -44,14 +44,14 @@ def areal_critic_betas(arguments: Arguments) -> Converted:
 
 @areal("actor.eps_clip actor.eps_clip_higher ppo.eps_clip")
 def areal_clip(arguments: Arguments) -> Converted:
-    low = arguments.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
-    return clip_range(low, arguments.text("actor.eps_clip_higher"))
+    lower_bound = arguments.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
+    return clip_range(lower_bound, arguments.text("actor.eps_clip_higher"))
 
 
 @areal("gconfig.top_k gconfig.greedy eval_gconfig.top_k")
 def areal_top_k(arguments: Arguments) -> Converted:
-    for name, option in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
-        if (count := arguments.number(name)) is not None:
+    for their_option, option in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
+        if (count := arguments.number(their_option)) is not None:
             yield option, int(count) if 0 < count < 1e6 else -1
     if arguments.on("gconfig.greedy"):
         yield "do_sample", False
@@ -211,8 +211,8 @@ def areal_resume(arguments: Arguments) -> Converted:
 
 @areal("actor.loss_type", "dpo")
 def areal_pairs(arguments: Arguments) -> Converted:
-    name = arguments.text("actor.loss_type")
-    yield "preference_loss", "dpo" if name == "sigmoid" else name
+    loss_type = arguments.text("actor.loss_type")
+    yield "preference_loss", "dpo" if loss_type == "sigmoid" else loss_type
 
 
 @areal("actor.use_lora actor.lora_rank")

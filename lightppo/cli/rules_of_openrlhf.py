@@ -68,22 +68,24 @@ def openrlhf_clip(arguments: Arguments) -> Converted:
 )
 def openrlhf_correction(arguments: Arguments) -> Converted:
     level = arguments.text("algo.advantage.is_correction_level") or "off"
-    kind = None
+    correction_kind = None
     if level == "seq":
-        kind = "seq_mask_tis"
+        correction_kind = "seq_mask_tis"
     elif level != "off":
         is_clipped = arguments.text("algo.advantage.is_correction_mode") == "clip"
-        kind = "tis" if is_clipped else "icepop"
+        correction_kind = "tis" if is_clipped else "icepop"
     elif arguments.on("algo.advantage.is_correction_enable", "enable_vllm_is_correction"):
-        kind = arguments.text("algo.advantage.is_correction_type", "vllm_is_correction_type")
-        kind = (kind or "tis").replace("-", "_")
+        correction_kind = arguments.text(
+            "algo.advantage.is_correction_type", "vllm_is_correction_type"
+        )
+        correction_kind = (correction_kind or "tis").replace("-", "_")
         if arguments.on("use_icepop"):
-            kind = "icepop"
+            correction_kind = "icepop"
     bounds = arguments.words(
         "algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"
     )
-    *_, low, high = [None, None, *map(float, bounds)]
-    yield from correction(kind, low, high)
+    *_, lower_bound, upper_bound = [None, None, *map(float, bounds)]
+    yield from correction(correction_kind, lower_bound, upper_bound)
 
 
 @openrlhf(
@@ -187,9 +189,9 @@ def lightrft_engine(arguments: Arguments) -> Converted:
 def lightrft_lists(arguments: Arguments) -> Converted:
     if arguments.text("max_len") is not None:
         yield LOOK, "--prompt_max_len and --generate_max_len are set for themselves"
-    for name in ("reward_pretrain", "remote_rm_url"):
-        if items := [item for item in arguments.items(name) if item not in ("{}", "")]:
-            yield name, items
+    for option_name in ("reward_pretrain", "remote_rm_url"):
+        if items := [item for item in arguments.items(option_name) if item not in ("{}", "")]:
+            yield option_name, items
 
 
 @openrlhf("eval.steps eval_steps", EVERY)

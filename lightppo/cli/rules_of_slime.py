@@ -26,12 +26,12 @@ def slime_kl(arguments: Arguments) -> Converted:
         yield "use_kl_in_reward", True
     elif coefficient:
         yield "use_kl_loss", True
-        name = arguments.text("kl_loss_type") or "k1"
-        estimator = KL_ESTIMATORS.get(name, name)
+        loss_type = arguments.text("kl_loss_type") or "k1"
+        estimator = KL_ESTIMATORS.get(loss_type, loss_type)
         if arguments.on("use_unbiased_kl") and estimator in ("k1", "k3"):
             estimator = f"{estimator}_ratio"
         yield "kl_estimator", estimator
-        if name == "low_var_kl":
+        if loss_type == "low_var_kl":
             yield "kl_clip", 10
 
 
@@ -95,13 +95,13 @@ def slime_evaluation(arguments: Arguments) -> Converted:
 
 @slime("rm_type")
 def slime_reward(arguments: Arguments) -> Converted:
-    kind = arguments.text("rm_type")
-    if kind in ("math", "deepscaler", "dapo", "boxed_math"):
+    reward_type = arguments.text("rm_type")
+    if reward_type in ("math", "deepscaler", "dapo", "boxed_math"):
         yield "reward_source", ["math"]
-    elif kind is not None:
+    elif reward_type is not None:
         yield (
             LOOK,
-            f"{kind}: --reward_source math, code or format, --reward_fn FILE.py or --remote_rm_url",
+            f"{reward_type}: --reward_source math, code or format, --reward_fn FILE.py or --remote_rm_url",
         )
 
 
@@ -117,14 +117,14 @@ def slime_checkpointing(arguments: Arguments) -> Converted:
 
 @slime("attention_backend")
 def slime_attention(arguments: Arguments) -> Converted:
-    if (name := arguments.text("attention_backend")) not in (None, "auto"):
-        yield "attn_implementation", "flash_attention_2" if name == "flash" else name
+    if (backend := arguments.text("attention_backend")) not in (None, "auto"):
+        yield "attn_implementation", "flash_attention_2" if backend == "flash" else backend
 
 
 @slime("advantage_estimator")
 def slime_estimator(arguments: Arguments) -> Converted:
-    name = arguments.text("advantage_estimator") or "grpo"
-    if name in ("gspo", "cispo"):  # losses here
-        yield "policy_loss", name
-    names = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
-    yield "advantage_estimator", names.get(name, name.replace("_plus_plus", "++"))
+    estimator = arguments.text("advantage_estimator") or "grpo"
+    if estimator in ("gspo", "cispo"):  # losses here
+        yield "policy_loss", estimator
+    our_names = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
+    yield "advantage_estimator", our_names.get(estimator, estimator.replace("_plus_plus", "++"))

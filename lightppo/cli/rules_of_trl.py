@@ -152,8 +152,8 @@ def trl_betas(arguments: Arguments) -> Converted:
 
 @trl("lr_scheduler_type lr_scheduler_kwargs lr_scheduler_kwargs.min_lr_rate", EVERY)
 def trl_schedule(arguments: Arguments) -> Converted:
-    name = arguments.text("lr_scheduler_type") or "linear"
-    yield "lr_scheduler", {"constant_with_warmup": "constant"}.get(name, name)
+    scheduler = arguments.text("lr_scheduler_type") or "linear"
+    yield "lr_scheduler", {"constant_with_warmup": "constant"}.get(scheduler, scheduler)
     settings = arguments.text("lr_scheduler_kwargs") or ""
     if rate := re.search(r"min_lr_rate\W+([\d.e-]+)", settings):
         yield "min_lr_ratio", rate[1]
@@ -201,7 +201,7 @@ def trl_clip(arguments: Arguments) -> Converted:
 
 @trl("loss_type importance_sampling_level")
 def trl_loss(arguments: Arguments) -> Converted:
-    name = arguments.text("loss_type") or "dapo"
+    loss_type = arguments.text("loss_type") or "dapo"
     modes = {
         "grpo": "seq-mean-token-mean",
         "dapo": "token-mean",
@@ -210,14 +210,14 @@ def trl_loss(arguments: Arguments) -> Converted:
     }
     if arguments.program == "trl-rloo":
         return
-    if name in ("cispo", "sapo"):
-        yield "policy_loss", name
-    elif name in modes:
+    if loss_type in ("cispo", "sapo"):
+        yield "policy_loss", loss_type
+    elif loss_type in modes:
         if arguments.text("importance_sampling_level") == "sequence":
             yield "policy_loss", "gspo"
-        yield "loss_agg_mode", modes[name]
+        yield "loss_agg_mode", modes[loss_type]
     else:
-        yield LOOK, f"{name}: see --policy_loss and --loss_agg_mode"
+        yield LOOK, f"{loss_type}: see --policy_loss and --loss_agg_mode"
 
 
 @trl("scale_rewards")
@@ -242,9 +242,9 @@ def trl_vllm(arguments: Arguments) -> Converted:
         host = arguments.text("vllm_server_host")
         if host in (None, "0.0.0.0"):
             host = "127.0.0.1"
-        url = f"http://{host}:{arguments.text('vllm_server_port') or 8000}"
+        server_url = f"http://{host}:{arguments.text('vllm_server_port') or 8000}"
         yield "rollout_engine", "vllm_server"
-        yield "vllm_server_url", [arguments.text("vllm_server_base_url") or url]
+        yield "vllm_server_url", [arguments.text("vllm_server_base_url") or server_url]
     else:
         yield "rollout_engine", "vllm"
     if truth(arguments.text("vllm_importance_sampling_correction") or True):
@@ -254,10 +254,10 @@ def trl_vllm(arguments: Arguments) -> Converted:
             "token_mask": "icepop",
             "sequence_mask": "seq_mis",
         }
-        mode = arguments.text("vllm_importance_sampling_mode") or "sequence_mask"
-        low = arguments.number("vllm_importance_sampling_clip_min")
+        correction_mode = arguments.text("vllm_importance_sampling_mode") or "sequence_mask"
+        lower_bound = arguments.number("vllm_importance_sampling_clip_min")
         bounds = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
-        yield from correction(kinds.get(mode), low, arguments.number(*bounds))
+        yield from correction(kinds.get(correction_mode), lower_bound, arguments.number(*bounds))
 
 
 _TRL_REWARDS = {
@@ -272,19 +272,19 @@ def trl_rewards(arguments: Arguments) -> Converted:
     weights = iter(arguments.items("reward_weights"))
     sources = []
     models = arguments.items("reward_model_name_or_path")
-    for name in arguments.words("reward_funcs"):
+    for reward_name in arguments.words("reward_funcs"):
         weight = next(weights, "1")
         weight = f"={weight}" if float(weight) != 1 else ""
-        if name in _TRL_REWARDS:
-            sources.append(f"{_TRL_REWARDS[name]}{weight}")
-        elif "/" in name:
-            models.append(name)
-        elif "." in name and not any(source.startswith("function") for source in sources):
-            module, _, function = name.rpartition(".")
+        if reward_name in _TRL_REWARDS:
+            sources.append(f"{_TRL_REWARDS[reward_name]}{weight}")
+        elif "/" in reward_name:
+            models.append(reward_name)
+        elif "." in reward_name and not any(source.startswith("function") for source in sources):
+            module, _, function = reward_name.rpartition(".")
             sources.append(f"function{weight}")
             yield "reward_fn", f"{module.replace('.', '/')}.py:{function}"
         else:
-            yield LOOK, f"{name}: write it as a function: --reward_fn path.py:name"
+            yield LOOK, f"{reward_name}: write it as a function: --reward_fn path.py:name"
     if models and sources:
         sources.append("model")
     if sources and sources != ["function"]:
@@ -340,11 +340,11 @@ def trl_truncation(arguments: Arguments) -> Converted:
 @trl("loss_type", "dpo")
 def trl_pairs(arguments: Arguments) -> Converted:
     losses = {"sigmoid": "dpo", "ipo": "ipo"}
-    for name in arguments.items("loss_type"):
-        if name in losses:
-            yield "preference_loss", losses[name]
+    for loss_type in arguments.items("loss_type"):
+        if loss_type in losses:
+            yield "preference_loss", losses[loss_type]
         else:
-            yield LOOK, f"{name}: --preference_loss is dpo or ipo"
+            yield LOOK, f"{loss_type}: --preference_loss is dpo or ipo"
 
 
 @trl("max_tool_calling_iterations")
@@ -361,5 +361,5 @@ def trl_timeout(arguments: Arguments) -> Converted:
 @trl("load_best_model_at_end metric_for_best_model", EVERY)
 def trl_best(arguments: Arguments) -> Converted:
     if arguments.on("load_best_model_at_end"):
-        name = arguments.text("metric_for_best_model") or "loss"
-        yield "best_metric", f"eval/{name.removeprefix('eval_')}"
+        metric = arguments.text("metric_for_best_model") or "loss"
+        yield "best_metric", f"eval/{metric.removeprefix('eval_')}"

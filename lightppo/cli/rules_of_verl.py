@@ -86,22 +86,22 @@ def verl_kl(arguments: Arguments) -> Converted:
 
 @verl("algorithm.adv_estimator")
 def verl_estimator(arguments: Arguments) -> Converted:
-    name = arguments.text("algorithm.adv_estimator") or "gae"
-    yield "advantage_estimator", name
-    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+    estimator = arguments.text("algorithm.adv_estimator") or "gae"
+    yield "advantage_estimator", estimator
+    if estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         yield "adv_std_unbiased", True  # how it whitens
 
 
 @verl(f"{_ACTOR}.clip_ratio {_ACTOR}.clip_ratio_low {_ACTOR}.clip_ratio_high")
 def verl_clip(arguments: Arguments) -> Converted:
-    low = arguments.text(f"{_ACTOR}.clip_ratio_low") or "0.2"
-    high = arguments.text(f"{_ACTOR}.clip_ratio_high") or "0.2"
-    yield from clip_range(low, high)
+    lower_bound = arguments.text(f"{_ACTOR}.clip_ratio_low") or "0.2"
+    upper_bound = arguments.text(f"{_ACTOR}.clip_ratio_high") or "0.2"
+    yield from clip_range(lower_bound, upper_bound)
     ratio = arguments.text(f"{_ACTOR}.clip_ratio")
-    if ratio is not None and float(ratio) not in (float(low), float(high)):
+    if ratio is not None and float(ratio) not in (float(lower_bound), float(upper_bound)):
         yield (
             LOOK,
-            f"clip_ratio {ratio} has no effect beside clip_ratio_low {low} and clip_ratio_high {high}",
+            f"clip_ratio {ratio} has no effect beside clip_ratio_low {lower_bound} and clip_ratio_high {upper_bound}",
         )
 
 
@@ -166,8 +166,8 @@ def verl_trackers(arguments: Arguments) -> Converted:
 
 @verl("trainer.resume_mode trainer.resume_from_path", "ppo sft")
 def verl_resume(arguments: Arguments) -> Converted:
-    modes = {"disable": "never", "resume_path": arguments.text("trainer.resume_from_path")}
-    yield "resume", modes.get(arguments.text("trainer.resume_mode")) or "auto"
+    resume_modes = {"disable": "never", "resume_path": arguments.text("trainer.resume_from_path")}
+    yield "resume", resume_modes.get(arguments.text("trainer.resume_mode")) or "auto"
 
 
 @verl(
@@ -207,10 +207,10 @@ _REWARD_FN = "custom_reward_function"
 )
 def verl_reward(arguments: Arguments) -> Converted:
     prefixes = ("", "reward.", "reward_model.")
-    path = arguments.text(*(f"{prefix}{_REWARD_FN}.path" for prefix in prefixes))
-    if path is not None:
-        name = arguments.text(f"{_REWARD_FN}.name", f"reward.{_REWARD_FN}.name")
-        yield "reward_fn", f"{path}:{name or 'compute_score'}"
+    function_path = arguments.text(*(f"{prefix}{_REWARD_FN}.path" for prefix in prefixes))
+    if function_path is not None:
+        function_name = arguments.text(f"{_REWARD_FN}.name", f"reward.{_REWARD_FN}.name")
+        yield "reward_fn", f"{function_path}:{function_name or 'compute_score'}"
 
 
 @verl("trainer.critic_warmup")

@@ -20,10 +20,10 @@ EOS = "</s>"
 UNKNOWN = "<unk>"
 
 
-def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo tiny-model") -> None:
     """Make a model; exit code 2 if the folder is there already, or without characters."""
     parser = CommandParser(
-        prog,
+        program,
         description="Create a small Llama with random weights and a tokenizer, without downloads. Each character is "
         "one token. The model trains on a CPU in seconds; use it to try out data, rewards and settings.",
     )
@@ -45,8 +45,8 @@ def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
     parser.add_argument("--heads", type=int, default=4, help="attention heads; default: 4")
     parser.add_argument("--max_len", type=int, default=256, help="maximum tokens of a prompt and its answer; "
                         "default: 256")  # fmt: skip
-    options = parser.parse_args(argv)
-    with exit_on_mistakes(prog):
+    options = parser.parse_args(arguments)
+    with exit_on_mistakes(program):
         _check(options)
         characters = options.characters + "".join(_read(path) for path in options.characters_of)
         if not characters:
@@ -76,10 +76,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"{options.output} is there already: name a new folder")
     if not 0 <= options.seed < 2**63:
         raise ConfigError(f"--seed {options.seed}: must be a whole number ≥0 <2^63")
-    for name in ("hidden_size", "layers", "heads", "max_len"):
-        size = getattr(options, name)
+    for option_name in ("hidden_size", "layers", "heads", "max_len"):
+        size = getattr(options, option_name)
         if size < 1:
-            raise ConfigError(f"--{name} {size} is not a positive number")
+            raise ConfigError(f"--{option_name} {size} is not a positive number")
     if options.hidden_size % (2 * options.heads):
         raise ConfigError(
             f"--hidden_size {options.hidden_size} with --heads {options.heads}: rotary positions need heads of an even "

@@ -70,9 +70,9 @@ class Watched:
         content = content[: content.rfind(b"\n") + 1]  # the last row may be under way
         self.end += len(content)
         self.tail = (self.tail + content)[-200:]
-        for line in content.splitlines():
+        for json_line in content.splitlines():
             try:
-                self.rows.append(json.loads(line))
+                self.rows.append(json.loads(json_line))
             except ValueError:  # torn by a crash; a resume cuts it off
                 continue
 
@@ -114,28 +114,32 @@ class Watched:
         """Return ``step 12/100 · 0.9 s per step · ETA 1:20``; evaluations and saving count."""
         times = {row["step"]: row["time"] for row in self.rows if row["step"] > 0}
         steps = sorted(times)[-21:]
-        texts = [f"step {self.step}" + (f"/{self.total}" if self.total else "")]
+        pace_texts = [f"step {self.step}" + (f"/{self.total}" if self.total else "")]
         if len(steps) > 1:
             seconds = [(times[b] - times[a]) / (b - a) for a, b in pairwise(steps)]
-            texts.append(f"{median(seconds):.2g} s per step")
+            pace_texts.append(f"{median(seconds):.2g} s per step")
             if self.total and self.holder():
                 mean = (times[steps[-1]] - times[steps[0]]) / (steps[-1] - steps[0])
-                texts.append(f"ETA {_duration(mean * (self.total - self.step))}")
-        return " · ".join(texts)
+                pace_texts.append(f"ETA {_duration(mean * (self.total - self.step))}")
+        return " · ".join(pace_texts)
 
     def alarms(self) -> list[str]:
         """Return those that ring at the last step which was looked at."""
-        lines = []
-        for row in reversed(self.rows):
-            rings = {name: value for name, value in row.items() if name.startswith("alarm/")}
-            for name, alarm in ALARMS.items():
-                if rings.get(f"alarm/{name}"):
-                    lines.append(
-                        f"ALARM {name}: {alarm.metrics[0]} {alarm.condition}. Try: {alarm.remedy}"
+        alarm_lines = []
+        for metric_row in reversed(self.rows):
+            rings = {
+                alarm_name: value
+                for alarm_name, value in metric_row.items()
+                if alarm_name.startswith("alarm/")
+            }
+            for alarm_name, alarm in ALARMS.items():
+                if rings.get(f"alarm/{alarm_name}"):
+                    alarm_lines.append(
+                        f"ALARM {alarm_name}: {alarm.metrics[0]} {alarm.condition}. Try: {alarm.remedy}"
                     )
             if rings:
                 break
-        return lines
+        return alarm_lines
 
     def samples(self) -> list[dict[str, Any]]:
         """Return some of the latest step that has a file: the best, the worst and what lies between."""
@@ -143,20 +147,22 @@ class Watched:
         if folder := options_of(self.folder).get("rollout_data_dir"):
             folders.append(Path(folder))
         files = {}
-        for path in (path for folder in folders for path in folder.glob("step*.jsonl*")):
-            if match := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", path.name):
-                files[int(match[1])] = path
+        for sample_path in (
+            sample_path for folder in folders for sample_path in folder.glob("step*.jsonl*")
+        ):
+            if match := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", sample_path.name):
+                files[int(match[1])] = sample_path
         if not files:
             return []
         latest = files[max(files)]
         content = latest.read_bytes()
         if latest.suffix == ".gz":
             content = gzip.decompress(content)
-        rows = sorted(
+        sample_rows = sorted(
             map(json.loads, content.decode().splitlines()), key=lambda row: -(row.get("score") or 0)
         )
-        count = min(_SAMPLES, len(rows))
-        return [rows[i * (len(rows) - 1) // (_SAMPLES - 1)] for i in range(count)]
+        count = min(_SAMPLES, len(sample_rows))
+        return [sample_rows[i * (len(sample_rows) - 1) // (_SAMPLES - 1)] for i in range(count)]
 
 
 def _text(path: Path) -> str:
@@ -180,16 +186,16 @@ def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any
     for run in runs:
         parts.append(Text(plain(f"{run.folder}  {run.state()}"), style="bold"))
         parts.append(Text(plain(run.pace()), style="bold"))
-        parts += [Text(line, style="bold red") for line in run.alarms()]
+        parts += [Text(shown_line, style="bold red") for shown_line in run.alarms()]
     curves = [
-        (title, names)
-        for title, names in CURVES.items()
-        if any(series(run.rows, name)[0] for run in runs for name in names)
+        (plot_title, metrics)
+        for plot_title, metrics in CURVES.items()
+        if any(series(run.rows, metric)[0] for run in runs for metric in metrics)
     ]
     columns = max(1, min(len(curves), width // _PLOT_COLUMNS))
     if height is not None:
         curves = curves[: columns * max(1, (height - 18) // (_PLOT_ROWS + 1))]
-    plots = [_plot(runs, title, names, width // columns) for title, names in curves]
+    plots = [_plot(runs, plot_title, metrics, width // columns) for plot_title, metrics in curves]
     grid = Table.grid()
     for start in range(0, len(plots), columns):
         grid.add_row(*plots[start : start + columns])
@@ -197,12 +203,12 @@ def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any
     for run in runs:
         if len(runs) > 1:
             parts.append(Text(plain(run.folder), style="bold"))
-        for line in (*_phases(run), *_samples(run)):
-            parts.append(Text(line, no_wrap=True, overflow="ellipsis"))
+        for shown_line in (*_phases(run), *_samples(run)):
+            parts.append(Text(shown_line, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
 
-def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int) -> Any:
+def _plot(runs: Sequence[Watched], title: str, metrics: Sequence[str], width: int) -> Any:
     """Return a plot of one metric or several, under a line with the colour and the last value of each."""
     import plotext
     from rich.text import Text
@@ -212,21 +218,21 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
     figure.clear()
     figure.theme("simple")
     figure.plot_size(width, _PLOT_ROWS)
-    lines = [(run, name, *series(run.rows, name)) for run in runs for name in names]
+    lines = [(run, metric, *series(run.rows, metric)) for run in runs for metric in metrics]
     lines = [line for line in lines if line[2]]
-    for (run, name, steps, values), colour in zip(lines, cycle(_COLOURS)):
+    for (run, metric, steps, values), colour in zip(lines, cycle(_COLOURS)):
         marker = plotext.marker("braille", pixel=colour)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
-        words = ["●", f"{values[-1]:.3g}"]
+        caption_words = ["●", f"{values[-1]:.3g}"]
         if len(lines) > len(runs):
-            words.insert(1, name.partition("/")[0])
+            caption_words.insert(1, metric.partition("/")[0])
         if len(runs) > 1:
-            words.insert(1, plain(run.folder.name))
-        caption.append(f" {' '.join(words)}", style=f"not bold {colour}")
+            caption_words.insert(1, plain(run.folder.name))
+        caption.append(f" {' '.join(caption_words)}", style=f"not bold {colour}")
     first = min(steps[0] for *_, steps, _ in lines)
     last = max(steps[-1] for *_, steps, _ in lines)
-    ends = sorted({first, last})
-    figure.ruler("x").ticks(ends, list(map(str, ends)))
+    end_steps = sorted({first, last})
+    figure.ruler("x").ticks(end_steps, list(map(str, end_steps)))
     caption.truncate(width - 1)
     plot = Text.from_ansi(figure.build().string())
     plot.rstrip()
@@ -234,22 +240,22 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
 
 
 def _phases(run: Watched) -> Iterator[str]:
-    for row in reversed(run.rows):
-        if total := row.get("perf/time_step"):
+    for metric_row in reversed(run.rows):
+        if total := metric_row.get("perf/time_step"):
             for phase in PHASES:
-                if (seconds := row.get(f"perf/time_{phase}")) is not None:
+                if (seconds := metric_row.get(f"perf/time_{phase}")) is not None:
                     yield f"{phase:<11}{'█' * round(30 * seconds / total):<31}{seconds:.2f} s"
             return
 
 
 def _samples(run: Watched) -> Iterator[str]:
-    for row in run.samples():
-        score = row.get("score")
+    for sample_row in run.samples():
+        score = sample_row.get("score")
         if score is not None:
             score = f"{score:.4g}"
-        yield f"[step {row['step']}] score {score} · label {_one_line(row['ground_truth'])}"
-        for name, key in (("prompt", "input"), ("answer", "output")):
-            yield f"  {name}: {_one_line(row[key][-300:])}"
+        yield f"[step {sample_row['step']}] score {score} · label {_one_line(sample_row['ground_truth'])}"
+        for name, column in (("prompt", "input"), ("answer", "output")):
+            yield f"  {name}: {_one_line(sample_row[column][-300:])}"
 
 
 def _one_line(text: object) -> str:
@@ -262,9 +268,9 @@ def _may_be_a_run(folder: Path) -> bool:
     return not names or not names.isdisjoint(_RUN_FILES)
 
 
-def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
-    parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
+    parser = CommandParser(program, description="Watch runs in the terminal, from their files.")
     parser.add_argument(
         "runs",
         metavar="RUN",
@@ -273,7 +279,7 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
         help="the --save_path of a run",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     try:
         import plotext  # noqa: F401
         from rich.console import Console

@@ -43,14 +43,14 @@ def lasting(is_bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., 
     )
 
 
-def falling(values: Sequence[float], already: bool = False) -> bool:
+def falling(numbers: Sequence[float], already: bool = False) -> bool:
     """Return whether the medians of the last steps, as many in a row, are below the best one, by half of the rise before it
     and by more than four times what usually lies between two steps; ``already``: whether the last one is, by half of
     that. The last step of an episode may be a small, odd one."""
-    medians = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+    medians = [median(numbers[i : i + WINDOW]) for i in range(len(numbers) - WINDOW + 1)]
     if len(medians) <= WINDOW:
         return False
-    usual_change = median(abs(a - b) for a, b in pairwise(values))
+    usual_change = median(abs(a - b) for a, b in pairwise(numbers))
     limit = max((max(medians) - medians[0]) / 2, 4 * usual_change)
     if already:
         return max(medians) - medians[-1] > limit / 2
@@ -218,8 +218,8 @@ ALARMS |= {
 def meanings() -> dict[str, str]:
     """Return what each alarm looks at, when it rings, and what to do."""
     return {
-        name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"
-        for name, alarm in ALARMS.items()
+        alarm_name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"
+        for alarm_name, alarm in ALARMS.items()
     }
 
 
@@ -252,38 +252,38 @@ class Alarms:
         is_solved = solved(*(self.series[metric] for metric in SCORES))
         numbers: dict[str, float] = {}
         lines = []
-        for name, alarm in ALARMS.items():
+        for alarm_name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
             rings = alarm.rings
-            if name in self.ringing and alarm.goes_on:
+            if alarm_name in self.ringing and alarm.goes_on:
                 rings = alarm.goes_on
             is_ringing = not (alarm.unless_solved and is_solved) and rings(
                 *(self.series[metric] for metric in alarm.metrics)
             )
-            numbers[f"alarm/{name}"] = float(is_ringing)
+            numbers[f"alarm/{alarm_name}"] = float(is_ringing)
             if not is_ringing:
-                self.ringing.discard(name)
-                self.announced.discard(name)
+                self.ringing.discard(alarm_name)
+                self.announced.discard(alarm_name)
                 continue
-            if name not in self.announced:
+            if alarm_name not in self.announced:
                 value = status[alarm.metrics[0]]
                 lines.append(
-                    f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
+                    f"ALARM {alarm_name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
                 )
-            self.ringing.add(name)
-            self.announced.add(name)
-            self.rang[name].append(step)
+            self.ringing.add(alarm_name)
+            self.announced.add(alarm_name)
+            self.rang[alarm_name].append(step)
         return numbers, lines
 
     def summary(self) -> str:
         """Return which have rung, and when; empty if none has."""
         texts = []
-        for name, steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
+        for alarm_name, steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
             if len(steps) > 1:
-                texts.append(f"{name} in {len(steps)} steps ({steps[0]} to {steps[-1]})")
+                texts.append(f"{alarm_name} in {len(steps)} steps ({steps[0]} to {steps[-1]})")
             else:
-                texts.append(f"{name} in step {steps[0]}")
+                texts.append(f"{alarm_name} in step {steps[0]}")
         if not texts:
             return ""
         advice = "the log at the first of these steps says what to do, as does the report"
@@ -317,9 +317,9 @@ class AlarmBell(Callback):
         run.register_state("alarms", self.alarms)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        numbers, lines = self.alarms.look(metrics, step)
-        for line in lines:
-            run.strategy.print(f"[step {step}] {line}")
+        numbers, messages = self.alarms.look(metrics, step)
+        for message in messages:
+            run.strategy.print(f"[step {step}] {message}")
         return numbers
 
     def on_end(self, run: Any, error: BaseException | None) -> None:

@@ -40,9 +40,9 @@ class Pace:
         first_step, first_end = self.ends[0]
         seconds = (now - previous_end) / max(step - previous_step, 1)
         texts = [f"step {step}" if total is None else f"step {step}/{total}"]
-        for short, name in (SHOWN | {"len": "rollout/response_length"}).items():
-            if name in status:
-                texts.append(f"{short} {round(status[name], 4) + 0.0:.3g}")
+        for short, metric in (SHOWN | {"len": "rollout/response_length"}).items():
+            if metric in status:
+                texts.append(f"{short} {round(status[metric], 4) + 0.0:.3g}")
         texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
         if total is not None and step > first_step:
             seconds_left = (now - first_end) / (step - first_step) * (total - step)
@@ -72,14 +72,14 @@ def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[i
             run.bar.update()
 
 
-def bar_of_part(items: Iterable, text: str, ranks: Ranks) -> Iterable:
+def bar_of_part(items: Iterable, description: str, ranks: Ranks) -> Iterable:
     """Return the items of a part of a step, with a bar that goes when it ends."""
-    return progress_bar(items, text, shown=ranks.is_rank_0(), leave=False)
+    return progress_bar(items, description, shown=ranks.is_rank_0(), leave=False)
 
 
 def on_bar(status: Mapping[str, float]) -> dict[str, float]:
     """Return what a progress bar shows of a status, by the names there."""
-    return {short: status[name] for short, name in ON_BARS.items() if name in status}
+    return {short: status[metric] for short, metric in ON_BARS.items() if metric in status}
 
 
 def minibatch_on_bar(
@@ -88,15 +88,15 @@ def minibatch_on_bar(
     """Return the same of one optimizer step on this rank alone; a KL is the mean over tokens."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for status in statuses:
-        for name, value in status.items():
-            numbers[name].append(value)
-    means = {name: fmean(values) for name, values in numbers.items()}
+        for metric, value in status.items():
+            numbers[metric].append(value)
+    means = {metric: fmean(values) for metric, values in numbers.items()}
     lengths = torch.cat([experience.response_lengths.double() for experience in samples])
     shared_names = set.intersection(*(set(experience.info) for experience in samples))
-    for name in shared_names & set(ON_BARS.values()):
-        values = torch.cat([experience.info[name].double() for experience in samples])
-        weights = lengths if name == "kl" else torch.ones_like(lengths)
-        means[name] = (values @ weights / weights.sum()).item()
+    for metric in shared_names & set(ON_BARS.values()):
+        values = torch.cat([experience.info[metric].double() for experience in samples])
+        weights = lengths if metric == "kl" else torch.ones_like(lengths)
+        means[metric] = (values @ weights / weights.sum()).item()
     return on_bar(means)
 
 
@@ -112,11 +112,11 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         # CUDA marks take memory of the GPU, so a run on the CPU of a GPU machine uses the clock.
-        now = _mark if torch.cuda.is_initialized() else time.perf_counter
-        start = now()
+        current_time = _mark if torch.cuda.is_initialized() else time.perf_counter
+        start = current_time()
         with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace
             yield
-        self.phases.append((phase, start, now()))
+        self.phases.append((phase, start, current_time()))
 
     def reset(self) -> dict[str, float]:
         """Return the seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
@@ -147,14 +147,14 @@ class Speeds(Callback):
             epochs["critic_update"] = run.critic_max_epochs
             passes += run.critic_max_epochs * parameter_count(run.critic)
         speeds = perf_metrics(
-            {name.removeprefix("perf/"): value for name, value in metrics.items()},
-            {name.removeprefix("rollout/"): value for name, value in metrics.items()},
+            {metric.removeprefix("perf/"): value for metric, value in metrics.items()},
+            {metric.removeprefix("rollout/"): value for metric, value in metrics.items()},
             epochs=epochs,
             world_size=run.strategy.world_size,
             parameters=passes / max(epochs.values()),
             peak_tflops=run.config.logging.peak_tflops,
         )
-        return {f"perf/{name}": value for name, value in speeds.items()}
+        return {f"perf/{metric}": value for metric, value in speeds.items()}
 
 
 def perf_metrics(
@@ -180,10 +180,12 @@ def perf_metrics(
     if generated and rollout_seconds:
         speeds["rollout_tokens_per_second"] = generated / rollout_seconds
         speeds["rollout_ms_per_token"] = 1000 * rollout_seconds / generated
-    for part in TIMED:
-        if tokens and f"time_{part}" in seconds:
-            tokens_of_part = tokens * epochs.get(part, 1)
-            speeds[f"{part}_ms_per_token"] = 1000 * seconds[f"time_{part}"] / tokens_of_part
+    for training_part in TIMED:
+        if tokens and f"time_{training_part}" in seconds:
+            tokens_of_part = tokens * epochs.get(training_part, 1)
+            speeds[f"{training_part}_ms_per_token"] = (
+                1000 * seconds[f"time_{training_part}"] / tokens_of_part
+            )
     if trained and train_seconds:
         speeds["train_tokens_per_second"] = trained / train_seconds
         speeds["train_ms_per_token"] = 1000 * train_seconds / trained
@@ -212,9 +214,11 @@ class Profiles(Callback):
         self.steps = steps
 
     def on_start(self, run: Any) -> None:
-        total = None if run.only_evaluates else run.count_steps()
-        if late := [step for step in self.steps if total is not None and step > total]:
-            raise ConfigError(f"--profile_steps {late[0]}: the run has {total} steps")
+        total_steps = None if run.only_evaluates else run.count_steps()
+        if late_steps := [
+            step for step in self.steps if total_steps is not None and step > total_steps
+        ]:
+            raise ConfigError(f"--profile_steps {late_steps[0]}: the run has {total_steps} steps")
 
     def around_step(self, run: Any, step: int) -> AbstractContextManager:
         if step not in self.steps:
@@ -224,11 +228,11 @@ class Profiles(Callback):
 
 
 @contextmanager
-def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
-    """Let torch's profiler write the operators of a context to ``path``, a trace for chrome://tracing or Perfetto."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def profile(trace_path: Path, timer: PhaseTimer) -> Iterator[None]:
+    """Let torch's profiler write the operators of a context to ``trace_path``, a trace for chrome://tracing or Perfetto."""
+    trace_path.parent.mkdir(parents=True, exist_ok=True)
     profiler = torch.profiler.profile(
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_path)),
         acc_events=True,  # else it warns that a next cycle would lose them
     )
     with timer("start_profile"):

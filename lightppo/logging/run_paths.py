@@ -106,18 +106,23 @@ def check_places(config: OptionSet) -> None:
     # --resume may name the run's own checkpoints, which it goes on with and replaces.
     checkpoints = _place_of(values["ckpt_path"])
     read_places = []
-    for flag, text in _read_paths(values):
-        place = _place_of(text)
-        is_own = flag == "--resume" and checkpoints and place and place.below(checkpoints) == ()
-        if place is not None and not is_own:
-            read_places.append((flag, place))
+    for flag, path_text in _read_paths(values):
+        read_place = _place_of(path_text)
+        is_own = (
+            flag == "--resume"
+            and checkpoints
+            and read_place
+            and read_place.below(checkpoints) == ()
+        )
+        if read_place is not None and not is_own:
+            read_places.append((flag, read_place))
     problems: dict[Place, str] = {}  # by what is written
-    for flag, text, names in _written_paths(values):
-        written = _place_of(text)
+    for flag, path_text, names in _written_paths(values):
+        written = _place_of(path_text)
         if written is None or any(written.below(folder) is not None for folder in problems):
             continue
-        for read_flag, place in read_places:
-            if problem := overlap(flag, text, names, read_flag, place):
+        for read_flag, read_place in read_places:
+            if problem := overlap(flag, path_text, names, read_flag, read_place):
                 problems.setdefault(written, problem)
     if problems:
         raise ConfigError("\n".join(problems.values()))
@@ -125,9 +130,11 @@ def check_places(config: OptionSet) -> None:
 
 def check_output(output: str | os.PathLike[str], read_paths: Mapping[str, str | None]) -> None:
     """Refuse the output of a command in a folder that it reads; ``read_paths``: by what the command calls it."""
-    for name, text in read_paths.items():
-        place = None if text is None else _place_of(text)
-        if place is not None and (problem := overlap("OUT", os.fspath(output), (), name, place)):
+    for input_name, path_text in read_paths.items():
+        place = None if path_text is None else _place_of(path_text)
+        if place is not None and (
+            problem := overlap("OUT", os.fspath(output), (), input_name, place)
+        ):
             raise ConfigError(problem)
 
 
@@ -180,8 +187,8 @@ def file_of_world(entry: Any) -> str | None:
     """Return the file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None where there is none."""
     if is_object(entry):
         return None
-    match = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
-    return match and match[1]
+    path_match = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
+    return path_match and path_match[1]
 
 
 def _without_name(spec: str) -> str:
@@ -193,14 +200,14 @@ def _without_name(spec: str) -> str:
 def _written_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield flag, place, and what of it is replaced."""
     for flag, names in WRITTEN.items():
-        text = values.get(flag)
-        if not text or (flag == "ckpt_path" and values.get("val_only")):
+        path_text = values.get(flag)
+        if not path_text or (flag == "ckpt_path" and values.get("val_only")):
             continue
         if flag == "use_tensorboard":  # an older folder of the run in it is renamed
-            run = values["wandb_run_name"] or local_folder(values["save_path"]).resolve().name
-            text = os.path.join(text, run)
-        if flag == "use_mlflow" and is_url(text):
+            run_name = values["wandb_run_name"] or local_folder(values["save_path"]).resolve().name
+            path_text = os.path.join(path_text, run_name)
+        if flag == "use_mlflow" and is_url(path_text):
             continue
-        yield f"--{flag}", text, names
+        yield f"--{flag}", path_text, names
     if values.get("save_value_network"):
         yield "--save_path", f"{values['save_path'].rstrip('/')}_critic", ("adapter",)

@@ -86,26 +86,26 @@ def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
     lines = [json.dumps(row_of(step, rollout), default=str) + "\n" for rollout in rollouts]
-    path = Path(folder) / f"step{step}.jsonl"
+    sample_path = Path(folder) / f"step{step}.jsonl"
     lines = _of_all_ranks(rollouts, lines, strategy)
-    strategy.on_rank_0(lambda: write_or_explain(path, "".join(lines)), f"{path}")
+    strategy.on_rank_0(lambda: write_or_explain(sample_path, "".join(lines)), f"{sample_path}")
 
 
 def _of_all_ranks(rollouts: Sequence[Rollout], lines: Sequence[str], strategy: Ranks) -> list[str]:
     """Return on rank 0 the lines of all ranks by prompt and sample number; none on the others. Collective."""
-    rows = [
+    numbered_lines = [
         (rollout.prompt.index, rollout.sample_index, line) for rollout, line in zip(rollouts, lines)
     ]
     # Not a gather, which pads to the longest: perhaps only few ranks have lines.
-    per_rank = strategy.exchange_objects({0: rows} if rows else {})
+    per_rank = strategy.exchange_objects({0: numbered_lines} if numbered_lines else {})
     return [line for *_, line in sorted(chain(*per_rank), key=itemgetter(0, 1))]
 
 
-def write_or_explain(path: Path, text: str) -> None:
+def write_or_explain(file_path: Path, text: str) -> None:
     """Write the whole file or nothing."""
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+    with explained(file_path):
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file_path, text)
 
 
 def examined(rollout: Rollout) -> str:
@@ -113,15 +113,17 @@ def examined(rollout: Rollout) -> str:
     prompt = rollout.prompt.text
     if len(prompt) > SHOWN_PROMPT:
         prompt = f"…{prompt[-SHOWN_PROMPT:]}"
-    cut = " (cut by --generate_max_len)" if rollout.truncated else ""
+    truncation_note = " (cut by --generate_max_len)" if rollout.truncated else ""
     facts = {"score": rollout.reward} | rollout.extras | rollout.texts
     texts = [
-        f"{name} {value:.4g}" if isinstance(value, (int, float)) else f"{name} {value}"
-        for name, value in facts.items()
+        f"{fact_name} {fact:.4g}" if isinstance(fact, (int, float)) else f"{fact_name} {fact}"
+        for fact_name, fact in facts.items()
     ]
     if rollout.prompt.label is not None:
         texts.insert(0, f"label {rollout.prompt.label}")
-    return plain(f"prompt: {prompt}\n  answer: {rollout.response_text}{cut}\n  {' · '.join(texts)}")
+    return plain(
+        f"prompt: {prompt}\n  answer: {rollout.response_text}{truncation_note}\n  {' · '.join(texts)}"
+    )
 
 
 class Samples(Callback):
@@ -229,17 +231,19 @@ class SampleRecord:
         # Groups go to the ranks in turn, with each step from another one on.
         rank = self.strategy.get_rank()
         ranks = self.strategy.world_size
-        starts = range((rank - step) % ranks * self.group_size, self.count, ranks * self.group_size)
+        group_starts = range(
+            (rank - step) % ranks * self.group_size, self.count, ranks * self.group_size
+        )
         # From the end, because a full buffer drops its first rows.
         rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
         self.picked = []
         self.passes = {}
-        for start, group in zip(starts, group_by_prompt(rollouts)):
+        for start, group in zip(group_starts, group_by_prompt(rollouts)):
             for rollout in group[: min(self.group_size, self.count - start)]:
-                key = (
+                token_key = (
                     torch.tensor(rollout.prompt.token_ids + rollout.response_ids).numpy().tobytes()
                 )
-                passes = self.passes.setdefault(key, [])
+                passes = self.passes.setdefault(token_key, [])
                 self.picked.append((rollout, rows.get(id(rollout)), passes))
 
     def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
@@ -263,22 +267,25 @@ class SampleRecord:
         """Write the step. Collective, as :meth:`pick` is not."""
         if self.count == 0:
             return
-        rows = [
+        sample_rows = [
             row_of(step, rollout) | {"tokens": self._tokens(rollout, item, passes)}
             for rollout, item, passes in self.picked
         ]
-        lines = [json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows]
+        lines = [
+            json.dumps(sample_row, default=str, ensure_ascii=False) + "\n"
+            for sample_row in sample_rows
+        ]
         lines = _of_all_ranks([rollout for rollout, *_ in self.picked], lines, self.strategy)
         self.picked = []
         self.passes = {}
         if not lines:
             return
-        path = self.folder / f"step{step}.jsonl.gz"
-        with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.tmp")
+        sample_path = self.folder / f"step{step}.jsonl.gz"
+        with explained(sample_path):
+            sample_path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = sample_path.with_name(f".{sample_path.name}.tmp")
             temporary.write_bytes(gzip.compress("".join(lines).encode(), 1, mtime=0))
-            os.replace(temporary, path)
+            os.replace(temporary, sample_path)
 
     def _tokens(
         self, rollout: Rollout, item: Experience | None, passes: Sequence[_Pass]
@@ -301,9 +308,9 @@ class SampleRecord:
                 "loss_weight": item.loss_weights,
                 "log_prob": item.action_log_probs,
             }
-            for name, values in batch_columns.items():
+            for column, values in batch_columns.items():
                 if values is not None:
-                    columns[name] = values[0]
+                    columns[column] = values[0]
             if not item.action_mask.all():
                 columns["trained"] = item.action_mask[0]
         if passes and passes[-1] is not passes[0]:
@@ -314,7 +321,7 @@ class SampleRecord:
             reference = reference[0].to(log_probs.device)
             columns["kl"] = self.sampled_kl(log_probs[: len(reference)], reference)
         length = len(rollout.response_ids)
-        numbers = {name: _plain(values, length) for name, values in columns.items()}
+        numbers = {column: _plain(values, length) for column, values in columns.items()}
         return {"text": self.pieces(rollout.response_ids)} | numbers
 
 
@@ -345,19 +352,19 @@ class TokenPieces:
                     self.prefix = [token]
                     break
         pieces = []
-        run = []  # tokens of one character
+        character_tokens = []  # tokens of one character
         for token in ids:
-            if not run and token not in self.texts:
+            if not character_tokens and token not in self.texts:
                 self.texts[token] = self._text([token])
-            run.append(token)
-            text = self.texts[token] if len(run) == 1 else self._text(run)
-            if text.endswith(_OPEN) and len(run) < _LONGEST_CHARACTER:
+            character_tokens.append(token)
+            text = self.texts[token] if len(character_tokens) == 1 else self._text(character_tokens)
+            if text.endswith(_OPEN) and len(character_tokens) < _LONGEST_CHARACTER:
                 pieces.append("")
             else:
                 pieces.append(text)
-                run = []
-        if run:
-            pieces[-1] = self._text(run)
+                character_tokens = []
+        if character_tokens:
+            pieces[-1] = self._text(character_tokens)
         return pieces
 
     def _text(self, ids: list[int]) -> str:
@@ -392,10 +399,12 @@ class RolloutReplay:
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
         """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
-        key = "first" if self.reuse else f"step{step}_batch{batch}"
+        batch_name = "first" if self.reuse else f"step{step}_batch{batch}"
         rank = self.strategy.get_rank()
-        path = Path(self.folder) / f"{key}_rank{rank}of{self.strategy.world_size}.json"
-        if not self.strategy.all_reduce(int(path.is_file()), "min"):
+        rollout_path = (
+            Path(self.folder) / f"{batch_name}_rank{rank}of{self.strategy.world_size}.json"
+        )
+        if not self.strategy.all_reduce(int(rollout_path.is_file()), "min"):
             rollouts = sample()
             try:
                 text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
@@ -403,13 +412,13 @@ class RolloutReplay:
                 raise ConfigError(
                     f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
                 ) from error
-            write_or_explain(path, text)
+            write_or_explain(rollout_path, text)
             return rollouts
-        groups = [from_plain(values) for values in json.loads(path.read_text())]
+        groups = [from_plain(values) for values in json.loads(rollout_path.read_text())]
         saved_ids = [group[0].prompt.token_ids for group in groups]
         if not self.reuse and saved_ids != [prompt.token_ids for prompt in prompts]:
             raise ConfigError(
-                f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run with the "
+                f"--skip_rollout {self.folder}: {rollout_path.name} holds other prompts than step {step} has; run with the "
                 "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"
             )
         return list(chain(*groups))
