@@ -19,8 +19,7 @@ from lightppo.errors import CheckpointError
 PACKAGE = Path(__file__).parents[1] / "lightppo"
 # Between processes of one user, over pipes and torch's collectives: what comes was made by this program.
 OWN_PROCESSES = {
-    "episodes/workers.py",  # a worker, what the trainer sends; its answers are JSON
-    "processes/killable_pool.py",
+    "processes/fork_server.py",  # a worker, what the trainer sends; its answers are JSON
     "distributed/distributed.py",
 }
 
@@ -119,7 +118,7 @@ def test_nothing_else_unpickles():
 
 def test_a_model_in_a_pickle_does_not_run(tmp_path):
     """``--pretrain`` and ``load_model`` with ``pytorch_model.bin``, whole and in shards."""
-    from lightppo.checkpoint.weight_files import load_model
+    from lightppo.checkpoint.engine_state import load_model
     from lightppo.errors import UserError
     from lightppo.models.critic import Critic
     from lightppo.models.loading import load_causal_lm

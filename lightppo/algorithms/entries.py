@@ -22,7 +22,6 @@ _CORRECTION = "lightppo.algorithms.correction"
 _KL = "lightppo.algorithms.kl"
 _LOSSES = "lightppo.algorithms.losses"
 _MASKING = "lightppo.algorithms.masking"
-_PREFERENCES = "lightppo.algorithms.preferences"
 _SELECTION = "lightppo.algorithms.selection"
 
 
@@ -107,7 +106,7 @@ class RejectionEntry(Entry):
 class PreferenceLossEntry(Entry):
     """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
 
-    home = _PREFERENCES
+    home = _LOSSES
     # log probs of an answer are means over its tokens, where --average_log_probs says nothing
     of_means: bool = False
 
@@ -147,7 +146,8 @@ def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
 
 def _with_traits(traits: Mapping[str, Any], function: F) -> F:
     """Return the function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
-    function.traits = traits
+    marked: Any = function
+    marked.traits = traits
     return function
 
 

@@ -1,4 +1,4 @@
-"""Losses of policy and value. docs/extending.md says how to add a policy loss.
+"""Losses of policy, value, pairs and language models. docs/extending.md says how to add a policy loss.
 
 Each returns one micro batch's share of the whole optimizer step's loss: see :func:`.masking.aggregate_loss`.
 Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A the advantage, sg(x) x without gradient.
@@ -10,17 +10,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lightppo.algorithms.advantages import problem_of_tensor
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
+from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
+    aggregate_loss,
     require_same_shape,
     token_mean,
     zero_where_masked,
@@ -43,11 +47,10 @@ class LossInputs:
     old_log_probs: Tensor  # of the policy in the ratio's denominator
     advantages: Tensor
     action_mask: Tensor  # bool
-    eps_low: float | None = None  # how far below 1 the ratio may fall; None: the loss does not clip
-    # how far above 1 the ratio may rise; None: the loss does not clip
-    eps_high: float | None = None
-    # bool, tokens singled out by the loss's selection; None: it has no selection
-    selected: Tensor | None = None
+    eps_low: Any = None  # float: how far below 1 the ratio may fall; None: the loss does not clip
+    eps_high: Any = None  # float: how far above 1 it may rise; None: the loss does not clip
+    # Tensor (B, A) bool: tokens singled out by the loss's selection; None: it has no selection
+    selected: Any = None
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -65,7 +68,7 @@ class LossInputs:
             min=1
         )
 
-    def clipped_surrogate(self, ratio: Tensor) -> TokenLoss:
+    def clipped_surrogate(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and the tokens that lose their gradient to the clip."""
         loss = -ratio * self.advantages
         clipped_loss = -ratio.clamp(1.0 - self.eps_low, 1.0 + self.eps_high) * self.advantages
@@ -183,7 +186,7 @@ def sapo_policy_loss(inputs: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: f
     return -(4.0 / tau) * gate * inputs.advantages, metrics
 
 
-def clip_cov_policy_loss(inputs: LossInputs, **_) -> TokenLoss:
+def clip_cov_policy_loss(inputs: LossInputs, **_: Any) -> TokenLoss:
     """PPO's loss without the ``selected`` tokens, whose covariance of log prob and advantage makes the entropy fall.
 
     Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; see ``selection.select_clip_cov``.
@@ -197,7 +200,7 @@ def clip_cov_policy_loss(inputs: LossInputs, **_) -> TokenLoss:
     )
 
 
-def kl_cov_policy_loss(inputs: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
+def kl_cov_policy_loss(inputs: LossInputs, *, kl_cov_coef: float, **_: Any) -> TokenLoss:
     """-ρA, without a clip; ``selected`` tokens also pay coef·|d| (KL-Cov, Cui et al. 2025, arXiv:2505.22617).
 
     The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
@@ -315,6 +318,8 @@ class PolicyLoss:
     # what the names above stand for
     of_tokens: PolicyLossFn = field(init=False, repr=False, compare=False)
     aggregate: Aggregation = field(init=False, repr=False, compare=False)
+    # of the last call without a normalizer
+    last_metrics: Metrics = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, clip_eps: float | None) -> None:
         entry = self.entry
@@ -327,7 +332,7 @@ class PolicyLoss:
                 f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out"
             )
         low, high = (own if x is None else x for x, own in zip(given, entry.eps_clip or given))
-        if low is not None and not (0 < low <= 1 and high > 0):
+        if low is not None and high is not None and not (0 < low <= 1 and high > 0):
             raise ValueError(
                 f"--eps_clip_low must be above 0 and at most 1, --eps_clip_high above 0, not {low}, {high}"
             )
@@ -443,11 +448,11 @@ class ValueLoss:
     value_clip: float | None = 0.2  # c, in units of the value, above 0; None: no clipping
     loss_agg_mode: str = "token-mean"
     huber_delta: float | None = None  # δ, above 0; None: ½e² everywhere
-    clip_eps: InitVar[float | None] = ...  # LightRFT's name of value_clip
+    clip_eps: InitVar[float | EllipsisType | None] = ...  # LightRFT's name of value_clip
     horizon: float = 1.0  # as of PolicyLoss
     aggregate: Aggregation = field(init=False, repr=False, compare=False)  # that of loss_agg_mode
 
-    def __post_init__(self, clip_eps: float | None) -> None:
+    def __post_init__(self, clip_eps: float | EllipsisType | None) -> None:
         if clip_eps is not ...:
             object.__setattr__(self, "value_clip", clip_eps)
         object.__setattr__(self, "aggregate", LOSS_AGG_MODES.find(self.loss_agg_mode).fn)
@@ -501,3 +506,100 @@ class ValueLoss:
         return torch.nn.functional.huber_loss(
             difference, zeros, reduction="none", delta=self.huber_delta
         )
+
+
+# -- pairs: a chosen answer y_c and a rejected one y_l to the same prompt; one loss per pair (B,) ---------------------
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """-log σ(r_c - r_l - m) of scores (B,): how surprising it is that y_c won, where P(y_c wins) = σ(r_c - r_l).
+
+    The margin m, 0 if ``None``, says by how much r_c must lead. Sources: Bradley and Terry 1952; Ouyang et al. 2022
+    (arXiv:2203.02155), eq. 1; margin: Touvron et al. 2023 (arXiv:2307.09288), eq. 2.
+    """
+    require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
+    lead = chosen - rejected
+    return -logsigmoid(lead if margin is None else lead - margin)
+
+
+def answer_log_probs(log_probs: Tensor, mask: Tensor, mean: bool) -> Tensor:
+    """(B,), the log prob of each answer: the sum, or the mean, over its tokens ``mask`` of ``log_probs`` (B, A)."""
+    total = log_probs.masked_fill(~mask, 0).sum(-1)
+    return total / mask.sum(-1).clamp(min=1) if mean else total
+
+
+def dpo_loss(lead: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - ε) log σ(βh) - ε log σ(-βh), where the ``lead`` h (B,) is log[π/π_ref](y_c) - log[π/π_ref](y_l).
+
+    ε, ``label_smoothing``, is the chance that a pair has its answers exchanged: cDPO. Its loss is least at
+    βh = log[(1 - ε) / ε], which it does not run past. Sources: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; cDPO:
+    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
+    """
+    return -(1 - label_smoothing) * logsigmoid(beta * lead) - label_smoothing * logsigmoid(
+        -beta * lead
+    )
+
+
+def ipo_loss(lead: Tensor, *, beta: float) -> Tensor:
+    """(h - 1 / 2β)², h as in :func:`dpo_loss`: it stops at a lead of 1 / 2β, however clear the preferences are.
+
+    The paper's answers are single actions. For answers of many tokens h is here of mean log probs, as its authors run
+    it, lest 1 / 2β mean another lead per token at each length. Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
+    """
+    return (lead - 1 / (2 * beta)) ** 2
+
+
+def pair_mean(pair_loss: Tensor, pairs: float, dp_size: int = 1) -> Tensor:
+    """One micro batch's share of the mean of ``pair_loss`` (B,) over the ``pairs`` of the optimizer step on all ranks.
+
+    Derivation: :func:`~lightppo.algorithms.masking.aggregate_loss`.
+    """
+    normalizer = LossNormalizer(tokens=pairs, sequences=pairs, dp_size=dp_size)
+    return aggregate_loss(
+        pair_loss[:, None], pair_loss.new_ones(len(pair_loss), 1), "token-mean", normalizer
+    )
+
+
+# -- language models on text ------------------------------------------------------------------------------------------
+
+
+IGNORE_INDEX = -100  # labels with this value have no loss
+
+
+class GPTLMLoss:
+    """Next-token cross entropy, mean over the step's tokens; for supervised training and PTX (arXiv:2203.02155)."""
+
+    IGNORE_INDEX = IGNORE_INDEX
+
+    def num_tokens(self, labels: Tensor) -> int:
+        """Tokens of ``labels`` (B, S) that the loss counts; their sum over the step is ``normalizer_tokens``."""
+        return int((labels[:, 1:] != self.IGNORE_INDEX).sum())
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer_tokens: float | None = None,
+        dp_size: int = 1,
+    ) -> Tensor:
+        """Loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
+
+        ``normalizer_tokens`` counts the whole optimizer step over all ranks; ``None``: this micro batch is the step.
+        """
+        labels = labels[:, 1:]
+        mask = labels != self.IGNORE_INDEX  # (B, S-1)
+        token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))
+        tokens = float(mask.sum()) if normalizer_tokens is None else normalizer_tokens
+        # token-mean needs only the tokens
+        return token_mean(token_loss, mask, LossNormalizer(tokens, sequences=0, dp_size=dp_size))
+
+
+def pretrain_loss(
+    model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int
+) -> Tensor:
+    """Language-model loss of a batch: its share of the mean over the ``tokens`` with labels of all ranks."""
+    # (B, S, V)
+    logits = model(
+        batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True
+    ).logits
+    return loss_fn(logits, batch["labels"], tokens, dp_size)

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightppo.config.arguments import CommandParser
-from lightppo.data.hub import mistyped_path
+from lightppo.data.folders import mistyped_path
 from lightppo.logging.alarms import ALARMS
 from lightppo.logging.report_page import named_run, options_of, series
 from lightppo.redaction import plain

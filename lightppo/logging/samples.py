@@ -25,7 +25,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
-from lightppo.experience.scores import overlong_penalty
+from lightppo.experience.normalisation import overlong_penalty
 from lightppo.files import explained, local_folder, write_text
 from lightppo.logging.run_paths import SAMPLES
 from lightppo.models.batches import on_cpu

@@ -31,7 +31,7 @@ class Batch:
     ids: Tensor  # (B, S)
     mask: Tensor  # (B, S)
     columns: slice = field(default_factory=lambda: slice(None))  # the A positions that are read
-    # (B, A) bool, K of them True: what is read and not padding
+    # (B, A) bool, K of them True: what is read and not padding; None: all
     real: Tensor | None = None
     # (K,), their places in the flat (B·A,): a mask as an index would wait for the GPU
     kept: Tensor | None = None
@@ -136,6 +136,25 @@ def micro_batches(lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> l
             parts.append([i])
             width = lengths[i]
     return parts
+
+
+def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
+    """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
+    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
+    for end in range(1, len(lengths) + 1):
+        best = (float("inf"), 0)
+        longest = 0
+        for first in range(end - 1, -1, -1):
+            longest = max(longest, lengths[first])
+            best = min(best, (least[first] + call_cost + longest * (end - first), first))
+        least.append(best[0])
+        cut.append(best[1])
+    parts = []
+    end = len(lengths)
+    while end:
+        parts.append((cut[end], end))
+        end = cut[end]
+    return parts[::-1]
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:

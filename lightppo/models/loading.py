@@ -28,7 +28,7 @@ from transformers.utils import logging as hf_logging
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.adapters.quantised import quantise
-from lightppo.models.attention.attention_choice import resolve_attn_implementation
+from lightppo.models.attention.row_attention import resolve_attn_implementation
 from lightppo.models.heads import head_from_checkpoint, head_names, set_value_head
 from lightppo.models.multimodal.detection import language_model_or_reason, why_untrainable
 from lightppo.models.pretrained import (
@@ -237,14 +237,14 @@ def _zero3_config(how: LoadOptions) -> _Zero3LoadConfig:
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    told = [
-        dtype for name, dtype in types.items() if how.ds_config.get(name, {}).get("enabled")
-    ] or [torch.float32]
+    config = how.ds_config or {}
+    told = [dtype for name, dtype in types.items() if config.get(name, {}).get("enabled")]
+    told = told or [torch.float32]
     if told != [how.dtype]:
         raise ModelLoadError(
             f"the model is loaded in {how.dtype}, but its ds_config says {told[0]}"
         )
-    zero3 = _Zero3LoadConfig(config=how.ds_config)
+    zero3 = _Zero3LoadConfig(config=config)
     hf_deepspeed.set_hf_deepspeed_config(zero3)
     return zero3
 

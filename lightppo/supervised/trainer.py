@@ -22,7 +22,7 @@ from lightppo.logging.performance import PhaseTimer, perf_metrics
 from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
 from lightppo.models.batches import to_device
-from lightppo.models.packing.settle import settle_packing
+from lightppo.models.packing import settle_packing
 from lightppo.models.preparation import prepare_model
 from lightppo.models.run_models import build_tokenizer
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
@@ -120,7 +120,7 @@ class SupervisedTrainer(TrainingLoop):
         *,
         config: SupervisedConfig,
         tokenizer: Any,
-        evaluator: HeldOut | None = None,
+        evaluator: Any | None = None,
         **more: Any,
     ) -> None:
         self.objective = objective
@@ -193,7 +193,7 @@ class SupervisedTrainer(TrainingLoop):
         sums = Counter(loss=0.0)
         found = []
         self.model.train()
-        self.skipped.begin(micro_batches)
+        self.skipped.minibatch = micro_batches
         with self.timer("train"):
             for batch in micro_batches:
                 batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}

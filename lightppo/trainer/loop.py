@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
-from lightppo.checkpoint.older_states import with_present_names
-from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer, with_present_names
 from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
@@ -82,17 +81,13 @@ class SkippedSteps:
     batch: Any = field(default=None, init=False)  # of the first one that was
     why: str = field(default="", init=False)  # the step was left out
     last_why: str = field(default="", init=False)  # some step was
-    current: Any = field(default=None, init=False)  # the batch of the next optimizer steps
+    minibatch: Any = field(default=None, init=False)  # what the next optimizer steps are of
 
     def begin_step(self) -> None:
         """Begin a step in which nothing is skipped yet."""
         self.of_model = {}
         self.batch = None
         self.why = ""
-
-    def begin(self, batch: Any) -> None:
-        """Say what the next optimizer steps are of."""
-        self.current = batch
 
     def add(self, model: str, skipped: bool, overflow: bool = False) -> None:
         """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
@@ -103,18 +98,18 @@ class SkippedSteps:
             return
         self.of_model.setdefault(model, []).append(skipped)
         if skipped and self.batch is None:
-            self.batch = self.current
+            self.batch = self.minibatch
 
-    def leave_out(self, step: int, models: Iterable[str], why: NonFiniteError) -> None:
+    def leave_out(self, step: int, models: Iterable[str], error: NonFiniteError) -> None:
         """Count a step in which nothing is trained, on any rank."""
         for model in models:
             self.add(model, skipped=True)
         # This counts even if nothing would have been trained.
-        self.batch = why.batch
-        self.why = str(why)
+        self.batch = error.batch
+        self.why = str(error)
         self.last_why = self.why
         if self.strategy.is_rank_0():
-            logger.warning("step %d is left out: %s", step, why)
+            logger.warning("step %d is left out: %s", step, error)
 
     def models(self) -> list[str]:
         """Return those of which every optimizer step of this step was skipped; the same on every rank."""
@@ -126,7 +121,7 @@ class SkippedSteps:
             self.state.skipped_in_a_row += 1
         elif self.of_model:
             self.state.skipped_in_a_row = 0
-        self.current = None
+        self.minibatch = None
 
 
 class TrainingLoop:
@@ -144,7 +139,6 @@ class TrainingLoop:
 
     unit = "step"
     why_untrained = "there was none"  # where no optimizer step was taken, and none was skipped
-    only_evaluates = False  # no step is trained
     bar: Any = None  # of the steps
     samples_tokens = False  # it has an experience maker, whose rollouts its callbacks get
 
@@ -186,6 +180,11 @@ class TrainingLoop:
         self.callbacks = Callbacks(run_callbacks(self, callbacks))
 
     # -- what a trainer says -----------------------------------------------------------------------------------------
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Return whether no step is trained."""
+        return False
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
         """Return by option how much is done, and how much ends the run (``None``: no limit)."""
