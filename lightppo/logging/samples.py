@@ -126,55 +126,6 @@ def examined(rollout: Rollout) -> str:
     )
 
 
-class Samples(Callback):
-    """The samples of each step, for files and people."""
-
-    def __init__(self, run: Any) -> None:
-        config = run.config
-        self.collected: CollectedStep | None = None
-        self.record = SampleRecord(
-            local_folder(config.checkpoint.save_path) / SAMPLES,
-            config.sampling.record_samples,
-            config.rollout.n_samples_per_prompt,
-            run.strategy,
-            run.tokenizer.decode,
-            run.experience_maker.sampled_kl,
-        )
-
-    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
-        self.collected = collected
-
-    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
-        """Write the samples of the step that are to be kept. Collective."""
-        config = run.config
-        rollouts = with_overlong(
-            self.collected.rollouts,
-            config.rollout.generate_max_len,
-            config.reward.overlong_buffer_len,
-            config.reward.overlong_penalty_factor,
-        )
-        self.record.pick(step, rollouts, experience, len(self.collected.repeated))
-        if (folder := config.sampling.rollout_data_dir) is not None:
-            write_step(folder, step, rollouts, run.strategy)
-        counts: Counter[str] = Counter()
-        for rollout in rollouts:
-            counts[source := rollout.prompt.data_source] += 1
-            if counts[source] <= config.logging.num_examine:
-                run.strategy.print(f"[step {step}] {examined(rollout)}")
-
-    def on_micro_batch(
-        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
-    ) -> None:
-        self.record.observe(experience, log_probs, entropy)
-
-    def entropy_rows(self, run: Any, experience: Experience) -> list[int]:
-        return [row for row, _ in self.record.rows_of(experience)]
-
-    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        self.record.write(step)
-        self.collected = None
-
-
 # -- samples with numbers per token ------------------------------------------------------------------------------------
 
 
@@ -185,14 +136,28 @@ class _Pass(NamedTuple):
     entropy: Tensor
 
 
-class SampleRecord:
-    """Writes ``folder/stepN.jsonl.gz``: some samples of a step, with what training knows of each of their tokens.
+def keep_samples(run: Any) -> Samples:
+    """Return the samples of a run, for its folder."""
+    config = run.config
+    return Samples(
+        local_folder(config.checkpoint.save_path) / SAMPLES,
+        config.sampling.record_samples,
+        config.rollout.n_samples_per_prompt,
+        run.strategy,
+        run.tokenizer.decode,
+        run.experience_maker.sampled_kl,
+    )
 
-    Whole groups first, of the ranks in turn. Nothing is computed for it but KL from log probs that are there: the
-    training passes tell what they make (:meth:`observe`). A row is that of :func:`write_step` with ``tokens``, lists of
-    one entry per response token: ``text``; ``rollout_log_prob``, the engine's; ``log_prob``, the trainer's before the
-    update; ``new_log_prob``, at the last training pass, if there were several; ``kl`` to the reference; ``entropy``,
-    ``advantage``, ``value``, ``reward``, ``loss_weight``; ``trained``, where it is not 1 for all.
+
+class Samples(Callback):
+    """The samples of each step: some for people, all for ``--rollout_data_dir``, some in ``folder/stepN.jsonl.gz``.
+
+    The last have what training knows of each of their tokens. Whole groups first, of the ranks in turn. Nothing is
+    computed for it but KL from log probs that are there: the training passes tell what they make. A row is that of
+    :func:`write_step` with ``tokens``, lists of one entry per response token: ``text``; ``rollout_log_prob``, the
+    engine's; ``log_prob``, the trainer's before the update; ``new_log_prob``, at the last training pass, if there were
+    several; ``kl`` to the reference; ``entropy``, ``advantage``, ``value``, ``reward``, ``loss_weight``; ``trained``,
+    where it is not 1 for all.
 
     Args:
         count: samples per step over all ranks.
@@ -219,6 +184,29 @@ class SampleRecord:
         # Each with its row for training, if there is one, and its training passes.
         self.picked: list[tuple[Rollout, Experience | None, list[_Pass]]] = []
         self.passes: dict[bytes, list[_Pass]] = {}  # by token ids: the first and the last one
+        self.collected: CollectedStep | None = None
+
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        self.collected = collected
+
+    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
+        """Pick the samples of the step that are to be kept, and show some. Collective."""
+        config = run.config
+        rollouts = with_overlong(
+            self.collected.rollouts,
+            config.rollout.generate_max_len,
+            config.reward.overlong_buffer_len,
+            config.reward.overlong_penalty_factor,
+        )
+        self.pick(step, rollouts, experience, len(self.collected.repeated))
+        self.collected = None
+        if (folder := config.sampling.rollout_data_dir) is not None:
+            write_step(folder, step, rollouts, self.strategy)
+        counts: Counter[str] = Counter()
+        for rollout in rollouts:
+            counts[source := rollout.prompt.data_source] += 1
+            if counts[source] <= config.logging.num_examine:
+                self.strategy.print(f"[step {step}] {examined(rollout)}")
 
     def pick(
         self, step: int, rollouts: Sequence[Rollout], items: Sequence[Experience], repeated: int = 0
@@ -246,11 +234,15 @@ class SampleRecord:
                 passes = self.passes.setdefault(token_key, [])
                 self.picked.append((rollout, rows.get(id(rollout)), passes))
 
-    def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
-        """Take what a training pass has made, each (B, A), of the current policy."""
+    def on_micro_batch(
+        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
+    ) -> None:
         for row, passes in self.rows_of(experience):
             passes[1:] = [_Pass(log_probs[row].detach().clone(), entropy[row].detach().clone())]
             passes[:1] = passes[:1] or passes[1:]
+
+    def entropy_rows(self, run: Any, experience: Experience) -> list[int]:
+        return [row for row, _ in self.rows_of(experience)]
 
     def rows_of(self, experience: Experience) -> Iterator[tuple[int, list[_Pass]]]:
         """Yield the rows of a micro batch that are picked, each with its passes."""
@@ -263,7 +255,7 @@ class SampleRecord:
             if (passes := self.passes.get(ids[mask].tobytes())) is not None:
                 yield row, passes
 
-    def write(self, step: int) -> None:
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step. Collective, as :meth:`pick` is not."""
         if self.count == 0:
             return
