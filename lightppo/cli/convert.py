@@ -110,7 +110,9 @@ def _check_adapter(folder: Path) -> None:
             f"{folder}: no such folder{mistyped_path(str(folder))}. Name the folder of an adapter"
         )
     remedy = "it is no folder of an adapter"
-    if adapters := sorted(str(path.parent) for path in folder.glob("**/adapter_config.json")):
+    if adapters := sorted(
+        str(config_path.parent) for config_path in folder.glob("**/adapter_config.json")
+    ):
         remedy = f"name {' or '.join(adapters[:3])}"
     raise ConfigError(f"{folder} has no adapter_config.json: {remedy}")
 
@@ -178,13 +180,15 @@ def _write(output: Path, read_model: Callable[[], tuple[Any, Any]], program: str
         from lightppo.ranks import Alone
 
         save_model(Alone(), *read_model(), output)
-        size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-        print(f"{output}: {size / 1e6:,.1f} MB")
+        total_bytes = sum(
+            file_path.stat().st_size for file_path in output.rglob("*") if file_path.is_file()
+        )
+        print(f"{output}: {total_bytes / 1e6:,.1f} MB")
 
 
-def _no_such_run(path: str) -> CheckpointError:
+def _no_such_run(run_path: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: no such folder{mistyped_path(path)}. Name the --save_path of a run"
+        f"{run_path}: no such folder{mistyped_path(run_path)}. Name the --save_path of a run"
     )
 
 
@@ -198,17 +202,17 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
     checkpoint_root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
     is_root = Path(layout.part_folder(checkpoint_root)).is_dir()
     folder = Path(layout.part_folder(checkpoint_root, part)) if is_root else checkpoint_root
-    tags = layout.list_tags(folder) if folder.is_dir() else ()
+    checkpoint_tags = layout.list_tags(folder) if folder.is_dir() else ()
     if folder.is_dir():
-        tag = layout.latest_tag(folder) if step is None else layout.tag_of(step)
-        if tag is not None and layout.is_checkpoint(folder / tag):
-            return folder / tag
+        checkpoint_tag = layout.latest_tag(folder) if step is None else layout.tag_of(step)
+        if checkpoint_tag is not None and layout.is_checkpoint(folder / checkpoint_tag):
+            return folder / checkpoint_tag
     if not path.is_dir():
         raise _no_such_run(str(path))
-    if tags:
+    if checkpoint_tags:
         of_step = "" if step is None else f" of step {step}"
         raise CheckpointError(
-            f"{path} holds no checkpoint{of_step} of the {part}; it has {', '.join(tags)}"
+            f"{path} holds no checkpoint{of_step} of the {part}; it has {', '.join(checkpoint_tags)}"
         )
     if (path / "config.json").is_file() and not is_root:
         raise CheckpointError(
@@ -225,9 +229,9 @@ def checkpoint_state(folder: Path) -> dict[str, Any]:
     from lightppo.checkpoint.engine_state import read_client_state
 
     # The actor's part has it, the other parts do not.
-    for part in (folder, layout.beside(folder)):
-        if (part / layout.CLIENT_STATE).is_file():
-            state = read_client_state(part)
+    for part_folder in (folder, layout.beside(folder)):
+        if (part_folder / layout.CLIENT_STATE).is_file():
+            state = read_client_state(part_folder)
             if "config" in state:
                 return state
     return {}
@@ -254,9 +258,9 @@ def open_checkpoint(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
     options = state.get("config", {})
     _check_repeated(folder, options, base_options)
     # Value heads of transformers' classifiers, in our wrapper. They always train.
-    heads = ("model.score.", "model.classifier.")
+    head_prefixes = ("model.score.", "model.classifier.")
     has_value_head = any(
-        weight_name.startswith(heads) for weight_name in saved_names(folder, metadata)
+        weight_name.startswith(head_prefixes) for weight_name in saved_names(folder, metadata)
     )
     base_model = base_options.base or _recorded_model(folder, options, _base_option(folder))
     if base_model is None:

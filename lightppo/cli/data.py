@@ -109,18 +109,18 @@ def read(config: RowsConfig) -> Any:
     """Return the rows."""
     from lightppo.data.blends import blending_datasets, with_metadata
 
-    flag = rows_option(config)
-    probs = None
+    rows_flag = rows_option(config)
+    probabilities = None
     data_split = config.dataset_split
-    if flag == "prompt_data":
-        probs = config.prompt_data_probs
+    if rows_flag == "prompt_data":
+        probabilities = config.prompt_data_probs
         data_split = config.prompt_split
-    data_paths = getattr(config, flag)
-    rows = blending_datasets(
-        data_paths, probs, None, config.seed, train_split=data_split, flag=f"--{flag}"
+    data_paths = getattr(config, rows_flag)
+    data_rows = blending_datasets(
+        data_paths, probabilities, None, config.seed, train_split=data_split, flag=f"--{rows_flag}"
     )
-    rows = with_metadata(rows, config.prompt_metadata)
-    return rows.select(range(min(len(rows), config.max_samples)))
+    data_rows = with_metadata(data_rows, config.prompt_metadata)
+    return data_rows.select(range(min(len(data_rows), config.max_samples)))
 
 
 # -- show ------------------------------------------------------------------------------------------------------------
@@ -146,14 +146,16 @@ def show(config: RowsConfig) -> int:
         except DataError as error:
             print(plain(f"cannot be used: {error}\n"))
     dataset = prepare(config, rows, tokenizer, limited=False)
-    limit = limit_option(config)
+    limit_name = limit_option(config)
     truncation = config.truncation
     if config.filter_overlong_prompts:
         truncation = "drop"
-    overlong_rows = int((dataset.lengths > getattr(config, limit)).sum())
+    overlong_rows = int((dataset.lengths > getattr(config, limit_name)).sum())
     print(plain(f"-- --{rows_option(config)}: {dataset.report}"))
     print(lengths(dataset))
-    print(f"over --{limit} {getattr(config, limit)}: {overlong_rows} (--truncation {truncation})")
+    print(
+        f"over --{limit_name} {getattr(config, limit_name)}: {overlong_rows} (--truncation {truncation})"
+    )
     for bad_row in dataset.report.bad:
         print(plain(bad_row))
     problems = len(dataset.report.bad)
@@ -226,11 +228,11 @@ def competition_math(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return _worked(row["problem"], row["solution"], "\\boxed", "math") | columns
 
 
-def _worked(problem: str, solution: str, mark: str, source: str) -> dict[str, Any]:
+def _worked(problem: str, solution: str, answer_mark: str, source: str) -> dict[str, Any]:
     from lightppo.verifiers.math import gold_answers
 
-    if mark not in solution:
-        raise ValueError(f"the solution has no {mark}")
+    if answer_mark not in solution:
+        raise ValueError(f"the solution has no {answer_mark}")
     return {
         "input": problem,
         "output": solution,
@@ -258,17 +260,17 @@ def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
         prompt = row["prompt"]
         chosen = row["chosen"]
         rejected = row["rejected"]
-    pair = {
+    answer_pair = {
         "input": prompt,
         "chosen": answer_text(chosen),
         "rejected": answer_text(rejected),
         "data_source": "ultrafeedback",
     }
     if None not in scores:
-        pair["margin"] = scores[0] - scores[1]
-    if pair.get("margin") == 0 or pair["chosen"] == pair["rejected"]:
+        answer_pair["margin"] = scores[0] - scores[1]
+    if answer_pair.get("margin") == 0 or answer_pair["chosen"] == answer_pair["rejected"]:
         return None
-    return pair
+    return answer_pair
 
 
 FORMS = {  # name → conversion of a row, and the columns that tell it
@@ -289,23 +291,23 @@ def write(config: RowsConfig) -> None:
 
     if Path(config.write).exists():
         raise ConfigError(f"--write {config.write}: is there already")
-    rows = read(config)
+    source_rows = read(config)
     matching_forms = [
         row_form
         for row_form, (_, column_sets) in FORMS.items()
-        if any(set(rows.column_names) >= columns for columns in column_sets)
+        if any(set(source_rows.column_names) >= columns for columns in column_sets)
     ]
     row_form = matching_forms[0] if config.form == "auto" and matching_forms else config.form
     if row_form not in matching_forms:
         columns = ", ".join(
-            column_name for column_name in rows.column_names if column_name != ORIGIN_COLUMN
+            column_name for column_name in source_rows.column_names if column_name != ORIGIN_COLUMN
         )
         raise DataError(
             f"--{rows_option(config)}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}"
         )
     convert, _ = FORMS[row_form]
-    lines = []
-    for number, source_row in enumerate(rows):
+    json_lines = []
+    for number, source_row in enumerate(source_rows):
         try:
             converted = convert(source_row)
         except (ValueError, TypeError, KeyError, IndexError) as error:
@@ -313,9 +315,9 @@ def write(config: RowsConfig) -> None:
                 f"{origin_of(source_row, number)}: no row of {row_form}: {type(error).__name__}: {error}"
             ) from error
         if converted is not None:
-            lines.append(json.dumps(converted, ensure_ascii=False) + "\n")
-    files_in_use().write_text(Path(config.write), "".join(lines))
-    result_line = f"{config.write}: {len(lines)} rows of {row_form}"
-    if len(lines) < len(rows):
-        result_line += f"; {len(rows) - len(lines)} pairs without a difference left out"
+            json_lines.append(json.dumps(converted, ensure_ascii=False) + "\n")
+    files_in_use().write_text(Path(config.write), "".join(json_lines))
+    result_line = f"{config.write}: {len(json_lines)} rows of {row_form}"
+    if len(json_lines) < len(source_rows):
+        result_line += f"; {len(source_rows) - len(json_lines)} pairs without a difference left out"
     print(result_line)

@@ -81,13 +81,13 @@ def main(arguments: Sequence[str], program: str = "lightppo diff") -> None:
 
 def steps_of(run: Path) -> dict[int, Values]:
     """Return all that a run recorded of each step, without what a clock measured."""
-    steps: dict[int, Values] = {}
+    values_by_step: dict[int, Values] = {}
     for metric_row in read_metrics(run / "metrics.jsonl"):
         if values := {
             metric: value for metric, value in metric_row.items() if not metric.startswith(_CLOCK)
         }:
-            steps.setdefault(metric_row["step"], {}).update(values)
-    return steps
+            values_by_step.setdefault(metric_row["step"], {}).update(values)
+    return values_by_step
 
 
 # -- where they differ -----------------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def differences(steps: Sequence[tuple[int, Values, Values]], tolerance: float = 
 
 
 def _order(metric: str) -> tuple[int, bool]:
-    places = [place for place, prefix in enumerate(_ORDER) if metric.startswith(prefix)]
-    return min(places, default=len(_ORDER)), metric.endswith(_GRADIENT_ENDINGS)
+    positions = [position for position, prefix in enumerate(_ORDER) if metric.startswith(prefix)]
+    return min(positions, default=len(_ORDER)), metric.endswith(_GRADIENT_ENDINGS)
 
 
 def _distance(first: Any, second: Any) -> float:
@@ -124,10 +124,10 @@ def _distance(first: Any, second: Any) -> float:
 def first_sample(folders: Sequence[Path | None], steps: Sequence[int]) -> str | None:
     """Return the first sample that differs between two folders of ``--rollout_data_dir``: step, sample, and in what."""
     for step in steps if None not in folders else ():
-        files = [folder / f"step{step}.jsonl" for folder in folders]
-        if not all(map(Path.is_file, files)):
+        sample_files = [folder / f"step{step}.jsonl" for folder in folders]
+        if not all(map(Path.is_file, sample_files)):
             continue
-        for first, second in zip_longest(*map(read_jsonl, files), fillvalue={}):
+        for first, second in zip_longest(*map(read_jsonl, sample_files), fillvalue={}):
             for column in {**first, **second}:
                 values = (first.get(column), second.get(column))
                 if values[0] != values[1]:
@@ -139,15 +139,15 @@ def first_sample(folders: Sequence[Path | None], steps: Sequence[int]) -> str | 
     return None
 
 
-def _in_column(column: str, first: Any, second: Any) -> str:
+def _in_column(column: str, first_text: Any, second_text: Any) -> str:
     """Return a column and its two values; texts from the first character in which they differ."""
-    if isinstance(first, str) and isinstance(second, str):
-        pairs = zip(first, second, strict=False)
+    if isinstance(first_text, str) and isinstance(second_text, str):
+        pairs = zip(first_text, second_text, strict=False)
         start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        first = first[start : start + _EXCERPT]
-        second = second[start : start + _EXCERPT]
+        first_text = first_text[start : start + _EXCERPT]
+        second_text = second_text[start : start + _EXCERPT]
         column = f"{column} from character {start} on"
-    return f"{column}: {first!r} and {second!r}"
+    return f"{column}: {first_text!r} and {second_text!r}"
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
@@ -185,13 +185,13 @@ def _options_and_facts(runs: Sequence[Path]) -> Iterator[str]:
         if letters:
             yield f"\n{title}: not recorded in {' and '.join(letters)}"
             continue
-        lines = [
+        difference_lines = [
             f"  {entry_name}: {_json(first, entry_name)} and {_json(second, entry_name)}"
             for entry_name in {**first, **second}
             if first.get(entry_name, "missing") != second.get(entry_name, "missing")
         ]
-        yield f"\n{title}: {len(lines)} differ"
-        yield from lines
+        yield f"\n{title}: {len(difference_lines)} differ"
+        yield from difference_lines
 
 
 def _json(values: Mapping[str, Any], entry_name: str) -> str:

@@ -34,17 +34,17 @@ You may always set an option to its default or off value (`--lora_dropout 0`), e
 def flags_page() -> str:
     """Return the page: one list per section."""
     facts = [
-        f"`{condition_name}`: {text}"
-        for condition_name, text in conditions().items()
-        if not text.startswith("--")
+        f"`{condition_name}`: {condition_text}"
+        for condition_name, condition_text in conditions().items()
+        if not condition_text.startswith("--")
     ]
-    parts = [_HEAD, "; ".join(facts) + ".\n"]
+    page_parts = [_HEAD, "; ".join(facts) + ".\n"]
     for section in PPOConfig.sections().values():
-        lines = "\n".join(map(_line, section.options().values()))
-        parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
+        option_lines = "\n".join(map(_line, section.options().values()))
+        page_parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{option_lines}\n")
     return "\n".join(
         [
-            *parts,
+            *page_parts,
             *(
                 _part_of_command(condition_name)
                 for condition_name in trained_by()
@@ -61,9 +61,10 @@ def _part_of_command(name: str) -> str:
     for command in takewhile(lambda command: command != name, kinds):
         listed += kinds[command].all_options()
     options = list(kinds[name].all_options())
-    lines = "\n".join(_line(option) for option in options if option not in listed)
-    same = ", ".join(f"`--{option.name}`" for option in options if option in listed)
-    return f"## `lightppo {name}`\n\n{kinds[name].__doc__}\n\n{lines}\n\nAs above, for its own steps: {same}.\n"
+    option_lines = "\n".join(_line(option) for option in options if option not in listed)
+    shared_options = ", ".join(f"`--{option.name}`" for option in options if option in listed)
+    title = f"## `lightppo {name}`\n\n{kinds[name].__doc__}"
+    return f"{title}\n\n{option_lines}\n\nAs above, for its own steps: {shared_options}.\n"
 
 
 def _line(option: Option) -> str:
@@ -96,13 +97,13 @@ def _values(option: Option) -> str:
     default_code = "" if option.default in (None, ()) else f"`{default}`"
     if kind_text.startswith("one of "):
         choices = kind_text.removeprefix("one of ").split(", ")
-        texts = [default_code, *(choice for choice in choices if choice != default)]
+        value_texts = [default_code, *(choice for choice in choices if choice != default)]
     else:
-        text = default_code or kind_text
+        value_text = default_code or kind_text
         if option.may_be_none and default_code:
-            text += " or None"
-        texts = [f"{text} {range_text(option)}".strip()]
-    return ", ".join(filter(None, (*texts, option.unit)))
+            value_text += " or None"
+        value_texts = [f"{value_text} {range_text(option)}".strip()]
+    return ", ".join(filter(None, (*value_texts, option.unit)))
 
 
 def write_flags_page() -> None:

@@ -47,14 +47,14 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
     parser.add_argument(
         "--json", action="store_true", help="parts, phases and peak as JSON, in bytes"
     )
-    request, flags = parser.parse_known_args(arguments)
+    request, run_flags = parser.parse_known_args(arguments)
     with exit_on_mistakes(program):
-        for option_name, least in {"gpus": 0, "nodes": 1}.items():
+        for option_name, lower_limit in {"gpus": 0, "nodes": 1}.items():
             count = getattr(request, option_name)
-            if count is not None and count < least:
-                raise ConfigError(f"--{option_name} {count}: must be at least {least}")
+            if count is not None and count < lower_limit:
+                raise ConfigError(f"--{option_name} {count}: must be at least {lower_limit}")
         placement = _place(request)
-        config = parse_args(flags, program, world_size=placement["world_size"], unfed=True)
+        config = parse_args(run_flags, program, world_size=placement["world_size"], unfed=True)
         _check_models(config.model)
         from lightppo.preflight import budget
 
@@ -79,10 +79,13 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
         }
         print(json.dumps(content, default=sorted, indent=1))
     else:
-        lines = [*budget.table(estimate), *masters_note(config.resolved(), machine, estimate)]
+        output_lines = [
+            *budget.table(estimate),
+            *masters_note(config.resolved(), machine, estimate),
+        ]
         if advice:
-            lines += [f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice]
-        print("\n".join(lines))
+            output_lines += [f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice]
+        print("\n".join(output_lines))
     raise SystemExit(0 if estimate.fits else 1)
 
 
@@ -102,8 +105,8 @@ def masters_note(config: PPOConfig, machine: Machine, estimate: Estimate) -> Ite
     from lightppo.preflight import budget
 
     if roles := with_second_masters(config, machine.world_size):
-        flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
-        changed = config.with_options(**{flags[role]: 0 for role in roles}).resolved()
+        stage_options = {"actor": "zero_stage", "critic": "critic_zero_stage"}
+        changed = config.with_options(**{stage_options[role]: 0 for role in roles}).resolved()
         of_host = not machine.gpus
         _, peak = estimate.peak(of_host=of_host)
         _, lower_peak = budget.estimate(changed, machine).peak(of_host=of_host)
@@ -118,8 +121,12 @@ def _place(request: argparse.Namespace) -> dict[str, Any]:
 
     local_gpus = torch.cuda.device_count()
     gpus = local_gpus if request.gpus is None else request.gpus
-    ranks = gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    placement = {"world_size": ranks * request.nodes, "gpus": gpus > 0, "per_node": ranks}
+    ranks_per_node = gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    placement = {
+        "world_size": ranks_per_node * request.nodes,
+        "gpus": gpus > 0,
+        "per_node": ranks_per_node,
+    }
     if not gpus:
         return placement | {"host_bytes": host_memory or host_bytes()}
     if host_memory is not None:
@@ -149,9 +156,9 @@ def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text.strip(), re.IGNORECASE)
     example = "80GB, or 24GiB"
     if match and match[2]:
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-        if size > 0:
-            return size
+        byte_count = int(float(match[1]) * _UNITS[match[2].upper()])
+        if byte_count > 0:
+            return byte_count
     elif match:
         example = f"{match[1]}GB, or {match[1]}GiB: a number alone has no unit"
     raise ConfigError(f"{flag} {text}: write {example}")

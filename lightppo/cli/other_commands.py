@@ -156,8 +156,8 @@ def read(text: str, program: str | None = None) -> OtherCommand:
         content = _content(file_path)
         if file_path.suffix in (".yaml", ".yml"):
             values = file_values(file_path)
-            if name := program or _program_by_marks(values):
-                return OtherCommand(name, values)
+            if program_name := program or _program_by_marks(values):
+                return OtherCommand(program_name, values)
             raise ConfigError(_unknown(text))
         text = content
     commands = [_read_command(words, program) for words in commands_of(text)]
@@ -202,18 +202,18 @@ def _program_by_marks(values: Mapping[str, Any]) -> str:
 
 
 def _unknown(text: str) -> str:
-    line = " ".join(text.split())
-    if re.match(r"(python\S* -m )?lightppo\b", line):
-        return f"{line[:57]!r} is a command of lightppo: there is nothing to translate"
-    if len(line) >= 60:
-        line = f"{line[:57]}..."
-    return f"{line!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
+    single_line = " ".join(text.split())
+    if re.match(r"(python\S* -m )?lightppo\b", single_line):
+        return f"{single_line[:57]!r} is a command of lightppo: there is nothing to translate"
+    if len(single_line) >= 60:
+        single_line = f"{single_line[:57]}..."
+    return f"{single_line!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
 
 
 # -- the words of a script -------------------------------------------------------------------------------------------
 
 
-def commands_of(text: str) -> Iterator[list[str]]:
+def commands_of(script: str) -> Iterator[list[str]]:
     """Yield the words of each command, with the script's own variables and arrays in place; others stay as written."""
     inserted: list[str] = []  # what the shell would run and put there
 
@@ -221,25 +221,30 @@ def commands_of(text: str) -> Iterator[list[str]]:
         inserted.append(match[0])
         return f"\0{len(inserted) - 1}\0"
 
-    text = re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", text)
-    text = re.sub(r"\$\([^()]*\)|`[^`]*`", placeholder, text)
-    text = re.sub(r"(?m)(?<=\s)#[^'\"\n]*$", "", re.sub(r"\\\r?\n", " ", text))
+    script = re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", script)
+    script = re.sub(r"\$\([^()]*\)|`[^`]*`", placeholder, script)
+    script = re.sub(r"(?m)(?<=\s)#[^'\"\n]*$", "", re.sub(r"\\\r?\n", " ", script))
     variables: dict[str, list[str]] = {}
 
     def define_array(match: re.Match[str]) -> str:
         variables.setdefault(match[1], []).extend(_split(match[2].replace("\n", " ")))
         return ""
 
-    text = re.sub(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", define_array, text)
-    for is_end, word_group in groupby(_split(text), lambda word: not word.strip(";&|\n")):
+    script = re.sub(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", define_array, script)
+    for is_end, word_group in groupby(
+        _split(script), lambda shell_word: not shell_word.strip(";&|\n")
+    ):
         words = [] if is_end else list(word_group)
         words = words[words[:1] in (["export"], ["exec"]) :]
         while words and (assigned := re.fullmatch(r"(?s)([A-Za-z_]\w*)=(.*)", words[0])):
             variables[assigned[1]] = _expanded(assigned[2], variables)
             words = words[1:]
-        words = _without_files([part for word in words for part in _expanded(word, variables)])
+        words = _without_files(
+            [part for shell_word in words for part in _expanded(shell_word, variables)]
+        )
         words = [
-            re.sub(r"\0(\d+)\0", lambda match: inserted[int(match[1])], word) for word in words
+            re.sub(r"\0(\d+)\0", lambda match: inserted[int(match[1])], shell_word)
+            for shell_word in words
         ]
         if words:
             yield words
@@ -247,27 +252,27 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 def _without_files(words: Sequence[str]) -> Iterator[str]:
     """Yield the words without ``> file``."""
-    for previous, word in zip(["", *words], words):
-        if not re.match(r"\d?[<>]", word) and not re.fullmatch(r"\d?[<>]+", previous):
-            yield word
+    for previous, shell_word in zip(["", *words], words):
+        if not re.match(r"\d?[<>]", shell_word) and not re.fullmatch(r"\d?[<>]+", previous):
+            yield shell_word
 
 
 def _split(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    lexer.commenters = ""
+    shell_lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    shell_lexer.whitespace = " \t\r"
+    shell_lexer.whitespace_split = True
+    shell_lexer.commenters = ""
     try:
-        return list(lexer)
+        return list(shell_lexer)
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}") from error
 
 
 def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
     """Return a word with the variables that are known; an array alone is all of its words."""
-    array = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
-    if array and array[1] in variables:
-        return [part for item in variables[array[1]] for part in _expanded(item, variables)]
+    array_match = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
+    if array_match and array_match[1] in variables:
+        return [part for item in variables[array_match[1]] for part in _expanded(item, variables)]
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]

@@ -101,9 +101,9 @@ def main(arguments: Sequence[str], program: str = "lightppo replay") -> None:
     output = request.output
     with exit_on_mistakes(program):
         check_step(request.run, request.step)
-        flags = ["--config", str(request.run / "run_config.yaml")]
-        flags += [*tape_flags(request), *address_flags(request)]
-    recorded = parse_args(flags, program, KINDS[command_of(recorded_options(request.run))])
+        run_flags = ["--config", str(request.run / "run_config.yaml")]
+        run_flags += [*tape_flags(request), *address_flags(request)]
+    recorded = parse_args(run_flags, program, KINDS[command_of(recorded_options(request.run))])
     with exit_on_mistakes(program):
         if output is not None and output.is_dir() and any(output.iterdir()):
             raise ConfigError(f"--output {output}: holds files: name a new folder")
@@ -112,8 +112,8 @@ def main(arguments: Sequence[str], program: str = "lightppo replay") -> None:
 
     from lightppo.preflight.before_imports import before_imports, preflight, preflight_supervised
 
-    check = preflight if isinstance(config, PPOConfig) else preflight_supervised
-    before_imports(lambda: check(config.resolved()), program)
+    check_run = preflight if isinstance(config, PPOConfig) else preflight_supervised
+    before_imports(lambda: check_run(config.resolved()), program)
 
     from lightppo.trainer import run
 
@@ -165,16 +165,16 @@ def tape_flags(request: argparse.Namespace) -> list[str]:
 def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:
     """Return what a run recorded of its training, by step."""
     try:
-        rows = steps_of(run) if (run / "metrics.jsonl").is_file() else {}
+        metric_rows = steps_of(run) if (run / "metrics.jsonl").is_file() else {}
     except ReportError as error:
         raise ConfigError(str(error)) from error
-    steps = {}
-    for step, metric_row in rows.items():
+    values_by_step = {}
+    for step, metric_row in metric_rows.items():
         if values := {
             metric: metric_row[metric] for metric in metric_row if not metric.startswith("eval/")
         }:
-            steps[step] = values
-    return steps
+            values_by_step[step] = values
+    return values_by_step
 
 
 def replay_config(request: argparse.Namespace, recorded: OptionSet, output: Path) -> OptionSet:
@@ -193,9 +193,9 @@ def replay_config(request: argparse.Namespace, recorded: OptionSet, output: Path
         "resume": "never",
     }
     checkpoints = recorded_path(request.run, "ckpt_path")
-    url = recorded.resolved().checkpoint.ckpt_path
-    if checkpoints is None and "://" in url:
-        changes["resume"] = url
+    checkpoint_url = recorded.resolved().checkpoint.ckpt_path
+    if checkpoints is None and "://" in checkpoint_url:
+        changes["resume"] = checkpoint_url
     elif checkpoints is not None and has_checkpoints(checkpoints):
         changes["resume"] = str(checkpoints)
     if request.pdb:
@@ -223,15 +223,17 @@ def address_flags(request: argparse.Namespace) -> list[str]:
     for option_name, value in recorded.items():
         if option_name == "remote_rm_url" and tape_flags(request):
             continue  # the tape answers
-        urls = cut_urls(value)
-        for url in urls:
-            if url not in addresses:
-                flag = "remote_rm_url" if option_name == "remote_rm_url" else "url"
-                raise ConfigError(f"--{option_name} {url}: {GIVE_WHOLE}, by --{flag}")
-        if urls:
-            texts = value if isinstance(value, list) else [value]
+        shortened_urls = cut_urls(value)
+        for shortened_url in shortened_urls:
+            if shortened_url not in addresses:
+                address_flag = "remote_rm_url" if option_name == "remote_rm_url" else "url"
+                raise ConfigError(
+                    f"--{option_name} {shortened_url}: {GIVE_WHOLE}, by --{address_flag}"
+                )
+        if shortened_urls:
+            recorded_texts = value if isinstance(value, list) else [value]
             flags.append(f"--{option_name}")
-            for address in texts:  # also with commas between
+            for address in recorded_texts:  # also with commas between
                 parts = [
                     addresses.get(address_part.strip(), address_part)
                     for address_part in address.split(",")
@@ -256,8 +258,10 @@ def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:
 
 def link_rollouts(run: Path, folder: str | None, rank: int) -> None:
     """Link to a rank's rollouts that ``--skip_rollout`` has saved; what lacks there is sampled and written beside."""
-    saved = recorded_path(run, "skip_rollout")
-    for path in saved.glob(f"*_rank{rank}of*.json") if folder and saved is not None else ():
+    saved_folder = recorded_path(run, "skip_rollout")
+    for path in (
+        saved_folder.glob(f"*_rank{rank}of*.json") if folder and saved_folder is not None else ()
+    ):
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, path.name).symlink_to(path.absolute())
 
@@ -315,20 +319,29 @@ class ReplayedOnData(Replayed):
         if step != self.request.step:
             return super().training_step(micro_batches)
         if self.request.batch is None:
-            ids = [batch.get("sequences", batch.get("input_ids")) for batch in micro_batches]
-            row_texts = [row_text for rows in ids for row_text in self.tokenizer.batch_decode(rows)]
+            batches_of_ids = [
+                micro_batch.get("sequences", micro_batch.get("input_ids"))
+                for micro_batch in micro_batches
+            ]
+            row_texts = [
+                row_text
+                for rows in batches_of_ids
+                for row_text in self.tokenizer.batch_decode(rows)
+            ]
         else:
             path = self.batch_file()
-            saved = tensor_file.read(path)
-            self.print_all("{}, of step {step} and rank {rank}".format(path, **saved["facts"]))
-            micro_batches = saved["micro_batches"]
-            row_texts = [row_text for rows in saved["texts"] for row_text in rows]
+            saved_batch = tensor_file.read(path)
+            self.print_all(
+                "{}, of step {step} and rank {rank}".format(path, **saved_batch["facts"])
+            )
+            micro_batches = saved_batch["micro_batches"]
+            row_texts = [row_text for rows in saved_batch["texts"] for row_text in rows]
         lines = [
             f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"
         ]
         means = self.means_of(micro_batches)
-        for number, (batch, numbers) in enumerate(zip(micro_batches, means), start=1):
-            rows = len(batch["attention_mask"])
+        for number, (micro_batch, numbers) in enumerate(zip(micro_batches, means), start=1):
+            rows = len(micro_batch["attention_mask"])
             lines.append(f"  micro batch {number}: {rows} rows, {_status_text(numbers)}")
         lines += [f"  {row_text}" for row_text in row_texts[: self.request.samples]]
         self.print_all(*lines)
@@ -346,14 +359,14 @@ class ReplayedOnData(Replayed):
         self.model.eval()
         means = []
         with torch.no_grad():
-            for batch in micro_batches:
-                batch = {
+            for micro_batch in micro_batches:
+                micro_batch = {
                     number_name: tensor.to(self.strategy.device)
-                    for number_name, tensor in batch.items()
+                    for number_name, tensor in micro_batch.items()
                 }
-                count = max(1, self.objective.count(batch))
-                loss, numbers = self.objective.loss(self.model, batch, count, 1)
-                numbers = {"loss": loss} | numbers
+                count = max(1, self.objective.count(micro_batch))
+                loss_share, numbers = self.objective.loss(self.model, micro_batch, count, 1)
+                numbers = {"loss": loss_share} | numbers
                 means.append(
                     {number_name: float(number) for number_name, number in numbers.items()}
                 )
@@ -388,18 +401,18 @@ class ReplayedPPO(Replayed):
             f"{rollout.prompt.index}.{rollout.sample_index}:{rollout.reward:.4g}"
             for rollout in rollouts
         ]
-        lines = [
+        sample_lines = [
             f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {' '.join(scores)}"
         ]
         for rollout, experience_row in self.samples_shown:
-            lines.append(f"{_name(rollout)}: {examined(rollout)}")
+            sample_lines.append(f"{_name(rollout)}: {examined(rollout)}")
             response_ids = rollout.response_ids
             tokens = [repr(self.tokenizer.decode([token])) for token in response_ids[:MAX_TOKENS]]
-            lines.append(f"  {len(response_ids)} tokens: {' '.join(tokens)}")
+            sample_lines.append(f"  {len(response_ids)} tokens: {' '.join(tokens)}")
             for column in COLUMNS:
                 if (numbers := getattr(experience_row, column)) is not None:
-                    lines.append(f"  {column} {_numbers_text(numbers[0])}")
-        return "\n".join(lines)
+                    sample_lines.append(f"  {column} {_numbers_text(numbers[0])}")
+        return "\n".join(sample_lines)
 
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
@@ -419,10 +432,10 @@ class ReplayedPPO(Replayed):
         from lightppo.logging.skipped_batches import load_batch
 
         path = self.batch_file()
-        minibatch, texts, facts = load_batch(path)
+        minibatch, sample_texts, facts = load_batch(path)
         batches = [*minibatch.micro_batches, *(minibatch.critic_micro_batches or ())]
         self.print_all(
-            f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(texts)} samples",
+            f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(sample_texts)} samples",
             *(
                 f"  micro batch {number}: not finite: {experience.non_finite() or 'none'}"
                 for number, experience in enumerate(batches, start=1)
@@ -579,20 +592,18 @@ def compare_weights(trainer: Any, checkpoints: str) -> tuple[list[str], bool]:
         counts["differ"] += int((weight != saved_weight).sum())
         counts["total"] += weight.numel()
     counts = trainer.strategy.all_reduce(counts, "sum")
-    differ = int(counts["differ"])
-    if not differ:
+    differing_count = int(counts["differ"])
+    if not differing_count:
         return [f"all weights are as in {checkpoint_tag}"], True
-    total = int(counts["total"])
-    result_line = (
-        f"differs from what was saved: {differ} of {total} weights are not as in {checkpoint_tag}"
-    )
+    weight_count = int(counts["total"])
+    result_line = f"differs from what was saved: {differing_count} of {weight_count} weights are not as in {checkpoint_tag}"
     return [result_line], False
 
 
-def check_start(run: Path, start: int, trainer: Any) -> None:
+def check_start(run: Path, start_step: int, trainer: Any) -> None:
     """Check that the start of the run is as it was: its first step, files, and ranks."""
     starts = starts_of(run)
-    if start or not starts:
+    if start_step or not starts:
         return
     recorded = starts[0]
     if recorded["step"]:
@@ -606,8 +617,9 @@ def check_start(run: Path, start: int, trainer: Any) -> None:
         )
     changed = [
         option_name
-        for option_name, mark in recorded["content"].items()
-        if option_name != "save_path" and trainer.content.get(option_name, mark) != mark
+        for option_name, content_mark in recorded["content"].items()
+        if option_name != "save_path"
+        and trainer.content.get(option_name, content_mark) != content_mark
     ]
     if changed:
         raise ConfigError(f"--{', --'.join(changed)}: other content than {run} had")
@@ -625,19 +637,19 @@ def compare_records(run: Path, output: Path, steps: Sequence[int]) -> tuple[list
         ]
     )
     last_step = steps[-1]
-    lines = []
+    result_lines = []
     if last_step not in recorded:
-        lines.append(f"step {last_step} was not recorded")
+        result_lines.append(f"step {last_step} was not recorded")
     sample = first_sample([recorded_path(run, "rollout_data_dir"), output / "rollouts"], steps)
     if sample:
-        lines.append(f"differs from the recorded samples: {sample}")
+        result_lines.append(f"differs from the recorded samples: {sample}")
     if differing:
         metric, ((step, recorded_value, repeated_value), *_) = next(iter(differing.items()))
-        lines.append(
+        result_lines.append(
             f"step {step} differs from what was recorded: first {metric}: was {recorded_value}, is {repeated_value}"
         )
-    elif not lines:
-        lines.append(
+    elif not result_lines:
+        result_lines.append(
             f"step {last_step} is equal to what was recorded: {len(recorded[last_step])} numbers"
         )
-    return lines, not (differing or sample)
+    return result_lines, not (differing or sample)

@@ -73,8 +73,8 @@ def normalisation(arguments: Arguments, prefix: str) -> list[str]:
 
 
 def _norm_names(prefix: str) -> str:
-    keys = ("mean_level", "std_level", "mean_leave1out", "std_unbiased", "eps", "group_size")
-    return " ".join([prefix, *(f"{prefix}.{key}" for key in keys)])
+    settings = ("mean_level", "std_level", "mean_leave1out", "std_unbiased", "eps", "group_size")
+    return " ".join([prefix, *(f"{prefix}.{setting}" for setting in settings)])
 
 
 @areal(_norm_names("actor.adv_norm"))
@@ -142,13 +142,16 @@ def areal_old_log_probs(arguments: Arguments) -> Converted:
 
 @areal("ref.mb_spec.max_tokens_per_mb critic.mb_spec.max_tokens_per_mb")
 def areal_passes(arguments: Arguments) -> Converted:
-    sizes = []
+    batch_sizes = []
     if arguments.number("actor.kl_ctl") != 0:
-        sizes += [f"reference={size}t" for size in arguments.items("ref.mb_spec.max_tokens_per_mb")]
+        batch_sizes += [
+            f"reference={batch_size}t"
+            for batch_size in arguments.items("ref.mb_spec.max_tokens_per_mb")
+        ]
     critic_sizes = arguments.items("critic.mb_spec.max_tokens_per_mb")
-    sizes += [f"critic_train={size}t" for size in critic_sizes]
-    if sizes:
-        yield "micro_batch_specs", sizes
+    batch_sizes += [f"critic_train={batch_size}t" for batch_size in critic_sizes]
+    if batch_sizes:
+        yield "micro_batch_specs", batch_sizes
 
 
 @areal(
@@ -175,7 +178,7 @@ _WEIGHT_CAPS = (
 def areal_correction(arguments: Arguments) -> Converted:
     metric = arguments.text(f"{_REJECTION}.metric") or "ratio"
     upper = arguments.number(f"{_REJECTION}.upper")
-    cap = arguments.number(*_WEIGHT_CAPS)
+    weight_cap = arguments.number(*_WEIGHT_CAPS)
     if metric != "ratio":
         yield (
             LOOK,
@@ -183,9 +186,9 @@ def areal_correction(arguments: Arguments) -> Converted:
         )
     elif upper is None:
         if arguments.on("actor.use_decoupled_loss", "ppo.use_decoupled_loss"):
-            yield from correction("decoupled", None, cap)
+            yield from correction("decoupled", None, weight_cap)
     else:
-        kinds = {
+        correction_kinds = {
             ("token", "clamp"): "tis",
             ("sequence", "clamp"): "geo_tis",
             ("sequence", "mask"): "geo_mis",
@@ -194,7 +197,7 @@ def areal_correction(arguments: Arguments) -> Converted:
         action = arguments.text(f"{_REJECTION}.action") or "mask"
         default = "decoupled" if arguments.on("actor.use_decoupled_loss") else "icepop"
         lower = arguments.number(f"{_REJECTION}.lower")
-        yield from correction(kinds.get((level, action), default), lower, upper)
+        yield from correction(correction_kinds.get((level, action), default), lower, upper)
 
 
 @areal("stats_logger.wandb.mode wandb.mode")

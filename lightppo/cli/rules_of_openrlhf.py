@@ -33,22 +33,22 @@ def openrlhf_precision(arguments: Arguments) -> Converted:
     "data.max_len max_len rollout.max_new_tokens max_new_tokens generate_max_len prompt_max_len",
 )
 def openrlhf_lengths(arguments: Arguments) -> Converted:
-    total = arguments.number("data.max_len", "max_len")
-    answer = arguments.number("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
-    prompt = arguments.number("prompt_max_len")
-    if total is not None:
-        if answer is None:
+    total_length = arguments.number("data.max_len", "max_len")
+    answer_length = arguments.number("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
+    prompt_length = arguments.number("prompt_max_len")
+    if total_length is not None:
+        if answer_length is None:
             yield (
                 LOOK,
-                f"{total:g} tokens for prompt and answer together: half of it for each is set, choose other shares",
+                f"{total_length:g} tokens for prompt and answer together: half of it for each is set, choose other shares",
             )
-            answer = total / 2
-        if prompt is None:
-            prompt = max(1, total - answer)
-    if answer is not None:
-        yield "generate_max_len", int(answer)
-    if prompt is not None:
-        yield "prompt_max_len", int(prompt)
+            answer_length = total_length / 2
+        if prompt_length is None:
+            prompt_length = max(1, total_length - answer_length)
+    if answer_length is not None:
+        yield "generate_max_len", int(answer_length)
+    if prompt_length is not None:
+        yield "prompt_max_len", int(prompt_length)
 
 
 @openrlhf("actor.eps_clip_low_high eps_clip_low_high actor.eps_clip eps_clip")
@@ -120,8 +120,8 @@ def resume(arguments: Arguments) -> Converted:
 def openrlhf_engine(arguments: Arguments) -> Converted:
     if arguments.whole("vllm.num_engines", "vllm_num_engines", default=0) > 0:
         yield "rollout_engine", "vllm"
-        names = ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size")
-        yield "tensor_parallel_size", arguments.whole(*names)
+        option_names = ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size")
+        yield "tensor_parallel_size", arguments.whole(*option_names)
 
 
 @openrlhf(
@@ -130,14 +130,14 @@ def openrlhf_engine(arguments: Arguments) -> Converted:
 )
 def openrlhf_tokens(arguments: Arguments) -> Converted:
     if arguments.on("train.dynamic_batch_enable", "use_dynamic_batch"):
-        names = ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu")
-        yield "max_tokens_per_micro_batch", arguments.whole(*names, default=16192)
+        option_names = ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu")
+        yield "max_tokens_per_micro_batch", arguments.whole(*option_names, default=16192)
 
 
 @openrlhf("train.agent_func_path agent_func_path")
 def openrlhf_agent(arguments: Arguments) -> Converted:
-    if (path := arguments.text("train.agent_func_path", "agent_func_path")) is not None:
-        yield "env", [f"openrlhf:{path}"]
+    if (agent_path := arguments.text("train.agent_func_path", "agent_func_path")) is not None:
+        yield "env", [f"openrlhf:{agent_path}"]
         yield "reward_source", ["environment"]
 
 
@@ -147,8 +147,8 @@ def openrlhf_agent(arguments: Arguments) -> Converted:
 def openrlhf_filter(arguments: Arguments) -> Converted:
     if arguments.on("algo.dynamic_filtering_enable", "dynamic_filtering"):
         yield "dynamic_sampling", True
-        names = ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range")
-        yield "filter_range", arguments.words(*names) or [0, 1]
+        option_names = ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range")
+        yield "filter_range", arguments.words(*option_names) or [0, 1]
 
 
 @openrlhf("logger.wandb.key use_wandb", EVERY)

@@ -42,16 +42,16 @@ def slime_betas(arguments: Arguments) -> Converted:
 
 @slime("lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction")
 def slime_rates(arguments: Arguments) -> Converted:
-    peak = arguments.number("lr")
-    lowest = arguments.number("min_lr") or 0.0
-    if peak:
-        yield "actor_learning_rate", peak
-        yield "min_lr_ratio", lowest / peak
-    style = arguments.text("lr_decay_style")
-    if style == "cosine" and lowest:
-        style = "cosine_with_min_lr"
-    if style is not None:
-        yield "lr_scheduler", style
+    peak_rate = arguments.number("lr")
+    lowest_rate = arguments.number("min_lr") or 0.0
+    if peak_rate:
+        yield "actor_learning_rate", peak_rate
+        yield "min_lr_ratio", lowest_rate / peak_rate
+    schedule = arguments.text("lr_decay_style")
+    if schedule == "cosine" and lowest_rate:
+        schedule = "cosine_with_min_lr"
+    if schedule is not None:
+        yield "lr_scheduler", schedule
     if steps := [*arguments.counted("lr_warmup_steps", "lr_warmup_iters", above=0)]:
         yield from steps
     else:
@@ -67,8 +67,8 @@ def slime_loss(arguments: Arguments) -> Converted:
 @slime("use_tis tis_clip tis_clip_low")
 def slime_correction(arguments: Arguments) -> Converted:
     if arguments.on("use_tis"):
-        low = arguments.number("tis_clip_low")
-        yield from correction("tis", low, arguments.number("tis_clip") or 2.0)
+        lower_bound = arguments.number("tis_clip_low")
+        yield from correction("tis", lower_bound, arguments.number("tis_clip") or 2.0)
 
 
 @slime("use_dynamic_batch_size max_tokens_per_gpu micro_batch_size")
@@ -88,8 +88,8 @@ def slime_length(arguments: Arguments) -> Converted:
 
 @slime("eval_prompt_data eval_interval")
 def slime_evaluation(arguments: Arguments) -> Converted:
-    if files := arguments.words("eval_prompt_data")[1::2]:  # a name before each file
-        yield "eval_data", ",".join(files)
+    if data_files := arguments.words("eval_prompt_data")[1::2]:  # a name before each file
+        yield "eval_data", ",".join(data_files)
         yield from arguments.counted("eval_steps", "eval_interval")
 
 

@@ -57,15 +57,15 @@ def trl_rows(arguments: Arguments) -> Converted:
 )
 def trl_batches(arguments: Arguments) -> Converted:
     samples = generation_batch(arguments)
-    group = arguments.whole("num_generations", default=8)
+    group_size = arguments.whole("num_generations", default=8)
     yield from trl_rows(arguments)
-    yield "n_samples_per_prompt", group
-    yield "rollout_batch_size", max(1, samples // group)
+    yield "n_samples_per_prompt", group_size
+    yield "rollout_batch_size", max(1, samples // group_size)
     yield "max_epochs", arguments.whole("num_iterations")
-    if samples % group:
+    if samples % group_size:
         yield (
             LOOK,
-            f"a generation batch of {samples} samples is no multiple of the {group} samples of a prompt",
+            f"a generation batch of {samples} samples is no multiple of the {group_size} samples of a prompt",
         )
 
 
@@ -77,9 +77,9 @@ _SUPERVISED_NAMES = {
 }
 
 
-def option_of(arguments: Arguments, name: str) -> str:
+def option_of(arguments: Arguments, option_name: str) -> str:
     """Return what an option of ``ppo`` is called in our command."""
-    return name if arguments.command == "ppo" else _SUPERVISED_NAMES[name]
+    return option_name if arguments.command == "ppo" else _SUPERVISED_NAMES[option_name]
 
 
 def steps_of(arguments: Arguments, optimizer_steps: float) -> int:
@@ -92,19 +92,19 @@ def steps_of(arguments: Arguments, optimizer_steps: float) -> int:
 
 @trl("max_steps num_train_epochs", EVERY)
 def trl_length(arguments: Arguments) -> Converted:
-    limit = option_of(arguments, "total_training_steps")
+    limit_option = option_of(arguments, "total_training_steps")
     steps = arguments.number("max_steps")
     epochs = arguments.number("num_train_epochs")
     if steps is not None and steps > 0:
-        total = steps_of(arguments, steps)
-        yield limit, total
+        total_steps = steps_of(arguments, steps)
+        yield limit_option, total_steps
         if arguments.command == "ppo":
             # It goes round the prompts until then: no step takes less than a pass.
-            yield "num_episodes", total
+            yield "num_episodes", total_steps
     elif epochs is not None:
         yield option_of(arguments, "num_episodes"), max(1, math.ceil(epochs))
         if epochs != int(epochs):
-            yield LOOK, f"{epochs:g} passes: whole ones here; --{limit} ends a run sooner"
+            yield LOOK, f"{epochs:g} passes: whole ones here; --{limit_option} ends a run sooner"
 
 
 @trl(
@@ -112,21 +112,21 @@ def trl_length(arguments: Arguments) -> Converted:
     EVERY,
 )
 def trl_due_times(arguments: Arguments) -> Converted:
-    saves = arguments.text("save_strategy") or "steps"
-    evaluates = arguments.text("eval_strategy") or "no"
+    save_strategy = arguments.text("save_strategy") or "steps"
+    evaluation_strategy = arguments.text("eval_strategy") or "no"
     logging_steps = arguments.number("logging_steps") or 0
     dataset = arguments.text("dataset_name")
-    if saves == "epoch":
+    if save_strategy == "epoch":
         yield "save_epochs", 1
-    elif saves == "steps" and (count := arguments.number("save_steps") or 0) >= 1:
+    elif save_strategy == "steps" and (count := arguments.number("save_steps") or 0) >= 1:
         yield "save_steps", steps_of(arguments, count)
     if dataset is not None:
         yield option_of(arguments, "prompt_data"), dataset
-    if evaluates in ("steps", "epoch"):
+    if evaluation_strategy in ("steps", "epoch"):
         if dataset is not None:
             yield option_of(arguments, "eval_data"), dataset
         yield "eval_split", arguments.text("dataset_test_split") or "test"
-        if evaluates == "epoch":
+        if evaluation_strategy == "epoch":
             yield "eval_epochs", 1
         else:
             count = arguments.number("eval_steps") or logging_steps or 500
@@ -175,14 +175,17 @@ def trl_lora(arguments: Arguments) -> Converted:
         yield "lora_rank", arguments.whole("lora_r", default=16)
         yield "lora_alpha", arguments.text("lora_alpha") or 32
         yield "lora_dropout", arguments.text("lora_dropout") or 0.05
-        if names := arguments.items("lora_target_modules"):
-            yield "target_modules", names[0].split() if len(names) == 1 else names
+        if module_names := arguments.items("lora_target_modules"):
+            yield (
+                "target_modules",
+                module_names[0].split() if len(module_names) == 1 else module_names,
+            )
 
 
 @trl("report_to log_with logging_dir project", EVERY)
 def trl_trackers(arguments: Arguments) -> Converted:
-    names = arguments.items("report_to", "log_with")
-    return trackers(names, arguments.text("logging_dir"), arguments.text("project"))
+    tracker_names = arguments.items("report_to", "log_with")
+    return trackers(tracker_names, arguments.text("logging_dir"), arguments.text("project"))
 
 
 @trl("beta use_bias_correction_kl")
@@ -202,7 +205,7 @@ def trl_clip(arguments: Arguments) -> Converted:
 @trl("loss_type importance_sampling_level")
 def trl_loss(arguments: Arguments) -> Converted:
     loss_type = arguments.text("loss_type") or "dapo"
-    modes = {
+    aggregation_modes = {
         "grpo": "seq-mean-token-mean",
         "dapo": "token-mean",
         "bnpo": "token-mean",
@@ -212,10 +215,10 @@ def trl_loss(arguments: Arguments) -> Converted:
         return
     if loss_type in ("cispo", "sapo"):
         yield "policy_loss", loss_type
-    elif loss_type in modes:
+    elif loss_type in aggregation_modes:
         if arguments.text("importance_sampling_level") == "sequence":
             yield "policy_loss", "gspo"
-        yield "loss_agg_mode", modes[loss_type]
+        yield "loss_agg_mode", aggregation_modes[loss_type]
     else:
         yield LOOK, f"{loss_type}: see --policy_loss and --loss_agg_mode"
 
@@ -239,16 +242,16 @@ def trl_vllm(arguments: Arguments) -> Converted:
     if not arguments.on("use_vllm"):
         return
     if arguments.text("vllm_mode") == "server":
-        host = arguments.text("vllm_server_host")
-        if host in (None, "0.0.0.0"):
-            host = "127.0.0.1"
-        server_url = f"http://{host}:{arguments.text('vllm_server_port') or 8000}"
+        server_host = arguments.text("vllm_server_host")
+        if server_host in (None, "0.0.0.0"):
+            server_host = "127.0.0.1"
+        server_url = f"http://{server_host}:{arguments.text('vllm_server_port') or 8000}"
         yield "rollout_engine", "vllm_server"
         yield "vllm_server_url", [arguments.text("vllm_server_base_url") or server_url]
     else:
         yield "rollout_engine", "vllm"
     if truth(arguments.text("vllm_importance_sampling_correction") or True):
-        kinds = {
+        correction_kinds = {
             "token_truncate": "tis",
             "sequence_truncate": "seq_tis",
             "token_mask": "icepop",
@@ -257,7 +260,9 @@ def trl_vllm(arguments: Arguments) -> Converted:
         correction_mode = arguments.text("vllm_importance_sampling_mode") or "sequence_mask"
         lower_bound = arguments.number("vllm_importance_sampling_clip_min")
         bounds = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
-        yield from correction(kinds.get(correction_mode), lower_bound, arguments.number(*bounds))
+        yield from correction(
+            correction_kinds.get(correction_mode), lower_bound, arguments.number(*bounds)
+        )
 
 
 _TRL_REWARDS = {
@@ -307,16 +312,16 @@ def trl_sampling(arguments: Arguments) -> Converted:
 def trl_reference(arguments: Arguments) -> Converted:
     if not arguments.on("sync_ref_model"):
         return
-    share = arguments.number("ref_model_mixup_alpha") or 0.6
+    actor_share = arguments.number("ref_model_mixup_alpha") or 0.6
     steps = arguments.whole("ref_model_sync_steps", default=512)
-    if share == 1:
+    if actor_share == 1:
         yield "ref_reset_steps", steps_of(arguments, steps)
     elif steps == 1:
-        yield "ref_ema_eta", share
+        yield "ref_ema_eta", actor_share
     else:
         yield (
             LOOK,
-            f"{share:g} of the actor every {steps} steps: --ref_reset_steps copies all of it, "
+            f"{actor_share:g} of the actor every {steps} steps: --ref_reset_steps copies all of it, "
             "--ref_ema_eta a share in every step",
         )
 

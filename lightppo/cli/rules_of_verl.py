@@ -68,8 +68,8 @@ def verl_kl(arguments: Arguments) -> Converted:
     if not in_loss and not arguments.on("algorithm.use_kl_in_reward"):
         yield "init_kl_coef", 0
         return
-    name = f"{_ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
-    coefficient = arguments.number(name)
+    coefficient_name = f"{_ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
+    coefficient = arguments.number(coefficient_name)
     if coefficient is None:
         coefficient = 0.001
     yield "init_kl_coef", coefficient
@@ -137,10 +137,10 @@ def verl_engine(arguments: Arguments) -> Converted:
 @verl("trainer.save_freq trainer.test_freq", "ppo sft")
 def verl_due_times(arguments: Arguments) -> Converted:
     yield from arguments.counted("save_steps", "trainer.save_freq", above=0)
-    count = arguments.number("trainer.test_freq")
-    if count is not None and count > 0:
-        yield "eval_steps", int(count)
-    elif count is not None:
+    evaluation_steps = arguments.number("trainer.test_freq")
+    if evaluation_steps is not None and evaluation_steps > 0:
+        yield "eval_steps", int(evaluation_steps)
+    elif evaluation_steps is not None:
         yield (
             LOOK,
             "no evaluation while it trains there; here one per pass where held-out rows are given",
@@ -160,8 +160,8 @@ def verl_length(arguments: Arguments) -> Converted:
 
 @verl("trainer.logger logger", "ppo sft")
 def verl_trackers(arguments: Arguments) -> Converted:
-    names = arguments.items("trainer.logger", "logger")
-    return trackers(names, None, arguments.text("trainer.project_name"))
+    tracker_names = arguments.items("trainer.logger", "logger")
+    return trackers(tracker_names, None, arguments.text("trainer.project_name"))
 
 
 @verl("trainer.resume_mode trainer.resume_from_path", "ppo sft")
@@ -219,11 +219,11 @@ def verl_critic_first(arguments: Arguments) -> Converted:
         yield "freezing_actor_steps", steps - 1
 
 
-def _overlong(key: str) -> list[str]:
+def _overlong(buffer_key: str) -> list[str]:
     return [
-        f"{prefix}.{name}.{key}"
+        f"{prefix}.{buffer_name}.{buffer_key}"
         for prefix in ("reward_model", "reward.reward_kwargs", "reward_model.reward_kwargs")
-        for name in ("overlong_buffer", "overlong_buffer_cfg")
+        for buffer_name in ("overlong_buffer", "overlong_buffer_cfg")
     ]
 
 
@@ -247,11 +247,11 @@ def verl_correction(arguments: Arguments) -> Converted:
     threshold = arguments.text(f"{_CORRECTION}.rollout_is_threshold") or "2"
     bounds = [float(bound) for bound in threshold.split("_")]
     if len(bounds) == 2:
-        kind = {"token": "icepop"}.get(level, "seq_mis")
-        yield from correction(kind, *bounds)
+        correction_kind = {"token": "icepop"}.get(level, "seq_mis")
+        yield from correction(correction_kind, *bounds)
     else:
-        kind = {"token": "tis"}.get(level, "seq_tis")
-        yield from correction(kind, None, bounds[0])
+        correction_kind = {"token": "tis"}.get(level, "seq_tis")
+        yield from correction(correction_kind, None, bounds[0])
 
 
 @verl("distillation.enabled distillation.distillation_loss.use_policy_gradient")
@@ -276,9 +276,9 @@ def verl_filter(arguments: Arguments) -> Converted:
         metric = arguments.text("algorithm.filter_groups.metric")
         if metric not in (None, "reward"):
             yield "filter_metric", metric
-        limit = arguments.whole("algorithm.filter_groups.max_num_gen_batches", default=0)
-        yield "max_num_gen_batches", limit
-        if limit:
+        batch_limit = arguments.whole("algorithm.filter_groups.max_num_gen_batches", default=0)
+        yield "max_num_gen_batches", batch_limit
+        if batch_limit:
             yield "on_exhausted", "raise"
 
 

@@ -24,7 +24,7 @@ from lightppo.redaction import log_to_terminal
 PROG = "lightppo serve-reward"
 
 
-def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None, prog: str = PROG) -> argparse.Namespace:
     """Return the options, checked before anything loads; exit code 2 with a line about a problem."""
     parser = CommandParser(
         prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -84,7 +84,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     server.add_argument(
         "--max_concurrent", type=int, default=1, help="requests scored concurrently"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if options.reward_pretrain is None and options.reward_fn is None:
         parser.error("name what scores: --reward_fn or --reward_pretrain")
     return options
@@ -129,14 +129,16 @@ def reward_function(options: argparse.Namespace) -> Any:
     """Return a reward function, or a source, from the file that the user named."""
     from lightppo.rewards import build_reward_source
 
-    names = "reward_fn_style reward_manager reward_workers reward_timeout reward_retries"
-    function_options = {name: getattr(options, name) for name in names.split()}
+    option_names = "reward_fn_style reward_manager reward_workers reward_timeout reward_retries"
+    function_options = {
+        option_name: getattr(options, option_name) for option_name in option_names.split()
+    }
     return build_reward_source(reward_fn=options.reward_fn, function_options=function_options)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
     """Serve, as the arguments say, until a signal; those of this process, if ``None`` are given."""
-    options = parse_args(argv, prog)
+    options = parse_args(arguments, prog)
     log_to_terminal(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once the server has shut down
         signal.signal(number, lambda *_: sys.exit(0))

@@ -77,9 +77,9 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.seed < 2**63:
         raise ConfigError(f"--seed {options.seed}: must be a whole number ≥0 <2^63")
     for option_name in ("hidden_size", "layers", "heads", "max_len"):
-        size = getattr(options, option_name)
-        if size < 1:
-            raise ConfigError(f"--{option_name} {size} is not a positive number")
+        option_value = getattr(options, option_name)
+        if option_value < 1:
+            raise ConfigError(f"--{option_name} {option_value} is not a positive number")
     if options.hidden_size % (2 * options.heads):
         raise ConfigError(
             f"--hidden_size {options.hidden_size} with --heads {options.heads}: rotary positions need heads of an even "

@@ -94,7 +94,7 @@ def defaults() -> dict[str, Defaults]:
 def translated(command: OtherCommand) -> tuple[list[str], bool]:
     """Return the lines of our script, and whether all of the command is here."""
     program = PROGRAMS[command.program]
-    kind = trained_by()[program.command]
+    config_class = trained_by()[program.command]
     theirs = defaults()[command.program]
     conversion = convert({**theirs.values, **command.values}, command, theirs.values)
     conversion.values |= program.means
@@ -109,11 +109,11 @@ def translated(command: OtherCommand) -> tuple[list[str], bool]:
         for option_name, value in conversion.values.items()
         if option_name in chosen
     }
-    idle = _idle(kind, values)
+    idle = _idle(config_class, values)
     values = {
         option_name: value for option_name, value in values.items() if option_name not in idle
     }
-    lines = [
+    script_lines = [
         f"# {program.trainer} ({command.program}), {_ranks(command)}",
         *_command(command, conversion.options, values),
     ]
@@ -124,16 +124,22 @@ def translated(command: OtherCommand) -> tuple[list[str], bool]:
             f"{_names(conversion.sources[option_name], command)}: --{option_name} needs {condition}"
             for option_name, condition in idle.items()
         ],
-        "What lightppo would say of this command line:": _problems(kind, values, command.ranks),
+        "What lightppo would say of this command line:": _problems(
+            config_class, values, command.ranks
+        ),
     }
     for title, part_texts in comment_parts.items():
         if part_texts:
-            lines += ["", f"# {title}", *(line for text in part_texts for line in _wrapped(text))]
-    lines += _differences(kind.from_flat(values), conversion, chosen, theirs)
+            script_lines += [
+                "",
+                f"# {title}",
+                *(line for text in part_texts for line in _wrapped(text)),
+            ]
+    script_lines += _differences(config_class.from_flat(values), conversion, chosen, theirs)
     option, remark = REMARKS.get(program.trainer, ("", ""))
     if remark and option not in values:
-        lines += ["", f"# {remark}"]
-    return lines, not any(comment_parts.values())
+        script_lines += ["", f"# {remark}"]
+    return script_lines, not any(comment_parts.values())
 
 
 def _wrapped(text: str) -> list[str]:
@@ -179,10 +185,10 @@ def _flag(option: Option, value: Any) -> str:
 
 def _word(value: Any) -> str:
     """Return a word in single quotes where needed; a variable of the shell stays one."""
-    text = shown_default(value) if isinstance(value, bool) else str(value)
-    if re.search(r"\$[{(]?\w", text) and '"' not in text:
-        return f'"{text}"'
-    return shlex.quote(text)
+    word_text = shown_default(value) if isinstance(value, bool) else str(value)
+    if re.search(r"\$[{(]?\w", word_text) and '"' not in word_text:
+        return f'"{word_text}"'
+    return shlex.quote(word_text)
 
 
 def _names(source_names: Sequence[str], command: OtherCommand) -> str:
@@ -215,10 +221,14 @@ def _idle(kind: type[OptionSet], values: Mapping[str, Any]) -> dict[str, str]:
     """Return options that would be refused, because what they need is not there: name → what that is, in words."""
     facts = _facts(kind.from_flat(values))
     return {
-        option.name: condition_text(unmet[0])
+        option.name: condition_text(unmet_conditions[0])
         for option in kind.all_options()
         if option.name in values and option.is_set(values[option.name])
-        if (unmet := [condition for condition in option.needs if not holds(condition, facts)])
+        if (
+            unmet_conditions := [
+                condition for condition in option.needs if not holds(condition, facts)
+            ]
+        )
     }
 
 
@@ -227,7 +237,7 @@ def _problems(kind: type[OptionSet], values: Mapping[str, Any], ranks: int) -> l
     try:
         kind.from_flat(values).validate(world_size=ranks)
     except ConfigError as error:
-        return [line for line in str(error).split("\n") if "None is required" not in line]
+        return [problem for problem in str(error).split("\n") if "None is required" not in problem]
     return []
 
 
@@ -239,7 +249,7 @@ def _differences(
     if facts.get("eps_clip_low") == facts.get("eps_clip_high"):
         facts["eps_clip"] = facts.get("eps_clip_low")
     evaluates = facts.get("eval_data") or facts.get("eval_dataset")
-    lines = []
+    option_lines = []
     for option_name, option in conversion.options.items():
         if option_name not in conversion.values or option_name in chosen:
             continue
@@ -260,8 +270,8 @@ def _differences(
         if len(source_names) > 2:
             other_defaults += ", …"
         default_text = "none" if default is None else shown_default(default)
-        lines.append(
+        option_lines.append(
             f"#   {_flag(option, value)}    # there {other_defaults}; the default here is {default_text}"
         )
     title = f"# Defaults of {theirs.version} that differ, where the command says nothing; to train as there, add:"
-    return lines and ["", title, *lines]
+    return option_lines and ["", title, *option_lines]

@@ -88,10 +88,10 @@ class Watched:
 
     def holder(self) -> tuple[str, str] | None:
         """Return process and machine of the run, by its lock; ``None`` if it has ended. Of another machine nobody knows."""
-        lock = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
-        if lock is None:
+        lock_match = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
+        if lock_match is None:
             return None
-        process, host = lock.groups()
+        process, host = lock_match.groups()
         if host == socket.gethostname() and not os.path.exists(f"/proc/{process}"):
             return None
         return process, host
@@ -119,25 +119,25 @@ class Watched:
             seconds = [(times[b] - times[a]) / (b - a) for a, b in pairwise(steps)]
             pace_texts.append(f"{median(seconds):.2g} s per step")
             if self.total and self.holder():
-                mean = (times[steps[-1]] - times[steps[0]]) / (steps[-1] - steps[0])
-                pace_texts.append(f"ETA {_duration(mean * (self.total - self.step))}")
+                mean_seconds = (times[steps[-1]] - times[steps[0]]) / (steps[-1] - steps[0])
+                pace_texts.append(f"ETA {_duration(mean_seconds * (self.total - self.step))}")
         return " · ".join(pace_texts)
 
     def alarms(self) -> list[str]:
         """Return those that ring at the last step which was looked at."""
         alarm_lines = []
         for metric_row in reversed(self.rows):
-            rings = {
+            ringing = {
                 alarm_name: value
                 for alarm_name, value in metric_row.items()
                 if alarm_name.startswith("alarm/")
             }
             for alarm_name, alarm in ALARMS.items():
-                if rings.get(f"alarm/{alarm_name}"):
+                if ringing.get(f"alarm/{alarm_name}"):
                     alarm_lines.append(
                         f"ALARM {alarm_name}: {alarm.metrics[0]} {alarm.condition}. Try: {alarm.remedy}"
                     )
-            if rings:
+            if ringing:
                 break
         return alarm_lines
 
@@ -146,23 +146,25 @@ class Watched:
         folders = [self.folder / "rollouts"]
         if folder := options_of(self.folder).get("rollout_data_dir"):
             folders.append(Path(folder))
-        files = {}
+        files_by_step = {}
         for sample_path in (
             sample_path for folder in folders for sample_path in folder.glob("step*.jsonl*")
         ):
-            if match := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", sample_path.name):
-                files[int(match[1])] = sample_path
-        if not files:
+            if name_match := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", sample_path.name):
+                files_by_step[int(name_match[1])] = sample_path
+        if not files_by_step:
             return []
-        latest = files[max(files)]
+        latest = files_by_step[max(files_by_step)]
         content = latest.read_bytes()
         if latest.suffix == ".gz":
             content = gzip.decompress(content)
         sample_rows = sorted(
             map(json.loads, content.decode().splitlines()), key=lambda row: -(row.get("score") or 0)
         )
-        count = min(_SAMPLES, len(sample_rows))
-        return [sample_rows[i * (len(sample_rows) - 1) // (_SAMPLES - 1)] for i in range(count)]
+        sample_count = min(_SAMPLES, len(sample_rows))
+        return [
+            sample_rows[i * (len(sample_rows) - 1) // (_SAMPLES - 1)] for i in range(sample_count)
+        ]
 
 
 def _text(path: Path) -> str:
@@ -176,39 +178,41 @@ def _duration(seconds: float) -> str:
 # -- on the screen ---------------------------------------------------------------------------------------------------
 
 
-def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any:
+def frame(watched_runs: Sequence[Watched], width: int, height: int | None = None) -> Any:
     """Return one picture of the runs, for rich to print; with so many lines, fewer plots, so that samples are seen."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = []
-    for run in runs:
-        parts.append(Text(plain(f"{run.folder}  {run.state()}"), style="bold"))
-        parts.append(Text(plain(run.pace()), style="bold"))
-        parts += [Text(shown_line, style="bold red") for shown_line in run.alarms()]
+    frame_parts: list[Any] = []
+    for run in watched_runs:
+        frame_parts.append(Text(plain(f"{run.folder}  {run.state()}"), style="bold"))
+        frame_parts.append(Text(plain(run.pace()), style="bold"))
+        frame_parts += [Text(shown_line, style="bold red") for shown_line in run.alarms()]
     curves = [
         (plot_title, metrics)
         for plot_title, metrics in CURVES.items()
-        if any(series(run.rows, metric)[0] for run in runs for metric in metrics)
+        if any(series(run.rows, metric)[0] for run in watched_runs for metric in metrics)
     ]
     columns = max(1, min(len(curves), width // _PLOT_COLUMNS))
     if height is not None:
         curves = curves[: columns * max(1, (height - 18) // (_PLOT_ROWS + 1))]
-    plots = [_plot(runs, plot_title, metrics, width // columns) for plot_title, metrics in curves]
+    plots = [
+        _plot(watched_runs, plot_title, metrics, width // columns) for plot_title, metrics in curves
+    ]
     grid = Table.grid()
     for start in range(0, len(plots), columns):
         grid.add_row(*plots[start : start + columns])
-    parts.append(grid if plots else Text("waiting for the first step"))
-    for run in runs:
-        if len(runs) > 1:
-            parts.append(Text(plain(run.folder), style="bold"))
+    frame_parts.append(grid if plots else Text("waiting for the first step"))
+    for run in watched_runs:
+        if len(watched_runs) > 1:
+            frame_parts.append(Text(plain(run.folder), style="bold"))
         for shown_line in (*_phases(run), *_samples(run)):
-            parts.append(Text(shown_line, no_wrap=True, overflow="ellipsis"))
-    return Group(*parts)
+            frame_parts.append(Text(shown_line, no_wrap=True, overflow="ellipsis"))
+    return Group(*frame_parts)
 
 
-def _plot(runs: Sequence[Watched], title: str, metrics: Sequence[str], width: int) -> Any:
+def _plot(watched_runs: Sequence[Watched], title: str, metrics: Sequence[str], width: int) -> Any:
     """Return a plot of one metric or several, under a line with the colour and the last value of each."""
     import plotext
     from rich.text import Text
@@ -218,20 +222,22 @@ def _plot(runs: Sequence[Watched], title: str, metrics: Sequence[str], width: in
     figure.clear()
     figure.theme("simple")
     figure.plot_size(width, _PLOT_ROWS)
-    lines = [(run, metric, *series(run.rows, metric)) for run in runs for metric in metrics]
-    lines = [line for line in lines if line[2]]
-    for (run, metric, steps, values), colour in zip(lines, cycle(_COLOURS)):
+    curves = [
+        (run, metric, *series(run.rows, metric)) for run in watched_runs for metric in metrics
+    ]
+    curves = [line for line in curves if line[2]]
+    for (run, metric, steps, values), colour in zip(curves, cycle(_COLOURS)):
         marker = plotext.marker("braille", pixel=colour)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
         caption_words = ["●", f"{values[-1]:.3g}"]
-        if len(lines) > len(runs):
+        if len(curves) > len(watched_runs):
             caption_words.insert(1, metric.partition("/")[0])
-        if len(runs) > 1:
+        if len(watched_runs) > 1:
             caption_words.insert(1, plain(run.folder.name))
         caption.append(f" {' '.join(caption_words)}", style=f"not bold {colour}")
-    first = min(steps[0] for *_, steps, _ in lines)
-    last = max(steps[-1] for *_, steps, _ in lines)
-    end_steps = sorted({first, last})
+    first_step = min(steps[0] for *_, steps, _ in curves)
+    last_step = max(steps[-1] for *_, steps, _ in curves)
+    end_steps = sorted({first_step, last_step})
     figure.ruler("x").ticks(end_steps, list(map(str, end_steps)))
     caption.truncate(width - 1)
     plot = Text.from_ansi(figure.build().string())
@@ -241,19 +247,19 @@ def _plot(runs: Sequence[Watched], title: str, metrics: Sequence[str], width: in
 
 def _phases(run: Watched) -> Iterator[str]:
     for metric_row in reversed(run.rows):
-        if total := metric_row.get("perf/time_step"):
+        if step_seconds := metric_row.get("perf/time_step"):
             for phase in PHASES:
                 if (seconds := metric_row.get(f"perf/time_{phase}")) is not None:
-                    yield f"{phase:<11}{'█' * round(30 * seconds / total):<31}{seconds:.2f} s"
+                    yield f"{phase:<11}{'█' * round(30 * seconds / step_seconds):<31}{seconds:.2f} s"
             return
 
 
 def _samples(run: Watched) -> Iterator[str]:
     for sample_row in run.samples():
-        score = sample_row.get("score")
-        if score is not None:
-            score = f"{score:.4g}"
-        yield f"[step {sample_row['step']}] score {score} · label {_one_line(sample_row['ground_truth'])}"
+        score_text = sample_row.get("score")
+        if score_text is not None:
+            score_text = f"{score_text:.4g}"
+        yield f"[step {sample_row['step']}] score {score_text} · label {_one_line(sample_row['ground_truth'])}"
         for name, column in (("prompt", "input"), ("answer", "output")):
             yield f"  {name}: {_one_line(sample_row[column][-300:])}"
 

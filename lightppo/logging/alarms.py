@@ -51,10 +51,10 @@ def falling(numbers: Sequence[float], already: bool = False) -> bool:
     if len(medians) <= WINDOW:
         return False
     usual_change = median(abs(a - b) for a, b in pairwise(numbers))
-    limit = max((max(medians) - medians[0]) / 2, 4 * usual_change)
+    least_drop = max((max(medians) - medians[0]) / 2, 4 * usual_change)
     if already:
-        return max(medians) - medians[-1] > limit / 2
-    return max(medians) - max(medians[-WINDOW:]) > limit
+        return max(medians) - medians[-1] > least_drop / 2
+    return max(medians) - max(medians[-WINDOW:]) > least_drop
 
 
 LIKELIHOOD = 1e-6  # of what is no chance
@@ -69,14 +69,14 @@ def at_its_worst(
     """Return whether scores were better, and the last steps' means are within 5% of the worst so far: in more steps and
     prompts than chance explains, if the scores of a prompt were as before or the worst."""
     worst = min(lowest)
-    scale = max(highest) - worst
-    if not scale > 0:
+    score_range = max(highest) - worst
+    if not score_range > 0:
         return False
-    bad_steps = list(takewhile(lambda mean: mean <= worst + 0.05 * scale, reversed(means)))
+    bad_steps = list(takewhile(lambda mean: mean <= worst + 0.05 * score_range, reversed(means)))
     earlier = means[: len(means) - len(bad_steps)][-LASTING:]
     if not bad_steps or not earlier:
         return False
-    share = min(1 - 1e-9, (fmean(earlier) - worst) / scale)
+    share = min(1 - 1e-9, (fmean(earlier) - worst) / score_range)
     return math.log1p(-share) * sum(prompts[-len(bad_steps) :]) < math.log(LIKELIHOOD)
 
 
@@ -251,7 +251,7 @@ class Alarms:
                 self.series[metric].append(status[metric])
         is_solved = solved(*(self.series[metric] for metric in SCORES))
         numbers: dict[str, float] = {}
-        lines = []
+        messages = []
         for alarm_name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
@@ -267,27 +267,29 @@ class Alarms:
                 self.announced.discard(alarm_name)
                 continue
             if alarm_name not in self.announced:
-                value = status[alarm.metrics[0]]
-                lines.append(
-                    f"ALARM {alarm_name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
+                latest_value = status[alarm.metrics[0]]
+                messages.append(
+                    f"ALARM {alarm_name}: {alarm.metrics[0]} is {latest_value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
                 )
             self.ringing.add(alarm_name)
             self.announced.add(alarm_name)
             self.rang[alarm_name].append(step)
-        return numbers, lines
+        return numbers, messages
 
     def summary(self) -> str:
         """Return which have rung, and when; empty if none has."""
-        texts = []
-        for alarm_name, steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
-            if len(steps) > 1:
-                texts.append(f"{alarm_name} in {len(steps)} steps ({steps[0]} to {steps[-1]})")
+        alarm_texts = []
+        for alarm_name, ringing_steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
+            if len(ringing_steps) > 1:
+                alarm_texts.append(
+                    f"{alarm_name} in {len(ringing_steps)} steps ({ringing_steps[0]} to {ringing_steps[-1]})"
+                )
             else:
-                texts.append(f"{alarm_name} in step {steps[0]}")
-        if not texts:
+                alarm_texts.append(f"{alarm_name} in step {ringing_steps[0]}")
+        if not alarm_texts:
             return ""
         advice = "the log at the first of these steps says what to do, as does the report"
-        return f"ALARMS: {', '.join(texts)}: {advice}"
+        return f"ALARMS: {', '.join(alarm_texts)}: {advice}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of all steps so far: a resumed run rings as an uninterrupted one."""

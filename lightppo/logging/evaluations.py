@@ -43,11 +43,11 @@ def write_evaluation(
     folder: Path, step: int, samples: Sequence[EvalSample], metrics: Mapping[str, float]
 ) -> None:
     """Write both files of an evaluation."""
-    lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
+    sample_lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
     files = files_in_use()
     with files.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(folder / f"step{step}.jsonl", "".join(lines))
+        files.write_text(folder / f"step{step}.jsonl", "".join(sample_lines))
         files.write_text(
             folder / f"step{step}.json", json.dumps(by_source(metrics), indent=1) + "\n"
         )
@@ -87,7 +87,7 @@ _COLUMNS = (
 def table(metrics: Mapping[str, float]) -> list[str]:
     """Return lines that show :func:`eval_metrics`, one per data source."""
     sources = by_source(
-        {metric: value for metric, value in metrics.items() if metric.startswith("eval/")}
+        {metric: number for metric, number in metrics.items() if metric.startswith("eval/")}
     )
     shown_metrics = [
         metric
@@ -95,9 +95,14 @@ def table(metrics: Mapping[str, float]) -> list[str]:
         for metric in sources["all"]
         if re.fullmatch(rf"{column}(?<=@)\d+|{column}", metric)
     ]
-    cells = [["", *shown_metrics]]
+    table_rows = [["", *shown_metrics]]
     for source, values in sources.items():
-        texts = [f"{values[metric]:.4g}" if metric in values else "" for metric in shown_metrics]
-        cells.append([plain(source), *texts])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
+        number_texts = [
+            f"{values[metric]:.4g}" if metric in values else "" for metric in shown_metrics
+        ]
+        table_rows.append([plain(source), *number_texts])
+    widths = [max(map(len, column)) for column in zip(*table_rows)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(table_row, widths))
+        for table_row in table_rows
+    ]

@@ -152,16 +152,16 @@ def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
     """Return a row for trackers under ``--metric_names``."""
     if names == OURS:
         return dict(metrics)
-    table = NAMES[names]
+    names_by_metric = NAMES[names]
     if names in OWN_AXES:
         if "train/pairs" in metrics or "eval/pairs" in metrics:
-            table = table | OF_PAIRS
+            names_by_metric = names_by_metric | OF_PAIRS
         elif "train/tokens" in metrics or "eval/tokens" in metrics:
-            table = table | OF_EXAMPLES
+            names_by_metric = names_by_metric | OF_EXAMPLES
     return {
-        other_name: value
-        for metric, value in metrics.items()
-        for other_name in names_of(metric, table)
+        other_name: number
+        for metric, number in metrics.items()
+        for other_name in names_of(metric, names_by_metric)
     }
 
 
@@ -178,12 +178,12 @@ def names_of(metric: str, table: Mapping[str, list[str]]) -> list[str]:
     return [metric]
 
 
-def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, float]:
+def global_steps(row: Mapping[str, float], step: int, trainer: str) -> dict[str, float]:
     """Return the step under the names that ``--metric_names`` has for it, for Weights & Biases."""
     return {
         f"{namespace}/global_step": float(step)
-        for namespace in STEPS.get(names, ())
-        if names not in OWN_AXES or any(metric.startswith(f"{namespace}/") for metric in row)
+        for namespace in STEPS.get(trainer, ())
+        if trainer not in OWN_AXES or any(metric.startswith(f"{namespace}/") for metric in row)
     }
 
 

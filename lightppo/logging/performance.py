@@ -34,20 +34,20 @@ class Pace:
 
     def line(self, step: int, total: int | None, status: Mapping[str, float]) -> str:
         """Return ``step 12/100 · reward 0.61 · … · 0.9 s · ETA 1:20``; the time left counts evaluations and saving too."""
-        now = self.clock()
+        current_time = self.clock()
         previous_step, previous_end = self.ends[-1]
-        self.ends.append((step, now))
+        self.ends.append((step, current_time))
         first_step, first_end = self.ends[0]
-        seconds = (now - previous_end) / max(step - previous_step, 1)
-        texts = [f"step {step}" if total is None else f"step {step}/{total}"]
-        for short, metric in (SHOWN | {"len": "rollout/response_length"}).items():
+        seconds = (current_time - previous_end) / max(step - previous_step, 1)
+        line_texts = [f"step {step}" if total is None else f"step {step}/{total}"]
+        for label, metric in (SHOWN | {"len": "rollout/response_length"}).items():
             if metric in status:
-                texts.append(f"{short} {round(status[metric], 4) + 0.0:.3g}")
-        texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
+                line_texts.append(f"{label} {round(status[metric], 4) + 0.0:.3g}")
+        line_texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
         if total is not None and step > first_step:
-            seconds_left = (now - first_end) / (step - first_step) * (total - step)
-            texts.append(f"ETA {tqdm.format_interval(round(seconds_left)).removeprefix('0')}")
-        return " · ".join(texts)
+            seconds_left = (current_time - first_end) / (step - first_step) * (total - step)
+            line_texts.append(f"ETA {tqdm.format_interval(round(seconds_left)).removeprefix('0')}")
+        return " · ".join(line_texts)
 
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
@@ -62,11 +62,11 @@ def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **opt
     )
 
 
-def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
+def bar_of_steps(numbered_steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
     """Yield the steps of a run, with a bar; how many there are may change with each episode."""
     is_shown = run.strategy.is_rank_0()
     with progress_bar(None, run.unit, shown=is_shown, initial=run.state.global_step) as run.bar:
-        for step in steps:
+        for step in numbered_steps:
             run.bar.total = run.total_steps
             yield step
             run.bar.update()
@@ -79,7 +79,7 @@ def bar_of_part(items: Iterable, description: str, ranks: Ranks) -> Iterable:
 
 def on_bar(status: Mapping[str, float]) -> dict[str, float]:
     """Return what a progress bar shows of a status, by the names there."""
-    return {short: status[metric] for short, metric in ON_BARS.items() if metric in status}
+    return {label: status[metric] for label, metric in ON_BARS.items() if metric in status}
 
 
 def minibatch_on_bar(
@@ -132,9 +132,9 @@ class PhaseTimer:
 
 
 def _mark() -> torch.cuda.Event:
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Speeds(Callback):
@@ -199,12 +199,12 @@ class GPUMemory(Callback):
     """The most memory that a rank's tensors had in the step, and the most that torch held for them."""
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        peaks = {
+        peak_memory = {
             "perf/gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
             "perf/gpu_memory_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
         }
         torch.cuda.reset_peak_memory_stats()
-        return run.strategy.all_reduce(peaks, op="max")
+        return run.strategy.all_reduce(peak_memory, op="max")
 
 
 class Profiles(Callback):

@@ -87,15 +87,15 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
 
     def claim_on_rank_0() -> None:
         _warn_of_memory(folders)
-        for flag, folder in folders.items():
-            _claim(flag, folder)
-        for flag, folder in folders.items():
-            _download(flag, folder)
+        for folder_flag, folder in folders.items():
+            _claim(folder_flag, folder)
+        for folder_flag, folder in folders.items():
+            _download(folder_flag, folder)
 
     ranks.on_rank_0(claim_on_rank_0, "claim the folders")
     # A name that no node has looked for before.
     mark_name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")
-    for flag, folder in folders.items():
+    for folder_flag, folder in folders.items():
         mark = local_folder(folder) / mark_name
         times = mark.parent.stat() if ranks.is_rank_0() else None
         ranks.on_rank_0(mark.touch, f"write into {folder}")
@@ -107,8 +107,8 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
 
         ranks.on_rank_0(remove, f"remove {mark}")
         blind_ranks = [
-            f"rank {rank} on {host}"
-            for rank, (host, sees_mark) in enumerate(hosts)
+            f"rank {rank_number} on {host}"
+            for rank_number, (host, sees_mark) in enumerate(hosts)
             if not sees_mark
         ]
         if blind_ranks:
@@ -118,19 +118,19 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
                 destination = "here first"
                 remedy = "set LIGHTPPO_CACHE to a folder"
             raise ConfigError(
-                f"{flag} {folder}: {blind_ranks[0]} does not see what rank 0 on {hosts[0][0]} writes "
+                f"{folder_flag} {folder}: {blind_ranks[0]} does not see what rank 0 on {hosts[0][0]} writes "
                 f"{destination} ({len(blind_ranks)} of {len(hosts)} ranks do not): {remedy} that all nodes share"
             )
 
 
 def _warn_of_memory(folders: Mapping[str, str]) -> None:
     """Warn that a run in the memory of its process cannot be resumed."""
-    for flag, folder in folders.items():
+    for folder_flag, folder in folders.items():
         if is_in_memory(folder):
             logger.warning(
                 "%s %s: memory:// is the memory of this process and ends with it: the next start cannot go on from it, "
                 "and begins anew. Copies of what is written are in %s; choose a folder, or a URL of a server",
-                flag,
+                folder_flag,
                 folder,
                 local_folder(folder),
             )
@@ -170,13 +170,17 @@ def _download(flag: str, folder: str) -> None:
         if is_forgotten(folder):
             reason = "ended, and its memory with it"
         # These files belong to no run any more: only what is at the URL counts.
-        if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:
+        if (unsent_folder := set_unsent_aside(folder, besides=_LOCK)) is not None:
             logger.warning(
-                "%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside
+                "%s %s: an earlier process %s; its files are now in %s",
+                flag,
+                folder,
+                reason,
+                unsent_folder,
             )
         download_marks(folder)
-        kinds = tuple(file_name.partition(".")[0] for file_name in RECORDS)
-        download(folder, lambda file_name: file_name.startswith(kinds))
+        record_prefixes = tuple(file_name.partition(".")[0] for file_name in RECORDS)
+        download(folder, lambda file_name: file_name.startswith(record_prefixes))
     except OSError as error:
         reason = error if isinstance(error, StagingError) else error.strerror
         raise ConfigError(f"{flag} {folder}: cannot be written ({reason})") from error
@@ -264,32 +268,34 @@ def set_aside(*paths: Path) -> None:
         for older_path in dict.fromkeys(paths)
         if older_path.is_file() or (older_path.is_dir() and any(older_path.iterdir()))
     ]
-    texts = [
+    renamings = [
         f"{older_path.name} → {numbered(older_path, copy_number).name}" for older_path in leftovers
     ]
     for older_path in leftovers:
         older_path.rename(numbered(older_path, copy_number))
-    if len(texts) > 6:
-        texts[6:] = [f"… ({len(texts)} in all)"]
-    if texts:
+    if len(renamings) > 6:
+        renamings[6:] = [f"… ({len(renamings)} in all)"]
+    if renamings:
         folder = leftovers[0].parent
-        print(f"{folder}: an earlier run's files are kept apart: {', '.join(texts)}", flush=True)
+        print(
+            f"{folder}: an earlier run's files are kept apart: {', '.join(renamings)}", flush=True
+        )
 
 
 def set_records_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
     folder = config.checkpoint.save_path
-    paths = [local_folder(folder).absolute() / name for name in RECORDS]
+    record_paths = [local_folder(folder).absolute() / record_name for record_name in RECORDS]
     if config.logging.use_tensorboard:
         events = Path(config.logging.use_tensorboard).absolute()
-        paths.append(events / run_name(config.logging, folder))
+        record_paths.append(events / run_name(config.logging, folder))
     if (rollout_data_dir := config.flat().get("rollout_data_dir")) is not None:
         rollouts = Path(rollout_data_dir).absolute()
         steps = sorted(rollouts.glob("step*.jsonl"))
         # The folder may hold other things too.
         has_steps_alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
-        paths += [rollouts] if has_steps_alone or rollouts in paths else steps
-    set_aside(*paths)
+        record_paths += [rollouts] if has_steps_alone or rollouts in record_paths else steps
+    set_aside(*record_paths)
     upload(folder, *RECORDS)  # what is no longer here goes there, too
     upload_records(folder)
 
@@ -326,9 +332,9 @@ class RecordSums:
 
     def _digest(self, path: Path) -> Digest:
         stat = path.stat()
-        mark = (stat.st_size, stat.st_mtime_ns)
-        if self._digests.get(path, (None,))[0] != mark:
-            self._digests[path] = (mark, digest(path))
+        file_state = (stat.st_size, stat.st_mtime_ns)
+        if self._digests.get(path, (None,))[0] != file_state:
+            self._digests[path] = (file_state, digest(path))
         return self._digests[path][1]
 
     def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
@@ -337,7 +343,7 @@ class RecordSums:
             change(self.folder, file_name, Digest(*sums), grows=file_name.endswith(".jsonl"))
             for file_name, sums in taken.items()
         )
-        return [text for text in changes if text is not None]
+        return [change_text for change_text in changes if change_text is not None]
 
 
 def upload_records(folder: str) -> None:
@@ -382,16 +388,19 @@ def _content_marks(config: OptionSet, rows: Mapping[str, Any]) -> dict[str, str]
     values = config.flat()
     has_tape = bool(values.get("tape_from"))  # then files of code outside may be gone
     contents: dict[str, list[bytes | None]] = {}
-    for option_name, code in _code_of(config).items():
-        if is_object(code):
-            contents[option_name] = [source_of(code)]
-        elif not has_tape or Path(code.rpartition(".py")[0] + ".py").expanduser().is_file():
-            contents[option_name] = [split_python_spec(code, option_name)[0].read_bytes()]
+    for option_name, option_code in _code_of(config).items():
+        if is_object(option_code):
+            contents[option_name] = [source_of(option_code)]
+        elif not has_tape or Path(option_code.rpartition(".py")[0] + ".py").expanduser().is_file():
+            contents[option_name] = [split_python_spec(option_code, option_name)[0].read_bytes()]
     if (routes := values.get("reward_routes")) and not routes.lstrip().startswith("{"):
         contents["reward_routes"] = [Path(routes).expanduser().read_bytes()]
     for option_name in () if has_tape else WORLDS:
-        contents[option_name] = [_content_of_world(entry) for entry in values.get(option_name, ())]
-    marks = {
+        contents[option_name] = [
+            _content_of_world(environment_entry)
+            for environment_entry in values.get(option_name, ())
+        ]
+    content_marks = {
         option_name: " ".join(
             _digest(content) for content in option_contents if content is not None
         )
@@ -399,19 +408,27 @@ def _content_marks(config: OptionSet, rows: Mapping[str, Any]) -> dict[str, str]
     }
     models = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
     for option_name in models:
-        paths = values.get(option_name) or ()
-        if isinstance(paths, str):
-            paths = [paths]
-        marks[option_name] = " ".join(checkpoint_mark(stage_to_local(path)) for path in paths)
-    marks = {option_name: mark for option_name, mark in marks.items() if mark}
-    marks |= {option_name: _rows_mark(of_option) for option_name, of_option in rows.items()}
+        model_paths = values.get(option_name) or ()
+        if isinstance(model_paths, str):
+            model_paths = [model_paths]
+        content_marks[option_name] = " ".join(
+            checkpoint_mark(stage_to_local(model_path)) for model_path in model_paths
+        )
+    content_marks = {
+        option_name: content_mark
+        for option_name, content_mark in content_marks.items()
+        if content_mark
+    }
+    content_marks |= {
+        option_name: _rows_mark(option_rows) for option_name, option_rows in rows.items()
+    }
     # Where one folder lies from the other: both may have been moved together.
     save_path = config.checkpoint.save_path
     if is_url(save_path):
-        marks["save_path"] = shown_url(save_path)
+        content_marks["save_path"] = shown_url(save_path)
     else:
-        marks["save_path"] = os.path.relpath(save_path, config.checkpoint.ckpt_path)
-    return marks
+        content_marks["save_path"] = os.path.relpath(save_path, config.checkpoint.ckpt_path)
+    return content_marks
 
 
 def _content_of_world(entry: Any) -> bytes | None:
@@ -437,18 +454,18 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
 def _code_of(config: OptionSet) -> dict[str, Any]:
     """Return the functions, objects and files with them that a resumed run must find unchanged, by option."""
     values = config.flat()
-    code = {
+    option_code = {
         option.name: values[option.name]
         for option in config.all_options()
         if option.may_be_object and not option.resume_safe
     }
     urls = values.get("remote_rm_url", ())
     if len(urls) == 1 and "://" not in urls[0]:
-        code["remote_rm_url"] = urls[0]
+        option_code["remote_rm_url"] = urls[0]
     return {
-        option_name: spec
-        for option_name, spec in code.items()
-        if is_object(spec) or (isinstance(spec, str) and ".py" in spec)
+        option_name: code_spec
+        for option_name, code_spec in option_code.items()
+        if is_object(code_spec) or (isinstance(code_spec, str) and ".py" in code_spec)
     }
 
 
@@ -490,8 +507,8 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
             digest.update(model_file.read_bytes())
             continue
         with model_file.open("rb") as stream:
-            for block in range(blocks):
-                stream.seek(max(0, length - size) * block // (blocks - 1))
+            for block_number in range(blocks):
+                stream.seek(max(0, length - size) * block_number // (blocks - 1))
                 digest.update(stream.read(size))
     return digest.hexdigest()[:16]
 
@@ -516,12 +533,12 @@ def write_run_config(config: OptionSet) -> None:
             "run_config.resolved": config.resolved(),
         }.items():
             values = {
-                option: list(value) if isinstance(value, tuple) else value
-                for option, value in public_options(options).items()
+                option: list(option_value) if isinstance(option_value, tuple) else option_value
+                for option, option_value in public_options(options).items()
             }
             del values["config"]
-            text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-            write_text(local / f"{file_name}.yaml", text)
+            yaml_text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+            write_text(local / f"{file_name}.yaml", yaml_text)
         upload_records(folder)
     except OSError as error:
         raise ConfigError(
@@ -550,7 +567,7 @@ def record_start(
         device = torch.cuda.get_device_name(device)
 
     def write() -> None:
-        row = {
+        start_row = {
             "step": step,
             "time": time.time(),
             "ranks": ranks.world_size,
@@ -560,7 +577,7 @@ def record_start(
             "content": dict(content),
         }
         with (local_folder(folder) / METADATA).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(start_row) + "\n")
         upload_records(folder)
 
     ranks.on_rank_0(write, f"write {METADATA} in {folder}")
@@ -573,12 +590,15 @@ def versions() -> Mapping[str, str]:
     Looked up once: what a process has imported stays.
     """
     source = Path(__file__).parents[1]
-    code = b"".join(path.read_bytes() for path in sorted(source.rglob("*.py")))
-    texts = {"lightppo": f"{__version__} ({_digest(code)})", "python": platform.python_version()}
+    source_code = b"".join(source_file.read_bytes() for source_file in sorted(source.rglob("*.py")))
+    version_texts = {
+        "lightppo": f"{__version__} ({_digest(source_code)})",
+        "python": platform.python_version(),
+    }
     for package in ("torch", "transformers", "deepspeed", "numpy", "peft", "vllm"):
         with suppress(metadata.PackageNotFoundError):
-            texts[package] = metadata.version(package)
-    return texts
+            version_texts[package] = metadata.version(package)
+    return version_texts
 
 
 # -- while it is built -----------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def described(config: OptionSet) -> str:
     values = config.flat()
     resolved_values = resolved.flat()
     public_values = public_options(resolved)
-    lines = ["options that differ from the defaults (all are in run_config.yaml):"]
+    section_lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant_by_none(option_name: str) -> bool:
         return (
@@ -51,15 +51,15 @@ def described(config: OptionSet) -> str:
         )
 
     for title, section in config.sections().items():
-        texts = []
+        option_texts = []
         for option_name, option in section.options().items():
             if values[option_name] == option.default:
                 continue
             if option.default is not None or not is_meant_by_none(option_name):
-                texts.append(f"{option_name}={public_values[option_name]!r}")
-        if texts:
-            lines.append(f"  {title}: {' '.join(texts)}")
-    return "\n".join(lines)
+                option_texts.append(f"{option_name}={public_values[option_name]!r}")
+        if option_texts:
+            section_lines.append(f"  {title}: {' '.join(option_texts)}")
+    return "\n".join(section_lines)
 
 
 def model_sizes(building: Any) -> str:

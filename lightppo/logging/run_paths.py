@@ -106,23 +106,23 @@ def check_places(config: OptionSet) -> None:
     # --resume may name the run's own checkpoints, which it goes on with and replaces.
     checkpoints = _place_of(values["ckpt_path"])
     read_places = []
-    for flag, path_text in _read_paths(values):
+    for written_flag, path_text in _read_paths(values):
         read_place = _place_of(path_text)
         is_own = (
-            flag == "--resume"
+            written_flag == "--resume"
             and checkpoints
             and read_place
             and read_place.below(checkpoints) == ()
         )
         if read_place is not None and not is_own:
-            read_places.append((flag, read_place))
+            read_places.append((written_flag, read_place))
     problems: dict[Place, str] = {}  # by what is written
-    for flag, path_text, names in _written_paths(values):
+    for written_flag, path_text, replaced_names in _written_paths(values):
         written = _place_of(path_text)
         if written is None or any(written.below(folder) is not None for folder in problems):
             continue
         for read_flag, read_place in read_places:
-            if problem := overlap(flag, path_text, names, read_flag, read_place):
+            if problem := overlap(written_flag, path_text, replaced_names, read_flag, read_place):
                 problems.setdefault(written, problem)
     if problems:
         raise ConfigError("\n".join(problems.values()))
@@ -145,14 +145,14 @@ def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Pl
     if is_url(text):  # and the folder of this machine that stands for it
         places.append(Place.of(str(local_folder(text))))
     for written in filter(None, places):
-        start = f"{flag} {written.shown()}"
+        subject = f"{flag} {written.shown()}"
         inside = read.below(written)
         if inside == ():
-            return f"{start} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
+            return f"{subject} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
         if inside and any(fnmatch(inside[0], name) for name in names):
-            return f"{start}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
+            return f"{subject}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
         if written.below(read):
-            return f"{start} is inside {read_flag} {read.text}, which the run reads: {remedy}"
+            return f"{subject} is inside {read_flag} {read.text}, which the run reads: {remedy}"
     return None
 
 
@@ -173,9 +173,13 @@ def _read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(paths, str):
             paths = [paths]
         if flag in ROWS:
-            paths = [path.strip() for text in paths for path in text.split(",")]
+            paths = [path.strip() for path_text in paths for path in path_text.split(",")]
         elif flag in CODE:
-            paths = [_without_name(text) for text in paths if not text.lstrip().startswith("{")]
+            paths = [
+                _without_name(path_text)
+                for path_text in paths
+                if not path_text.lstrip().startswith("{")
+            ]
         elif flag in WORLDS:
             paths = map(file_of_world, paths)
         elif flag == "resume":
@@ -199,7 +203,7 @@ def _without_name(spec: str) -> str:
 
 def _written_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield flag, place, and what of it is replaced."""
-    for flag, names in WRITTEN.items():
+    for flag, replaced_names in WRITTEN.items():
         path_text = values.get(flag)
         if not path_text or (flag == "ckpt_path" and values.get("val_only")):
             continue
@@ -208,6 +212,6 @@ def _written_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[
             path_text = os.path.join(path_text, run_name)
         if flag == "use_mlflow" and is_url(path_text):
             continue
-        yield f"--{flag}", path_text, names
+        yield f"--{flag}", path_text, replaced_names
     if values.get("save_value_network"):
         yield "--save_path", f"{values['save_path'].rstrip('/')}_critic", ("adapter",)

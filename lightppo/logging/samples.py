@@ -48,7 +48,7 @@ def with_overlong(
     """Return copies whose score has the overlong penalty, and extras its numbers, as in verl, if there is a buffer."""
     if buffer_len is None:
         return list(rollouts)
-    lengths = torch.tensor([r.trained_length for r in rollouts], dtype=torch.float32)
+    lengths = torch.tensor([rollout.trained_length for rollout in rollouts], dtype=torch.float32)
     penalties = overlong_penalty(lengths, max_len, buffer_len, penalty_factor).tolist()
     return [
         replace(
@@ -85,20 +85,23 @@ def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    lines = [json.dumps(row_of(step, rollout), default=str) + "\n" for rollout in rollouts]
+    sample_lines = [json.dumps(row_of(step, rollout), default=str) + "\n" for rollout in rollouts]
     sample_path = Path(folder) / f"step{step}.jsonl"
-    lines = _of_all_ranks(rollouts, lines, strategy)
-    strategy.on_rank_0(lambda: write_or_explain(sample_path, "".join(lines)), f"{sample_path}")
+    sample_lines = _of_all_ranks(rollouts, sample_lines, strategy)
+    strategy.on_rank_0(
+        lambda: write_or_explain(sample_path, "".join(sample_lines)), f"{sample_path}"
+    )
 
 
 def _of_all_ranks(rollouts: Sequence[Rollout], lines: Sequence[str], strategy: Ranks) -> list[str]:
     """Return on rank 0 the lines of all ranks by prompt and sample number; none on the others. Collective."""
     numbered_lines = [
-        (rollout.prompt.index, rollout.sample_index, line) for rollout, line in zip(rollouts, lines)
+        (rollout.prompt.index, rollout.sample_index, sample_line)
+        for rollout, sample_line in zip(rollouts, lines)
     ]
     # Not a gather, which pads to the longest: perhaps only few ranks have lines.
     per_rank = strategy.exchange_objects({0: numbered_lines} if numbered_lines else {})
-    return [line for *_, line in sorted(chain(*per_rank), key=itemgetter(0, 1))]
+    return [sample_line for *_, sample_line in sorted(chain(*per_rank), key=itemgetter(0, 1))]
 
 
 def write_or_explain(file_path: Path, text: str) -> None:
@@ -114,15 +117,15 @@ def examined(rollout: Rollout) -> str:
     if len(prompt) > SHOWN_PROMPT:
         prompt = f"…{prompt[-SHOWN_PROMPT:]}"
     truncation_note = " (cut by --generate_max_len)" if rollout.truncated else ""
-    facts = {"score": rollout.reward} | rollout.extras | rollout.texts
-    texts = [
+    sample_facts = {"score": rollout.reward} | rollout.extras | rollout.texts
+    fact_texts = [
         f"{fact_name} {fact:.4g}" if isinstance(fact, (int, float)) else f"{fact_name} {fact}"
-        for fact_name, fact in facts.items()
+        for fact_name, fact in sample_facts.items()
     ]
     if rollout.prompt.label is not None:
-        texts.insert(0, f"label {rollout.prompt.label}")
+        fact_texts.insert(0, f"label {rollout.prompt.label}")
     return plain(
-        f"prompt: {prompt}\n  answer: {rollout.response_text}{truncation_note}\n  {' · '.join(texts)}"
+        f"prompt: {prompt}\n  answer: {rollout.response_text}{truncation_note}\n  {' · '.join(fact_texts)}"
     )
 
 
@@ -223,16 +226,16 @@ class Samples(Callback):
             (rank - step) % ranks * self.group_size, self.count, ranks * self.group_size
         )
         # From the end, because a full buffer drops its first rows.
-        rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
+        experience_rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
         self.picked = []
         self.passes = {}
-        for start, group in zip(group_starts, group_by_prompt(rollouts)):
-            for rollout in group[: min(self.group_size, self.count - start)]:
+        for group_start, group in zip(group_starts, group_by_prompt(rollouts)):
+            for rollout in group[: min(self.group_size, self.count - group_start)]:
                 token_key = (
                     torch.tensor(rollout.prompt.token_ids + rollout.response_ids).numpy().tobytes()
                 )
                 passes = self.passes.setdefault(token_key, [])
-                self.picked.append((rollout, rows.get(id(rollout)), passes))
+                self.picked.append((rollout, experience_rows.get(id(rollout)), passes))
 
     def on_micro_batch(
         self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
@@ -263,20 +266,22 @@ class Samples(Callback):
             row_of(step, rollout) | {"tokens": self._tokens(rollout, item, passes)}
             for rollout, item, passes in self.picked
         ]
-        lines = [
+        sample_lines = [
             json.dumps(sample_row, default=str, ensure_ascii=False) + "\n"
             for sample_row in sample_rows
         ]
-        lines = _of_all_ranks([rollout for rollout, *_ in self.picked], lines, self.strategy)
+        sample_lines = _of_all_ranks(
+            [rollout for rollout, *_ in self.picked], sample_lines, self.strategy
+        )
         self.picked = []
         self.passes = {}
-        if not lines:
+        if not sample_lines:
             return
         sample_path = self.folder / f"step{step}.jsonl.gz"
         with explained(sample_path):
             sample_path.parent.mkdir(parents=True, exist_ok=True)
             temporary = sample_path.with_name(f".{sample_path.name}.tmp")
-            temporary.write_bytes(gzip.compress("".join(lines).encode(), 1, mtime=0))
+            temporary.write_bytes(gzip.compress("".join(sample_lines).encode(), 1, mtime=0))
             os.replace(temporary, sample_path)
 
     def _tokens(
@@ -339,8 +344,8 @@ class TokenPieces:
     def __call__(self, ids: Sequence[int]) -> list[str]:
         if not self.prefix:
             for token in ids:
-                text = self.decode([token])
-                if text.strip() and not text.endswith(_OPEN):
+                token_text = self.decode([token])
+                if token_text.strip() and not token_text.endswith(_OPEN):
                     self.prefix = [token]
                     break
         pieces = []
@@ -349,11 +354,13 @@ class TokenPieces:
             if not character_tokens and token not in self.texts:
                 self.texts[token] = self._text([token])
             character_tokens.append(token)
-            text = self.texts[token] if len(character_tokens) == 1 else self._text(character_tokens)
-            if text.endswith(_OPEN) and len(character_tokens) < _LONGEST_CHARACTER:
+            token_text = (
+                self.texts[token] if len(character_tokens) == 1 else self._text(character_tokens)
+            )
+            if token_text.endswith(_OPEN) and len(character_tokens) < _LONGEST_CHARACTER:
                 pieces.append("")
             else:
-                pieces.append(text)
+                pieces.append(token_text)
                 character_tokens = []
         if character_tokens:
             pieces[-1] = self._text(character_tokens)
@@ -392,19 +399,19 @@ class RolloutReplay:
     ) -> list[Rollout]:
         """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
         batch_name = "first" if self.reuse else f"step{step}_batch{batch}"
-        rank = self.strategy.get_rank()
+        rank_number = self.strategy.get_rank()
         rollout_path = (
-            Path(self.folder) / f"{batch_name}_rank{rank}of{self.strategy.world_size}.json"
+            Path(self.folder) / f"{batch_name}_rank{rank_number}of{self.strategy.world_size}.json"
         )
         if not self.strategy.all_reduce(int(rollout_path.is_file()), "min"):
             rollouts = sample()
             try:
-                text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
+                rollouts_text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
             except TypeError as error:
                 raise ConfigError(
                     f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
                 ) from error
-            write_or_explain(rollout_path, text)
+            write_or_explain(rollout_path, rollouts_text)
             return rollouts
         groups = [from_plain(values) for values in json.loads(rollout_path.read_text())]
         saved_ids = [group[0].prompt.token_ids for group in groups]

@@ -78,12 +78,12 @@ def write_batch(
 ) -> Mapping[str, int]:
     """Keep this rank's part of a step of PPO; return its rows that are not finite, by name."""
     minibatch = batch if isinstance(batch, Minibatch) else Minibatch([_experience(batch)])
-    texts = []
+    row_texts = []
     rows_not_finite = Counter()
     for experience in minibatch.micro_batches:
-        texts += experience.texts(tokenizer.decode)
+        row_texts += experience.texts(tokenizer.decode)
         rows_not_finite.update(experience.non_finite())
-    save_batch(batch_path, minibatch, texts, **facts)
+    save_batch(batch_path, minibatch, row_texts, **facts)
     return rows_not_finite
 
 
@@ -109,20 +109,22 @@ def save_batch(
 
     def plain(experience: Experience) -> dict[str, Any]:
         tensors = {**vars(experience), **experience.extra}
-        for name in ("extra", "info", "part"):
-            del tensors[name]
-        for name, tensor in tensors.items():
-            tensors[name] = None if tensor is None else on_cpu(tensor).detach()
+        for batches_name in ("extra", "info", "part"):
+            del tensors[batches_name]
+        for batches_name, tensor in tensors.items():
+            tensors[batches_name] = None if tensor is None else on_cpu(tensor).detach()
         part = experience.part
         if part is not None:
             part = vars(part) | {"normalizer": vars(part.normalizer)}
         return {"tensors": tensors, "info": experience.info, "part": part}
 
     contents = {
-        name: batches and [plain(experience) for experience in batches]
-        for name, batches in vars(minibatch).items()
+        batches_name: batches and [plain(experience) for experience in batches]
+        for batches_name, batches in vars(minibatch).items()
     }
-    torch.save({**contents, "texts": [tuple(row) for row in texts], "facts": facts}, batch_path)
+    torch.save(
+        {**contents, "texts": [tuple(row_texts) for row_texts in texts], "facts": facts}, batch_path
+    )
 
 
 def load_batch(batch_path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:

@@ -184,15 +184,15 @@ def policy_summaries(
         terms |= {"policy_kl": (log_probs - reference_log_probs)[mask], "kl": kl_terms[mask]}
     for measure in measures:
         measured = measure(experience, log_probs)
-        terms |= {term: numbers[mask] for term, numbers in measured.items()}
+        terms |= {term_name: numbers[mask] for term_name, numbers in measured.items()}
     if engine_log_probs is not None:
         mismatch = mismatch_terms(log_probs, engine_log_probs, mask)
-        terms |= {f"mismatch_{term}": numbers for term, numbers in mismatch.items()}
+        terms |= {f"mismatch_{term_name}": numbers for term_name, numbers in mismatch.items()}
         on_policy = mismatch["logp_diff"]
         if (stale := experience.info.get("stale")) is not None:
             on_policy = on_policy[(stale == 0)[:, None].expand(mask.shape)[mask]]
         terms["mismatch_on_policy"] = on_policy
-    return {term: Summary.of(numbers) for term, numbers in terms.items()}
+    return {term_name: Summary.of(numbers) for term_name, numbers in terms.items()}
 
 
 def rollout_summaries(
@@ -264,15 +264,17 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         numbers = mismatch_metrics(mismatch)
         status["logp_diff_mean"] = mismatch["logp_diff"].mean
         status["logp_diff_max"] = numbers.pop("logp_diff_max")
-        status |= {f"mismatch_{metric}": value for metric, value in numbers.items()}
+        status |= {
+            f"mismatch_{metric}": mismatch_value for metric, mismatch_value in numbers.items()
+        }
     if "response_length" in summaries:
         status["samples"] = summaries["response_length"].count
     if "reward" in summaries:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
     if "residual" in summaries:
-        spread = summaries["return_token"].variance
-        if spread > 0:
-            status["vf_explained_var"] = 1 - summaries["residual"].variance / spread
+        return_variance = summaries["return_token"].variance
+        if return_variance > 0:
+            status["vf_explained_var"] = 1 - summaries["residual"].variance / return_variance
         else:
             status["vf_explained_var"] = math.nan
     return status
@@ -335,8 +337,10 @@ def optimizer_status(
                 len(values),
             )
     means = {}
-    for metric, of_steps in zip(names, ranks.all_reduce(totals, "sum").tolist()):
-        of_step = [total / count for total, count in of_steps if count]
-        numbers = [mean for mean in of_step if not math.isnan(mean)]
-        means[metric] = sum(numbers) / len(numbers) if numbers else math.nan
+    for metric, sums_and_counts in zip(names, ranks.all_reduce(totals, "sum").tolist()):
+        step_means = [
+            step_sum / step_count for step_sum, step_count in sums_and_counts if step_count
+        ]
+        finite_means = [mean for mean in step_means if not math.isnan(mean)]
+        means[metric] = sum(finite_means) / len(finite_means) if finite_means else math.nan
     return means

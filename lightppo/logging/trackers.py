@@ -76,8 +76,8 @@ class WandbSink:
             self.run.define_metric(f"{namespace}/*", step_metric=step_axis)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        steps = global_steps(metrics, step, self.names)
-        self.run.log({"global_step": step, **steps, **metrics})
+        global_step_numbers = global_steps(metrics, step, self.names)
+        self.run.log({"global_step": step, **global_step_numbers, **metrics})
 
     def close(self) -> None:
         self.run.finish()
@@ -140,12 +140,12 @@ class MlflowSink:
             self.client.log_batch(self.run_id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = int(1000 * time.time())
+        milliseconds = int(1000 * time.time())
         values = {
             mlflow_name(metric_name): float(number) for metric_name, number in metrics.items()
         }
         self.waiting += [
-            self.mlflow.entities.Metric(metric_name, number, now, step)
+            self.mlflow.entities.Metric(metric_name, number, milliseconds, step)
             for metric_name, number in values.items()
             if metric_name not in self.refused
         ]
@@ -157,8 +157,8 @@ class MlflowSink:
                 del self.waiting[:1000]
         except self.mlflow.MlflowException as error:
             self.next_try = time.monotonic() + MLFLOW_PAUSE
-            text = "step %d: MLflow did not take the metrics, which wait; next try in %g s: %s"
-            logger.warning(text, step, MLFLOW_PAUSE, error)
+            warning = "step %d: MLflow did not take the metrics, which wait; next try in %g s: %s"
+            logger.warning(warning, step, MLFLOW_PAUSE, error)
 
     def _send(self, metrics: list[Any]) -> None:
         """Send metrics; MlflowException where it takes none of them."""
@@ -178,8 +178,8 @@ class MlflowSink:
                 raise
             self.refused |= refused.keys()
             for metric_name, error in refused.items():
-                text = "MLflow cannot hold the metric %s, metrics.jsonl has it: %s"
-                logger.warning(text, metric_name, error)
+                warning = "MLflow cannot hold the metric %s, metrics.jsonl has it: %s"
+                logger.warning(warning, metric_name, error)
 
     def close(self) -> None:
         self.next_try = 0.0
@@ -217,9 +217,11 @@ def open_trackers(
     trackers: list[Tracker] = []
     if config.use_tensorboard:
         trackers.append(TensorBoardSink(Path(config.use_tensorboard) / run_name, start_step))
-    for kind in (WandbSink, TrackioSink, MlflowSink):
-        if getattr(config, f"use_{kind.name}"):
-            trackers.append(kind(config, run_name, options, run_ids.get(kind.name)))
+    for tracker_class in (WandbSink, TrackioSink, MlflowSink):
+        if getattr(config, f"use_{tracker_class.name}"):
+            trackers.append(
+                tracker_class(config, run_name, options, run_ids.get(tracker_class.name))
+            )
     return trackers
 
 
