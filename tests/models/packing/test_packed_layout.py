@@ -47,8 +47,8 @@ from lightppo.models.batches import (
     pack,
     pack_shared,
     position_ids_from_lengths,
-    read,
     segments_as_mask,
+    select_rows,
 )
 from lightppo.models.critic import Critic
 from lightppo.models.packing import takes_segments, warn_that_nothing_is_shared
@@ -313,7 +313,7 @@ def test_what_flash_attention_takes(dtype, widths, capability, fits, monkeypatch
     """Elsewhere a GPU has fast kernels only for as many keys as queries."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(batches, "to_device", lambda x, device: x)
-    plan = RowPlan.of([4, 5], [-1, -1], torch.device("cuda"))
+    plan = RowPlan([4, 5], [-1, -1], torch.device("cuda"))
     query, value = (tensor_on_a_gpu(dtype, width) for width in widths)
     assert row_attention.flash_fits(query, value, plan) == fits
     assert row_attention.takes_fewer_keys(query, value, plan, masked=False) == fits
@@ -734,13 +734,16 @@ def test_distinct_places_and_their_reads() -> None:
     assert different.tolist() == [4, 5, 7, 9]
     assert torch.equal(different[reads], places)
     x = torch.randn(4, 3, requires_grad=True)
-    assert torch.equal(read(x, reads), x[reads])
-    read(x, reads).sum().backward()
+    assert torch.equal(select_rows(x, reads), x[reads])
+    select_rows(x, reads).sum().backward()
     assert x.grad[:, 0].tolist() == [2, 1, 1, 1]
     once = torch.tensor([3, 1])
     assert distinct_places(once) == (once, None)
-    assert read(x, None) is x
-    assert read(torch.tensor([1.5, 2.5]), torch.tensor([1, 1, 0])).tolist() == [2.5, 2.5, 1.5]
+    assert select_rows(torch.tensor([1.5, 2.5]), torch.tensor([1, 1, 0])).tolist() == [
+        2.5,
+        2.5,
+        1.5,
+    ]
 
 
 def test_gradients_of_reads_are_summed_in_one_order() -> None:
@@ -751,7 +754,7 @@ def test_gradients_of_reads_are_summed_in_one_order() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        gradients = [torch.autograd.grad(read(x, reads), x, factor)[0] for _ in range(8)]
+        gradients = [torch.autograd.grad(select_rows(x, reads), x, factor)[0] for _ in range(8)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradients[0], other) for other in gradients)
@@ -982,9 +985,7 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.setattr(
-        packing, "why_not_by_segment", lambda model: "their code is not known"
-    )
+    monkeypatch.setattr(packing, "why_not_by_segment", lambda model: "their code is not known")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)

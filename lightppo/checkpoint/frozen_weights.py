@@ -1,0 +1,119 @@
+"""Frozen weights, beside which adapters are trained: no checkpoint holds them, only sums by which they are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightppo.errors import CheckpointError
+from lightppo.ranks import Ranks
+from lightppo.zero3 import (
+    find_engine,
+    own_part,
+    unwrap_model,
+    zero_stage_of,
+)
+
+
+def frozen_facts(ranks: Ranks, model: Any) -> dict[str, Any]:
+    """Return what a checkpoint says of the weights beside adapters. Collective."""
+    dense_sums, packed_sums = zip(*ranks.all_gather_object(frozen_sums(unwrap_model(model))))
+    return {"frozen": dense_sums, "in_4bit": packed_sums}
+
+
+def check_frozen(
+    ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any], current_facts: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError unless the frozen weights, ``now``, are those with which adapters were trained."""
+    zero_stage = zero_stage_of(find_engine(model))
+    dense_sums = current_facts["frozen"]
+    packed_sums = current_facts["in_4bit"]
+    saved_dense_sums = meta["frozen"]
+    saved_packed_sums = meta.get("in_4bit", packed_sums)
+    if (meta["zero_stage"], meta["world_size"]) != (zero_stage, ranks.world_size):
+        # The shards are others, so only their totals can be compared.
+        saved_dense_sums, saved_packed_sums = _totals(
+            saved_dense_sums, saved_packed_sums, meta["zero_stage"]
+        )
+        dense_sums, packed_sums = _totals(dense_sums, packed_sums, zero_stage)
+    # Another machine's kernels may sum in another order; another model's sums are far off.
+    sum_pairs = zip(saved_dense_sums, dense_sums, strict=True)
+    are_alike = all(
+        math.isclose(saved_sum, current_sum, rel_tol=1e-9, abs_tol=1e-9)
+        for saved_sum, current_sum in sum_pairs
+    )
+    if not are_alike or list(saved_packed_sums) != list(packed_sums):
+        raise CheckpointError(
+            f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
+            "--critic_pretrain) that they were trained on, unchanged"
+        )
+
+
+def _totals(
+    dense_sums: Sequence[float], packed_sums: Sequence[int], zero_stage: int
+) -> tuple[list[float], list[int]]:
+    """Return sums over the whole model, out of ``frozen_sums`` of each rank."""
+    if zero_stage == 3:
+        return ([sum(dense_sums)], [sum(packed_sums)])
+    return ([dense_sums[0]], [packed_sums[0]])
+
+
+def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
+    """Return two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
+    frozen_weights = [
+        own_part(weight) for weight in module.parameters() if not weight.requires_grad
+    ]
+    dense_weights = [weight for weight in frozen_weights if weight.is_floating_point()]
+    packed_weights = [weight for weight in frozen_weights if not weight.is_floating_point()]
+    dense_sums = [
+        torch.linalg.vector_norm(weight, 1, dtype=torch.float64) for weight in dense_weights
+    ]
+    return sum(map(float, dense_sums)), sum(
+        int(weight.sum(dtype=torch.int64)) for weight in packed_weights
+    )
+
+
+def frozen_names(module: torch.nn.Module) -> set[str]:
+    return {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
+
+
+@contextmanager
+def saved_alone(engine: Any) -> Iterator[dict[str, Any]]:
+    """Keep frozen weights out of what DeepSpeed saves inside; yield the options for it.
+
+    Its ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name.
+    """
+    frozen_parameters = frozen_names(engine.module)
+    original_state_dict = engine.module_state_dict
+    engine.module_state_dict = lambda *arguments, **options: {
+        name: tensor
+        for name, tensor in original_state_dict(*arguments, **options).items()
+        if name not in frozen_parameters
+    }
+    try:
+        yield {"exclude_frozen_parameters": True}
+    finally:
+        del engine.module_state_dict
+
+
+def loader(strict: bool, source: str) -> Callable[..., None]:
+    """Return what loads for DeepSpeed a checkpoint that has no frozen weights."""
+
+    def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        missing, unexpected = dst.load_state_dict(src, strict=False)
+        different_names = sorted({*missing} - frozen_names(dst) | {*unexpected})
+        if strict and different_names:
+            raise CheckpointError(
+                f"{source} holds other adapters: {len(different_names)} weights differ, first {different_names[0]!r}"
+            )
+
+    return load
