@@ -33,7 +33,6 @@ from lightppo.data.rows import (
     resolve_fields,
     template_options,
 )
-from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
 
@@ -44,6 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Truncation = Literal["error", "left", "right", "middle", "drop"]
+
+
+def setting(strategy: Any, name: str, value: Any, default: Any = None) -> Any:
+    """Return the value if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
+    script_value = getattr(getattr(strategy, "args", None), name, None)
+    values = (value, script_value, default)
+    return next((value for value in values if value is not None), None)
 
 
 class PreparedDataset(TorchDataset):
@@ -65,7 +71,8 @@ class PreparedDataset(TorchDataset):
         read = [f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys]
         read += [name for name in TEMPLATE_KEYS if name in columns]
         logger.info("columns that are read: %s", ", ".join(read))
-        self._rendered_columns = fields.rendered_in(columns)
+        features = dataset.features  # a copy at each call
+        self._rendered_features = {name: features[name] for name in fields.rendered_in(columns)}
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
@@ -84,9 +91,9 @@ class PreparedDataset(TorchDataset):
 
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row as it was written: a table has fields in it that only other rows have."""
-        features = self.dataset.features
         written = {
-            name: chat_without_nulls(row[name], features[name]) for name in self._rendered_columns
+            name: chat_without_nulls(row[name], feature)
+            for name, feature in self._rendered_features.items()
         }
         return {**row, **written}
 
