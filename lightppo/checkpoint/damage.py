@@ -21,6 +21,7 @@ from lightppo.checkpoint.layout import (
     META,
     download,
     mark_latest,
+    of_all_ranks,
     part_folder,
     part_of,
     parts_of,
@@ -38,24 +39,18 @@ logger = logging.getLogger(__name__)
 # -- one part --------------------------------------------------------------------------------------------------------
 
 
-def damage(ranks: Ranks, path: Path) -> list[str]:
+def damage(ranks: Ranks, folder: Path) -> list[str]:
     """Return what is damaged in a checkpoint, a text per file; nothing if it is as it was saved. Collective.
 
     Each rank looks at its share of the files.
     """
     damaged = []
-    if (path / MANIFEST).is_file() or _is_meant_sealed(path):
-        damaged = files_in_use().damage(path, share=ranks.get_rank(), shares=ranks.world_size)
+    if (folder / MANIFEST).is_file() or _is_meant_sealed(folder):
+        damaged = files_in_use().damage(folder, share=ranks.get_rank(), shares=ranks.world_size)
     elif ranks.is_rank_0():
         message = "%s is of an older lightppo: it has no manifest to be checked against"
-        logger.info(message, path)
-    return sorted(
-        {
-            damage_text
-            for rank_texts in ranks.all_gather_object(damaged)
-            for damage_text in rank_texts
-        }
-    )
+        logger.info(message, folder)
+    return of_all_ranks(ranks, damaged)
 
 
 def _is_meant_sealed(folder: Path) -> bool:
@@ -77,47 +72,42 @@ def model_facts(ranks: Ranks, model: Any) -> dict[str, Any]:
     return facts
 
 
-def check_model(ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+def check_model(ranks: Ranks, model: Any, folder: Path, saved_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError where a checkpoint does not fit a model, before a weight has changed. Collective."""
     current_facts = model_facts(ranks, model)
-    saved_adapters = meta.get("adapters")
+    saved_adapters = saved_meta.get("adapters")
     adapters = current_facts["adapters"]
     if saved_adapters != adapters:
         raise CheckpointError(
-            f"{path} was saved with {saved_adapters or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume "
+            f"{folder} was saved with {saved_adapters or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume "
             "with the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
         )
     if adapters is not None:
-        check_frozen(ranks, model, path, meta, current_facts)
-    if meta.get("towers") != current_facts["towers"]:  # older versions saved none
+        check_frozen(ranks, model, folder, saved_meta, current_facts)
+    if saved_meta.get("towers") != current_facts["towers"]:  # older versions saved none
         raise CheckpointError(
-            f"{path} was trained beside other image or audio towers, or none: give the --pretrain (for a critic, the "
+            f"{folder} was trained beside other image or audio towers, or none: give the --pretrain (for a critic, the "
             "--critic_pretrain; of lightppo convert, the --base) that it was trained from, unchanged"
         )
-    require_plain(ranks, path)
+    require_plain(ranks, folder)
 
 
-def require_plain(ranks: Ranks, path: Path) -> None:
+def require_plain(ranks: Ranks, folder: Path) -> None:
     """Raise CheckpointError on all ranks if a file of a checkpoint names anything to run. Collective.
 
     Each rank looks at its share of the files; tensors are not read.
     """
     refused = []
-    for file in sorted(path.rglob("*.pt"))[ranks.get_rank() :: ranks.world_size]:
+    for file in sorted(folder.rglob("*.pt"))[ranks.get_rank() :: ranks.world_size]:
         try:
             tensor_file.read_deepspeed(file)
         except CheckpointError as error:
             refused.append(str(error))
-    refused_everywhere = sorted(
-        refusal for rank_refusals in ranks.all_gather_object(refused) for refusal in rank_refusals
-    )
-    if refused_everywhere:
-        more_note = (
-            f" ({len(refused_everywhere) - 1} more files are like it)"
-            if len(refused_everywhere) > 1
-            else ""
-        )
-        raise CheckpointError(f"{refused_everywhere[0]}{more_note}")
+    if refused := of_all_ranks(ranks, refused):
+        more_note = ""
+        if len(refused) > 1:
+            more_note = f" ({len(refused) - 1} more files are like it)"
+        raise CheckpointError(f"{refused[0]}{more_note}")
 
 
 # -- parts that were not saved together, such as those of two backups --------------------------------------------------
@@ -286,7 +276,7 @@ def _set_aside(root: str | Path, tags: Iterable[str], whole: str) -> None:
 
 
 def _report_mark(root: Path, whole_tags: Sequence[str]) -> None:
-    """Warn where ``latest`` is not the name of the last whole checkpoint: the first of ``whole`` is taken."""
+    """Warn where ``latest`` is not the name of the last whole checkpoint: the first of ``whole_tags`` is taken."""
     marked_tag = read_mark(root)
     if marked_tag != whole_tags[0]:
         logger.warning(

@@ -379,11 +379,15 @@ def _shape(engine: Any) -> dict[str, Any]:
 
 
 def _check_shape(
-    engine: Any, path: Path, meta: Mapping[str, Any], load_optimizer_states: bool, reshape: bool
+    engine: Any,
+    folder: Path,
+    saved_meta: Mapping[str, Any],
+    load_optimizer_states: bool,
+    reshape: bool,
 ) -> None:
     """Raise CheckpointError unless a checkpoint can be loaded into an engine of this run."""
     engine_shape = _shape(engine)
-    changed_keys = {key for key in engine_shape if meta[key] != engine_shape[key]}
+    changed_keys = {key for key in engine_shape if saved_meta[key] != engine_shape[key]}
     reshapable = {"world_size", "zero_stage"}
     fixed_keys = changed_keys - (reshapable if reshape else set())
     if fixed_keys:
@@ -392,7 +396,7 @@ def _check_shape(
             reshape_note = "set --reshape_ckpt, "
         listed_keys = [key for key in engine_shape if key in fixed_keys]
         raise CheckpointError(
-            f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in listed_keys)}, this run has "
+            f"{folder} was saved with {', '.join(f'{key}={saved_meta[key]}' for key in listed_keys)}, this run has "
             f"{', '.join(f'{key}={engine_shape[key]}' for key in listed_keys)}: {reshape_note}resume with the same "
             "number of processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
         )
@@ -400,12 +404,12 @@ def _check_shape(
         return
     if changed_keys:
         raise CheckpointError(
-            f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only"
+            f"{folder} has other ranks or another ZeRO stage: its weights load with the optimizer only"
         )
-    if engine_shape["zero_stage"] == 3 and latest_tag(path.parent) != path.name:
+    if engine_shape["zero_stage"] == 3 and latest_tag(folder.parent) != folder.name:
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(
-            f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it"
+            f"at ZeRO-3 weights alone load from the latest tag only, and {folder.name!r} is not it"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,55 +28,48 @@ def frozen_facts(ranks: Ranks, model: Any) -> dict[str, Any]:
 
 
 def check_frozen(
-    ranks: Ranks, model: Any, path: Path, meta: Mapping[str, Any], current_facts: Mapping[str, Any]
+    ranks: Ranks,
+    model: Any,
+    folder: Path,
+    saved_meta: Mapping[str, Any],
+    current_facts: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError unless the frozen weights, ``now``, are those with which adapters were trained."""
+    """Raise CheckpointError unless the frozen weights, ``current_facts``, are those with which adapters were trained."""
     zero_stage = zero_stage_of(find_engine(model))
-    dense_sums = current_facts["frozen"]
-    packed_sums = current_facts["in_4bit"]
-    saved_dense_sums = meta["frozen"]
-    saved_packed_sums = meta.get("in_4bit", packed_sums)
-    if (meta["zero_stage"], meta["world_size"]) != (zero_stage, ranks.world_size):
+    sums = [current_facts["frozen"], current_facts["in_4bit"]]
+    saved_sums = [saved_meta["frozen"], saved_meta.get("in_4bit", sums[1])]
+    if (saved_meta["zero_stage"], saved_meta["world_size"]) != (zero_stage, ranks.world_size):
         # The shards are others, so only their totals can be compared.
-        saved_dense_sums, saved_packed_sums = _totals(
-            saved_dense_sums, saved_packed_sums, meta["zero_stage"]
-        )
-        dense_sums, packed_sums = _totals(dense_sums, packed_sums, zero_stage)
+        sums = [_total(of_ranks, zero_stage) for of_ranks in sums]
+        saved_sums = [_total(of_ranks, saved_meta["zero_stage"]) for of_ranks in saved_sums]
     # Another machine's kernels may sum in another order; another model's sums are far off.
-    sum_pairs = zip(saved_dense_sums, dense_sums, strict=True)
-    are_alike = all(
-        math.isclose(saved_sum, current_sum, rel_tol=1e-9, abs_tol=1e-9)
-        for saved_sum, current_sum in sum_pairs
-    )
-    if not are_alike or list(saved_packed_sums) != list(packed_sums):
+    close = partial(math.isclose, rel_tol=1e-9, abs_tol=1e-9)
+    are_alike = all(close(*pair) for pair in zip(saved_sums[0], sums[0], strict=True))
+    if not are_alike or list(saved_sums[1]) != list(sums[1]):
         raise CheckpointError(
-            f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
+            f"{folder} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
             "--critic_pretrain) that they were trained on, unchanged"
         )
 
 
-def _totals(
-    dense_sums: Sequence[float], packed_sums: Sequence[int], zero_stage: int
-) -> tuple[list[float], list[int]]:
-    """Return sums over the whole model, out of ``frozen_sums`` of each rank."""
-    if zero_stage == 3:
-        return ([sum(dense_sums)], [sum(packed_sums)])
-    return ([dense_sums[0]], [packed_sums[0]])
+def _total(sums: Sequence[float], zero_stage: int) -> list[float]:
+    """Return the sum over the whole model, out of ``frozen_sums`` of each rank."""
+    return [sum(sums)] if zero_stage == 3 else [sums[0]]
 
 
 def frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
     """Return two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
-    frozen_weights = [
-        own_part(weight) for weight in module.parameters() if not weight.requires_grad
-    ]
-    dense_weights = [weight for weight in frozen_weights if weight.is_floating_point()]
-    packed_weights = [weight for weight in frozen_weights if not weight.is_floating_point()]
-    dense_sums = [
-        torch.linalg.vector_norm(weight, 1, dtype=torch.float64) for weight in dense_weights
-    ]
-    return sum(map(float, dense_sums)), sum(
-        int(weight.sum(dtype=torch.int64)) for weight in packed_weights
-    )
+    dense_sum = 0
+    packed_sum = 0
+    for weight in module.parameters():
+        if weight.requires_grad:
+            continue
+        part = own_part(weight)
+        if part.is_floating_point():
+            dense_sum += float(torch.linalg.vector_norm(part, 1, dtype=torch.float64))
+        else:
+            packed_sum += int(part.sum(dtype=torch.int64))
+    return dense_sum, packed_sum
 
 
 def frozen_names(module: torch.nn.Module) -> set[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,24 +99,27 @@ def best_folder(root: str | os.PathLike[str]) -> str | Path:
     return join(root, "best_hf")
 
 
-def frozen_file(path: Path, rank: int) -> Path:
+def frozen_file(checkpoint: Path, rank: int) -> Path:
     """Return the file with the weights of a model without optimizer; under ZeRO-3 each rank has one."""
-    return path / f"frozen_rank{rank}.pt"
+    return checkpoint / f"frozen_rank{rank}.pt"
 
 
-def model_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
+def model_files(checkpoint: Path, saved_meta: Mapping[str, Any]) -> list[Path]:
     """Return DeepSpeed's files with what it saves beside the optimizer."""
-    if meta["zero_stage"] < 3:
-        return [path / "mp_rank_00_model_states.pt"]
-    ranks = range(meta["world_size"])
-    return [path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
+    if saved_meta["zero_stage"] < 3:
+        return [checkpoint / "mp_rank_00_model_states.pt"]
+    ranks = range(saved_meta["world_size"])
+    return [checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
 
 
-def optimizer_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
+def optimizer_files(checkpoint: Path, saved_meta: Mapping[str, Any]) -> list[Path]:
     """Return DeepSpeed's files with the optimizer, by rank. At stage 0 there are none."""
-    file_prefix = "bf16_" if meta["bf16"] else ""
-    ranks = range(meta["world_size"])
-    return [path / f"{file_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
+    file_prefix = "bf16_" if saved_meta["bf16"] else ""
+    ranks = range(saved_meta["world_size"])
+    return [
+        checkpoint / f"{file_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        for rank in ranks
+    ]
 
 
 # -- which are there -------------------------------------------------------------------------------------------------
@@ -220,6 +223,14 @@ def no_checkpoints(resume: str, lacking: str) -> str:
         f"--resume {resume}: not a folder of checkpoints (it has no _actor with {lacking} inside); "
         "name the --ckpt_path of the run to go on with, or leave --resume at auto"
     )
+
+
+# -- of all ranks ----------------------------------------------------------------------------------------------------
+
+
+def of_all_ranks(ranks: Ranks, texts: Iterable[str]) -> list[str]:
+    """Return the different texts of all ranks, sorted. Collective."""
+    return sorted(set().union(*ranks.all_gather_object(texts)))
 
 
 # -- at URLs ---------------------------------------------------------------------------------------------------------

@@ -88,10 +88,10 @@ class SavedOptimizer:
         names: of the trained parameters, in the optimizer's order: a checkpoint of stage 0 has no names.
     """
 
-    def __init__(self, path: Path, meta: Mapping[str, Any], names: Iterable[str]) -> None:
-        self.stage = meta["zero_stage"]
-        ranks = meta["world_size"]
-        self.models = [read_deepspeed(file) for file in model_files(path, meta)]
+    def __init__(self, folder: Path, saved_meta: Mapping[str, Any], names: Iterable[str]) -> None:
+        self.stage = saved_meta["zero_stage"]
+        ranks = saved_meta["world_size"]
+        self.models = [read_deepspeed(file) for file in model_files(folder, saved_meta)]
         self.common = self.models[0]  # what DeepSpeed saves beside the optimizer
         self.loss_scaler = None  # stage 0 and bf16 have none
         if self.stage == 0:
@@ -101,7 +101,7 @@ class SavedOptimizer:
             base_states = [self.common["optimizer"]]
             master_weights = [list(module_weights.values())]
         else:
-            optimizer_paths = optimizer_files(path, meta)
+            optimizer_paths = optimizer_files(folder, saved_meta)
             rank_states = [read_deepspeed(file)["optimizer_state_dict"] for file in optimizer_paths]
             groups = self.common["param_shapes"]
             base_states = [state[_BASE[self.stage]] for state in rank_states]
@@ -155,21 +155,21 @@ def members(
 
 
 def load_reshaped(
-    engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
+    engine: Any, folder: Path, saved_meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
 ) -> None:
-    """Load a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
+    """Load a checkpoint, whose ``saved_meta`` says ranks and stage, into an engine with any others. Collective.
 
     Each rank reads the files of all saved ranks: the folder must be shared.
     """
     if has_optimizer(engine):
-        _load_trained(engine, path, meta, load_lr_scheduler_states)
+        _load_trained(engine, folder, saved_meta, load_lr_scheduler_states)
     else:
-        _load_frozen(engine, path, meta)
+        _load_frozen(engine, folder, saved_meta)
 
 
 @torch.no_grad()
 def _load_trained(
-    engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool
+    engine: Any, folder: Path, saved_meta: Mapping[str, Any], load_lr_scheduler_states: bool
 ) -> None:
     optimizer = engine.optimizer
     stage = zero_stage_of(engine)
@@ -185,12 +185,14 @@ def _load_trained(
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-    saved_optimizer = SavedOptimizer(path, meta, [name for shapes in groups for name in shapes])
+    saved_optimizer = SavedOptimizer(
+        folder, saved_meta, [name for shapes in groups for name in shapes]
+    )
     live_members = members(base_state["param_groups"], groups)
     members_of_both = live_members.items() ^ saved_optimizer.members.items()
     if different_names := sorted({name for name, _ in members_of_both}):
         raise CheckpointError(
-            f"{path} holds other trained weights: {len(different_names)} differ, first {different_names[0]!r}"
+            f"{folder} holds other trained weights: {len(different_names)} differ, first {different_names[0]!r}"
         )
     flat_states = _fill(engine, saved_optimizer, groups)
     state_keys = [key for group in base_state["param_groups"] for key in group["params"]]
@@ -269,57 +271,57 @@ def _copy_pieces(pieces: Iterable[Piece], whole: Tensor, flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
+def _load_frozen(engine: Any, folder: Path, saved_meta: Mapping[str, Any]) -> None:
     """Load as ``_load_trained`` does, for a model without optimizer."""
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
-    for name, weights in _frozen_weights(path, meta, tensors):
+    for name, weights in _frozen_weights(folder, saved_meta, tensors):
         _put(tensors[name], weights)
 
 
 def _frozen_weights(
-    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path, saved_meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, elements, perhaps with padding behind them) of a model saved without optimizer."""
-    is_sharded_save = meta["zero_stage"] == 3
-    ranks = range(meta["world_size"] if is_sharded_save else 1)
-    rank_files = [read_deepspeed(frozen_file(path, rank)) for rank in ranks]
-    refuse_other_names(path, rank_files[0].keys() ^ tensors.keys())
+    is_sharded_save = saved_meta["zero_stage"] == 3
+    ranks = range(saved_meta["world_size"] if is_sharded_save else 1)
+    rank_files = [read_deepspeed(frozen_file(folder, rank)) for rank in ranks]
+    refuse_other_names(folder, rank_files[0].keys() ^ tensors.keys())
     for name, tensor in tensors.items():
         parts = [file[name].reshape(-1) for file in rank_files]
         is_whole = not is_sharded_save or not isinstance(tensor, nn.Parameter)
         yield name, parts[0] if is_whole else torch.cat(parts)
 
 
-def refuse_other_names(path: Path, different_names: Collection[str]) -> None:
+def refuse_other_names(folder: Path, different_names: Collection[str]) -> None:
     """Raise CheckpointError if names of weights differ between a checkpoint and the model."""
     if different_names:
         raise CheckpointError(
-            f"{path} holds another model: {len(different_names)} weights differ, first {min(different_names)!r}"
+            f"{folder} holds another model: {len(different_names)} weights differ, first {min(different_names)!r}"
         )
 
 
-def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
+def saved_names(folder: Path, saved_meta: Mapping[str, Any]) -> set[str]:
     """Return names of the weights that a checkpoint holds; of tied ones at least one."""
-    if not meta["optimizer"]:
-        return set(read_deepspeed(frozen_file(path, 0)))
-    saved_state = read_deepspeed(model_files(path, meta)[0])
-    if meta["zero_stage"] < 3:
+    if not saved_meta["optimizer"]:
+        return set(read_deepspeed(frozen_file(folder, 0)))
+    saved_state = read_deepspeed(model_files(folder, saved_meta)[0])
+    if saved_meta["zero_stage"] < 3:
         return set(saved_state["module"])
     return {name for group_shapes in saved_state["param_shapes"] for name in group_shapes}
 
 
 @torch.no_grad()
 def whole_weights(
-    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path, saved_meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return what a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
     forward. Under adapters these are the trained ones; of tied weights there is at least one."""
-    if not meta["optimizer"]:
-        weights_by_name = dict(_frozen_weights(path, meta, tensors))
-    elif meta["zero_stage"] < 3:
-        weights_by_name = read_deepspeed(model_files(path, meta)[0])["module"]
+    if not saved_meta["optimizer"]:
+        weights_by_name = dict(_frozen_weights(folder, saved_meta, tensors))
+    elif saved_meta["zero_stage"] < 3:
+        weights_by_name = read_deepspeed(model_files(folder, saved_meta)[0])["module"]
     else:
-        saved_optimizer = SavedOptimizer(path, meta, ())
+        saved_optimizer = SavedOptimizer(folder, saved_meta, ())
         module_state = saved_optimizer.common["module"]
         buffer_names = saved_optimizer.common["buffer_names"]
         weights_by_name = {name: module_state[name] for name in buffer_names}
@@ -332,7 +334,7 @@ def whole_weights(
         for name, weights in weights_by_name.items()
         if name not in tensors or tensors[name].numel() > weights.numel()
     ]
-    refuse_other_names(path, different_names)
+    refuse_other_names(folder, different_names)
     return {
         name: weights.reshape(-1)[: tensors[name].numel()]
         .view_as(tensors[name])
@@ -341,25 +343,25 @@ def whole_weights(
     }
 
 
-def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+def load_weights(model: Any, folder: Path, saved_meta: Mapping[str, Any]) -> None:
     """Load the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
 
     Its tensors are replaced by those of the files; under adapters its frozen weights stay.
     """
     module = unwrap_model(model)
-    check_model(Alone(), model, path, meta)
-    weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
+    check_model(Alone(), model, folder, saved_meta)
+    weights = whole_weights(folder, saved_meta, module.state_dict(keep_vars=True))
     module.load_state_dict(weights, strict=False, assign=True)
     find_hf_model(module)[0].tie_weights()
     current_tensors = module.state_dict(keep_vars=True)
     loaded_tensors = {current_tensors[name] for name in weights}
     named_parameters = module.named_parameters(remove_duplicate=False)
     missing = {name for name, tensor in current_tensors.items() if tensor not in loaded_tensors}
-    if meta["adapters"]:
+    if saved_meta["adapters"]:
         missing -= {name for name, parameter in named_parameters if not parameter.requires_grad}
     if missing_names := sorted(missing):
         raise CheckpointError(
-            f"{path} holds another model: it has no {missing_names[0]!r} ({len(missing_names)} are missing)"
+            f"{folder} holds another model: it has no {missing_names[0]!r} ({len(missing_names)} are missing)"
         )
 
 

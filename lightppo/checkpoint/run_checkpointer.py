@@ -14,6 +14,7 @@ from lightppo.checkpoint.engine_state import remove_checkpoint, restore_rng_stat
 from lightppo.checkpoint.layout import (
     download_marks,
     mark_latest,
+    of_all_ranks,
     part_folder,
     parts_of,
     read_mark,
@@ -109,21 +110,14 @@ class RunCheckpointer:
 
     def require_finite(self, step: int) -> None:
         """Raise TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
-        infinite_models = [
+        bad_parts = [
             name
             for name, model in self.models.items()
             if not self.strategy.has_finite_weights(model)
         ]
-        infinite_everywhere = sorted(
-            {
-                name
-                for rank_models in self.strategy.all_gather_object(infinite_models)
-                for name in rank_models
-            }
-        )
-        if infinite_everywhere:
+        if bad_parts := of_all_ranks(self.strategy, bad_parts):
             raise TrainingError(
-                f"after step {step} weights of the {' and '.join(infinite_everywhere)} are not finite: nothing is saved, "
+                f"after step {step} weights of the {' and '.join(bad_parts)} are not finite: nothing is saved, "
                 "and the last checkpoint stays. Lower the learning rate, or train in fp32; the same command goes on "
                 "from there"
             )
@@ -155,12 +149,10 @@ class RunCheckpointer:
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
         tags_of_parts = [saved_tags(root, name) for name in self.models]
-        whole_tags = [
-            tag for tag in saved_tags(root, "actor") if all(tag in tags for tags in tags_of_parts)
-        ]
+        actor_tags = reversed(saved_tags(root, "actor"))
+        whole_tags = [tag for tag in actor_tags if all(tag in tags for tags in tags_of_parts)]
         if not whole_tags:
             return []
-        whole_tags.reverse()
         marked_tag = read_mark(root)
         return sorted(whole_tags, key=lambda tag: tag != marked_tag)
 

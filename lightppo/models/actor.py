@@ -215,32 +215,19 @@ class Actor(PretrainedWrapper):
     ) -> Predicted:
         """Make one forward: without logits if log probs are enough and this model's come from its head alone."""
         if not logits:
-            predicted = scores_by_head(
-                self,
-                batch,
-                actions,
-                entropy=entropy,
-                entropy_grad=entropy_grad,
-                router_logits=router_logits,
-            )
-            if predicted is not None:
-                return predicted
+            by_head = scores_by_head(self, batch, actions, entropy, entropy_grad, router_logits)
+            if by_head is not None:
+                return by_head
         output = self._run(batch, batch.places, router_logits)
         valid_logits = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)
+        entropies = None
         if entropy is False:
-            return (
-                output,
-                token_log_probs(valid_logits, actions, self.temperature),
-                None,
-                valid_logits,
-            )
-        return (
-            output,
-            *log_probs_and_entropy(
+            log_probs = token_log_probs(valid_logits, actions, self.temperature)
+        else:
+            log_probs, entropies = log_probs_and_entropy(
                 valid_logits, actions, self.temperature, entropy_grad=entropy_grad
-            ),
-            valid_logits,
-        )
+            )
+        return output, log_probs, entropies, valid_logits
 
     def _run(
         self, batch: Batch, places: Tensor | None = None, router_logits: bool = False
@@ -254,10 +241,8 @@ class Actor(PretrainedWrapper):
         if router_logits:
             inputs["output_router_logits"] = True
         reads_some = places is not None and not reads_mask
-        with (
-            self._training_pass(batch.ids.device),
-            batch.reading() if reads_some else nullcontext(),
-        ):
+        reading = batch.reading() if reads_some else nullcontext()
+        with self._training_pass(batch.ids.device), reading:
             output = self.model(**inputs)
         if places is not None and not keeps_logits:
             output.logits = batch.at_places(output.logits)

@@ -359,26 +359,23 @@ class RowPlan:
 
     def masks(self, window: int | None, states: Tensor) -> list[Tensor | None]:
         """Return for each segment (new, seen): 0 where a new position sees another, else -inf; None: it is causal."""
+        device = states.device
 
         def masks() -> list[Tensor | None]:
-            return [
-                _mask(query_count, key_count, window, states)
-                for query_count, key_count in zip(self.lengths, self.key_counts)
-            ]
+            added: list[Tensor | None] = []
+            for shape in zip(self.lengths, self.key_counts):
+                queries, keys = shape
+                if queries == keys and (window is None or keys <= window):
+                    added.append(None)
+                    continue
+                is_seen = torch.ones(shape, dtype=torch.bool, device=device).tril_(keys - queries)
+                if window is not None:
+                    is_seen.triu_(keys - queries + 1 - window)
+                mask = torch.zeros(shape, dtype=states.dtype, device=device)
+                added.append(mask.masked_fill_(~is_seen, float("-inf")))
+            return added
 
         return self.once((window, states.dtype), masks)
-
-
-def _mask(query_count: int, key_count: int, window: int | None, states: Tensor) -> Tensor | None:
-    if query_count == key_count and (window is None or key_count <= window):
-        return None
-    shape = (query_count, key_count)
-    last_key = key_count - query_count  # of the first query
-    is_visible = torch.ones(shape, dtype=torch.bool, device=states.device).tril_(last_key)
-    if window is not None:
-        is_visible.triu_(last_key + 1 - window)
-    added = torch.zeros(shape, dtype=states.dtype, device=states.device)
-    return added.masked_fill_(~is_visible, float("-inf"))
 
 
 def segments_as_mask(

@@ -96,18 +96,14 @@ def add_adapters(
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=target_layers(hf_model, options.target_modules),
-        fan_in_fan_out=any(
-            isinstance(module, Conv1D) for module in hf_model.modules()
-        ),  # GPT-2's layers: transposed weights
+        # GPT-2's layers: transposed weights
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in hf_model.modules()),
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
     )
-    target_ends = tuple(f".{head_name}" for head_name in config.target_modules)
-    expected_layers = {
-        head_name
-        for head_name in replaceable_layers(hf_model)
-        if f".{head_name}".endswith(target_ends)
-    }
+    target_ends = tuple(f".{target}" for target in config.target_modules)
+    linear_layers = replaceable_layers(hf_model)
+    expected_layers = {name for name in linear_layers if f".{name}".endswith(target_ends)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -134,9 +130,8 @@ def chosen_layers(model: PreTrainedModel, target_modules: tuple[str, ...] = ()) 
     """Return the names of the layers that get an adapter."""
     head_layers = head_names(model)
     linear_layers = replaceable_layers(model)
-    expert_ends = {
-        name_end for name_end in set(map(_end, linear_layers)) if goes_to_experts(model, name_end)
-    }
+    ends = set(map(_end, linear_layers))
+    expert_ends = {name_end for name_end in ends if goes_to_experts(model, name_end)}
     unknown_ends: list[str] = []
     if target_modules in ((), ("all-linear",)):
         chosen_names = {
@@ -162,7 +157,7 @@ def chosen_layers(model: PreTrainedModel, target_modules: tuple[str, ...] = ()) 
             if not layers_by_end[name_end] and (name_end != "lm_head" or model.can_generate())
         ]
     if unknown_ends or not chosen_names:
-        possible_ends = ", ".join(sorted(set(map(_end, linear_layers)) - expert_ends))
+        possible_ends = ", ".join(sorted(ends - expert_ends))
         raise ModelLoadError(
             f"--target_modules {' '.join(unknown_ends or target_modules) or 'all-linear'}: "
             f"{type(model).__name__} has none that can have an adapter; "
@@ -328,13 +323,11 @@ def load_merged(
     ]
     _untie(model, adapted_layers, f"{adapter} changes")
     for layer in adapted_layers:
-        weight_types = {
-            weight_name: weight.dtype
-            for weight_name, weight in layer.get_base_layer().named_parameters()
-        }
+        base_layer = layer.get_base_layer()
+        types = {name: weight.dtype for name, weight in base_layer.named_parameters()}
         layer.float().merge(safe_merge=True)
-        for weight_name, dtype in weight_types.items():
-            weight = layer.get_base_layer().get_parameter(weight_name)
+        for name, dtype in types.items():
+            weight = base_layer.get_parameter(name)
             weight.data = weight.data.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
@@ -402,18 +395,11 @@ class LoraExport:
     def __init__(self, config: Any, model: nn.Module) -> None:
         adapted_layers = _layers(model)
         self.config = config
-        self.scaling = {
-            layer_name: layer.scaling[_NAME] for layer_name, layer in adapted_layers.items()
-        }
+        self.scaling = {name: layer.scaling[_NAME] for name, layer in adapted_layers.items()}
         self.in_4bit = quantised_layers(model)
-        self.transposed = {
-            layer_name for layer_name, layer in adapted_layers.items() if layer.fan_in_fan_out
-        }
-        self.transposed |= {
-            layer_name.removesuffix(_BASE[:-1])
-            for layer_name, layer in self.in_4bit.items()
-            if layer.transposed
-        }
+        self.transposed = {name for name, layer in adapted_layers.items() if layer.fan_in_fan_out}
+        packed_names = {name for name, layer in self.in_4bit.items() if layer.transposed}
+        self.transposed |= {name.removesuffix(_BASE[:-1]) for name in packed_names}
 
     def __str__(self) -> str:
         target_names = ", ".join(sorted(self.config.target_modules))
@@ -424,18 +410,13 @@ class LoraExport:
         """Return weights as in the model's checkpoint, from all layers or some complete ones (:meth:`layer_of`)."""
         merged_weights = {}
         for weight_name, tensor in self._dense(state_dict):
-            layer_name, _, parameter_kind = weight_name.rpartition(_BASE)
-            if layer_name and parameter_kind == "weight":
+            layer, _, parameter_kind = weight_name.rpartition(_BASE)
+            if layer and parameter_kind == "weight":
                 lora_a, lora_b = (
-                    state_dict[f"{layer_name}.lora_{side}.{_NAME}.weight"] for side in "AB"
+                    state_dict[f"{layer}.lora_{side}.{_NAME}.weight"] for side in "AB"
                 )
-                tensor = merge(
-                    tensor,
-                    lora_a,
-                    lora_b,
-                    self.scaling[layer_name],
-                    transposed=layer_name in self.transposed,
-                )
+                scaling = self.scaling[layer]
+                tensor = merge(tensor, lora_a, lora_b, scaling, layer in self.transposed)
             merged_weights[weight_name.replace(_BASE, ".")] = tensor
         return merged_weights
 

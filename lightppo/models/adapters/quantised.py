@@ -71,11 +71,10 @@ def dense_weight(layer: Linear4bit, packed_weight: Tensor | None = None) -> Tens
     """Return the weight as in the checkpoint, (out, in) or GPT-2's (in, out); ``packed_weight``: a sharded layer's."""
     from bitsandbytes.functional import dequantize_4bit
 
-    packed_weight = layer.weight.data if packed_weight is None else packed_weight
-    quantisation_state = layer.weight.quant_state
-    weight = dequantize_4bit(
-        packed_weight.to(quantisation_state.absmax.device), quantisation_state
-    ).to(packed_weight.device)
+    if packed_weight is None:
+        packed_weight = layer.weight.data
+    state = layer.weight.quant_state
+    weight = dequantize_4bit(packed_weight.to(state.absmax.device), state).to(packed_weight.device)
     return weight.T.contiguous() if layer.transposed else weight
 
 
@@ -88,15 +87,11 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
         *weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
     )
     # A GPU is quicker at packing; the engine moves the model there later.
+    packing_device = weight.device
     if torch.cuda.is_available():
         packing_device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        packing_device = weight.device
-    quantised_layer.weight = (
-        Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=quantised_layer)
-        .to(packing_device)
-        .to(weight.device)
-    )
+    packed = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=quantised_layer)
+    quantised_layer.weight = packed.to(packing_device).to(weight.device)
     quantised_layer.bias = layer.bias
     quantised_layer.transposed = transposed
     quantised_layer.support_avx512bf16_for_cpu = False
@@ -123,44 +118,31 @@ def _leave_scales_out(
 
 def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     """Return the names of layers that 4 bits can hold; raise if they have less than half of the body's weights."""
-    modules_by_name = dict(model.named_modules())
-    plain_layers = {
-        layer_name: module
-        for layer_name, module in replaceable_layers(model).items()
-        if is_plain_linear(module) or type(module) is Conv1D
+    fitting = {}
+    for name, layer in replaceable_layers(model).items():
+        is_plain = is_plain_linear(layer) or type(layer) is Conv1D
+        if is_plain and name not in heads and _input_width(layer) % BLOCK == 0:
+            fitting[f"{name}.weight"] = layer.weight.numel()
+    modules = model.named_modules()
+    embeddings = {name for name, module in modules if isinstance(module, nn.Embedding)}
+    body = {
+        name: weight.numel()
+        for name, weight in model.named_parameters()
+        if name.removesuffix(".weight") not in heads | embeddings
     }
-    input_widths = {
-        layer_name: layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
-        for layer_name, layer in plain_layers.items()
-    }
-    fitting_names = [
-        layer_name
-        for layer_name in plain_layers
-        if layer_name not in heads and input_widths[layer_name] % BLOCK == 0
-    ]
-    outside_weights = {
-        f"{module_name}.weight"
-        for module_name, layer in modules_by_name.items()
-        if module_name in heads or isinstance(layer, nn.Embedding)
-    }
-    body_weights = {
-        layer_name: weight.numel()
-        for layer_name, weight in model.named_parameters()
-        if layer_name not in outside_weights
-    }
-    packed_weights = {
-        f"{layer_name}.weight": modules_by_name[layer_name].weight.numel()
-        for layer_name in fitting_names
-    }
-    packed_share = sum(packed_weights.values()) / sum(body_weights.values())
+    packed_share = sum(fitting.values()) / sum(body.values())
     if packed_share < 0.5:
-        largest_weight = max(body_weights.keys() - packed_weights.keys(), key=body_weights.get)
+        largest_weight = max((name for name in body if name not in fitting), key=body.get)
         raise ModelLoadError(
             f"--load_in_4bit: only {packed_share:.0%} of the weights in the layers of {type(model).__name__} are in plain "
             f"linear layers with an input width that is a multiple of {BLOCK} (the largest other one: {largest_weight}, "
             f"{tuple(model.get_parameter(largest_weight).shape)}): leave --load_in_4bit out"
         )
-    return fitting_names
+    return [name.removesuffix(".weight") for name in fitting]
+
+
+def _input_width(layer: nn.Linear | Conv1D) -> int:
+    return layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
 
 
 def replaceable_layers(model: nn.Module) -> dict[str, nn.Module]:

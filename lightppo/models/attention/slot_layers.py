@@ -53,21 +53,18 @@ def slot_attention(
     ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
     """
     # Doge's mask has a row for each head
-    has_added_mask = (
+    is_added = (
         attention_mask is not None
         and attention_mask.is_floating_point()
         and attention_mask.shape[1] == 1
     )
-    if (
-        query.shape[2] != 1
-        or not has_added_mask
-        or options.get("dropout")
-        or options.get("position_bias") is not None
-    ):
+    is_plain = not options.get("dropout") and options.get("position_bias") is None
+    if query.shape[2] != 1 or not is_added or not is_plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, heads, _, width = query.shape
     scaling = options.get("scaling")
-    scaling = width**-0.5 if scaling is None else scaling
+    if scaling is None:
+        scaling = width**-0.5
     grouped_queries = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     if query.is_cpu and query.dtype == torch.float32:
         # Faster than the CPU's flash kernel for a single query, by 2 over contiguous keys and values.
@@ -117,27 +114,22 @@ class SlotLayer(DynamicLayer):
         self.buffers: list[Tensor] = []  # keys, values
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *arguments,
-        **options,
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one new column; return what attention looks at, as views (rows, heads, width, head width)."""
         span = self.span
         rows = key_states.shape[0]
-        if span.column is None:
-            visible_columns = (
-                slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
-            )
-        else:  # what a step is captured with must not say how far it is
-            visible_columns = slice(span.width)
+        visible = slice(None)
+        if span.column is not None:  # what a step is captured with must not say how far it is
+            visible = slice(span.width)
+        elif not span.whole:
+            visible = slice(self.first(span.end + 1), span.end + 1)
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             if span.column is None:
                 buffer[:rows, :, span.end : span.end + 1] = states
             else:
                 buffer[:rows].index_copy_(2, span.column, states)
-        self.keys, self.values = (buffer[:rows, :, visible_columns] for buffer in self.buffers)
+        self.keys, self.values = (buffer[:rows, :, visible] for buffer in self.buffers)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -168,31 +160,30 @@ class SlotLayer(DynamicLayer):
             self.dtype = source.keys.dtype
             self.device = source.keys.device
             self.is_initialized = True
-        end_column = self.span.end
-        kept_width = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
-        row_index = torch.tensor(rows, device=self.device)
+        end = self.span.end
+        width = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
+        index = torch.tensor(rows, device=self.device)
         for buffer, layer_states in zip(self.buffers, states):
-            target_rows = buffer[self.span.rows : self.span.rows + len(rows)].zero_()
-            target_rows[:, :, end_column - kept_width : end_column] = layer_states[
-                :, :, layer_states.shape[2] - kept_width :
-            ].index_select(0, row_index)
+            target = buffer[self.span.rows : self.span.rows + len(rows)].zero_()
+            last_columns = layer_states[:, :, layer_states.shape[2] - width :]
+            target[:, :, end - width : end] = last_columns.index_select(0, index)
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         """Copy some rows over others; rows in both lists as they were before."""
-        row_index = torch.tensor([sources, targets], device=self.device)
         columns = slice(self.first(self.span.end), self.span.end)
         for buffer in self.buffers:
-            used_columns = buffer[:, :, columns]
-            if buffer.is_cpu:  # by index it takes several times as long there
-                moved_states = [
-                    # A row that is overwritten before it is read is copied.
-                    used_columns[row].clone() if row in targets[:number] else used_columns[row]
-                    for number, row in enumerate(sources)
-                ]
-                for row, states in zip(targets, moved_states):
-                    used_columns[row] = states
-            else:
-                used_columns[row_index[1]] = used_columns[row_index[0]]
+            used = buffer[:, :, columns]
+            if not buffer.is_cpu:
+                index = torch.tensor([sources, targets], device=self.device)
+                used[index[1]] = used[index[0]]
+                continue
+            # By index it takes several times as long here. A row that is overwritten before it is read is copied.
+            moved = [used[row] for row in sources]
+            for number, row in enumerate(sources):
+                if row in targets[:number]:
+                    moved[number] = moved[number].clone()
+            for row, states in zip(targets, moved):
+                used[row] = states
 
     def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
         """Make buffers of this size, in which the columns in use are ``first … end-1``; or reuse the old ones."""
@@ -201,11 +192,10 @@ class SlotLayer(DynamicLayer):
             new_buffer = old_buffer.new_empty(
                 slots, old_buffer.shape[1], columns, old_buffer.shape[3]
             )
-            new_buffer[: span.rows, :, :first] = 0
-            new_buffer[: span.rows, :, first:end] = old_buffer[
-                : span.rows, :, span.first : span.end
-            ]
-            new_buffer[: span.rows, :, end:] = 0
+            used = new_buffer[: span.rows]
+            used[:, :, :first] = 0
+            used[:, :, first:end] = old_buffer[: span.rows, :, span.first : span.end]
+            used[:, :, end:] = 0
             self.buffers[i] = old_buffer.copy_(new_buffer) if in_place else new_buffer
 
     def see_rows(self) -> None:

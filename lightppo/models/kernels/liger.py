@@ -93,9 +93,7 @@ def why_not(model: PreTrainedModel, device: torch.device) -> str | None:
         return f"Liger has no kernels for {_family(model)}"
     # actor, critic and reference have the same layers
     config = model.base_model.config.to_dict()
-    layer_options = {
-        option_name: value for option_name, value in config.items() if option_name not in _OF_HEADS
-    }
+    layer_options = {name: value for name, value in config.items() if name not in _OF_HEADS}
     trial_key = type(model.base_model), str(layer_options), model.dtype, device
     if trial_key not in _TRIED:
         _TRIED[trial_key] = why_other_numbers(model, device)
@@ -119,8 +117,9 @@ def _patch_of(model: PreTrainedModel) -> Callable[..., None] | None:
 def put_kernels_in(model: PreTrainedModel) -> None:
     """Change this model alone: what Liger puts into transformers' modules, for all models to come, is taken out."""
     patch = _patch_of(model)
-    options = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    known_options = inspect.signature(patch).parameters
+    losses = {"cross_entropy", "fused_linear_cross_entropy"} & inspect.signature(
+        patch
+    ).parameters.keys()
     module_names = {type(module).__module__ for module in model.modules()}
     original_names = {
         name: dict(vars(sys.modules[name]))
@@ -129,9 +128,7 @@ def put_kernels_in(model: PreTrainedModel) -> None:
     }
     rotary_functions = {}
     try:
-        patch(
-            model=model, **{name: value for name, value in options.items() if name in known_options}
-        )
+        patch(model=model, **dict.fromkeys(losses, False))
     finally:
         for name, original_entries in original_names.items():
             module_entries = vars(sys.modules[name])
@@ -147,15 +144,11 @@ def put_kernels_in(model: PreTrainedModel) -> None:
 
 def _rotating(module_class: type[nn.Module]) -> FunctionType | None:
     """Return an attention's own forward, also beneath another one that has been put around it."""
-    class_forwards = (vars(forward).get("forward") for forward in module_class.__mro__)
-    return next(
-        (
-            forward
-            for forward in class_forwards
-            if isinstance(forward, FunctionType) and ROTARY in own_code(forward).__code__.co_names
-        ),
-        None,
-    )
+    for each_class in module_class.__mro__:
+        forward = vars(each_class).get("forward")
+        if isinstance(forward, FunctionType) and ROTARY in own_code(forward).__code__.co_names:
+            return forward
+    return None
 
 
 # -- are the numbers the same? ----------------------------------------------------------------------------------------
@@ -185,14 +178,12 @@ def _differences(model: PreTrainedModel, device: torch.device) -> Iterator[str]:
         original_numbers = numbers_of(small_model)
         put_kernels_in(small_model)
         # A gradient of nearly 0 is nothing but rounding.
-        smallest_norm = _SMALL * max(
-            _norm(original_numbers[name]) for name in original_numbers if name != _LOG_PROBS
-        )
+        norms = {name: _norm(numbers) for name, numbers in original_numbers.items()}
+        least = _SMALL * max(norm for name, norm in norms.items() if name != _LOG_PROBS)
         largest_difference = _MOST_IN_FLOAT32 if dtype is torch.float32 else _MOST_IN_16_BITS
-        for name, value in numbers_of(small_model).items():
-            difference = _norm(value.float() - original_numbers[name]) / max(
-                _norm(original_numbers[name]), smallest_norm
-            )
+        for name, numbers in numbers_of(small_model).items():
+            change = _norm(numbers.float() - original_numbers[name])
+            difference = change / max(norms[name], least)
             if not difference <= largest_difference:  # NaN, too
                 type_name = str(dtype).removeprefix("torch.")
                 yield f"in {type_name} {name} of {_family(model)} would differ by {difference:.1e}"

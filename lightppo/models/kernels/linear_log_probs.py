@@ -301,7 +301,6 @@ def scores_by_head(
     actor: Any,
     batch: Batch,
     actions: Tensor,
-    *,
     entropy: bool | Tensor,
     entropy_grad: bool,
     router_logits: bool,
