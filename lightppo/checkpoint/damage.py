@@ -223,8 +223,10 @@ def _leave_out(
     """Say that the run goes on from a whole checkpoint before damaged ones, which get other names or stay."""
     notes = []
     for tag, damage_text in damaged_tags.items():
-        new_name = f", kept as {tag}{DAMAGED}" if is_renamed else ""
-        notes.append(f"{tag} is damaged{new_name}: {damage_text}")
+        note = f"{tag} is damaged"
+        if is_renamed:
+            note = f"{tag} is damaged, kept as {tag}{DAMAGED}"
+        notes.append(f"{note}: {damage_text}")
     if is_renamed:
         rename = partial(_set_aside, root, damaged_tags, whole_tag)
         strategy.on_rank_0(rename, f"rename {list(damaged_tags)}")

@@ -122,12 +122,11 @@ def micro_batches(lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> l
     Rows of similar length are together, longest first, so that a lack of memory shows at once. By tokens, rows ×
     (longest prompt + longest response) stays within the budget; a row above the budget is alone.
     """
-    order = sorted(range(len(lengths)), key=lambda row: -sum(lengths[row]))
     if spec.unit == "samples":
-        return [order[start : start + spec.size] for start in range(0, len(order), spec.size)]
+        return packed_micro_batches(lengths, spec)
     batches: list[list[int]] = []
     longest = (0, 0)
-    for row in order:
+    for row in sorted(range(len(lengths)), key=lambda row: -sum(lengths[row])):
         new_longest = tuple(map(max, longest, lengths[row]))
         if batches and (len(batches[-1]) + 1) * sum(new_longest) <= spec.size:
             batches[-1].append(row)
@@ -250,28 +249,52 @@ class PackedRow:
     segments: Tensor  # the row's mask (segments_as_mask)
 
 
-def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
-    """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
+def pack(sequences: Tensor, attention_mask: Tensor, num_actions: int | None = None) -> PackedRow:
+    """Drop the padding, which may be on both sides: (B, S) -> (1, T).
+
+    With ``num_actions`` A, equal prompts (before the last A columns) stand once in the row.
+    """
     # Places and sizes are found on the CPU: one wait for a GPU instead of one for each.
     real = on_cpu(attention_mask).bool()
-    lengths = [length for length in real.sum(1).tolist() if length]
-    if not lengths:
+    if not real.any():
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
-    slots = (real.flatten().long().cumsum(0) - 1).view_as(real)  # (B, S)
-    return _row(sequences, real.flatten().nonzero()[:, 0], real, slots, lengths)
-
-
-def _row(
-    sequences: Tensor,
-    token_places: Tensor,
-    is_real: Tensor,
-    slots: Tensor,
-    lengths: list[int],
-    parents: list[int] | None = None,
-) -> PackedRow:
-    """Return the row of some places (T,) of the flat batch; all but ``sequences`` is on the CPU."""
+    groups = torch.arange(len(real))  # (B,), equal for equal prompts
+    width = 0
+    if num_actions is not None and num_actions < real.shape[1]:
+        width = real.shape[1] - num_actions
+        prompts = on_cpu(sequences)[:, :width].masked_fill(~real[:, :width], -1)  # (B, S - A)
+        groups = torch.unique(prompts, dim=0, return_inverse=True)[1]
+    prompt_lengths = real[:, :width].sum(1)  # (B,)
+    response_lengths = real[:, width:].sum(1)  # (B,)
+    is_same = groups[:, None] == groups  # (B, B)
+    leaders = is_same.to(torch.uint8).argmax(1)  # (B,), the row that brings the prompt
+    leads = leaders == torch.arange(len(leaders))  # (B,)
+    shares = (is_same.sum(1) > 1) & (prompt_lengths > 0)  # (B,)
+    order = torch.arange(len(groups))
+    if shares.any():
+        order = groups.argsort(stable=True)  # rows of one prompt stand together
+    in_row = real.clone()
+    in_row[:, :width] &= (leads | ~shares)[:, None]
+    slots = (in_row[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
+    slots[:, :width] = torch.where(shares[:, None], slots[leaders, :width], slots[:, :width])
+    segments: list[tuple[int, int]] = []  # length and parent of each that is not empty
+    parent = -1
+    columns = (
+        column[order].tolist() for column in (prompt_lengths, response_lengths, shares, leads)
+    )
+    for prompt_length, response_length, is_shared, is_leader in zip(*columns):
+        if not is_shared:
+            parent = -1
+            response_length += prompt_length
+        elif is_leader:
+            parent = len(segments)
+            segments.append((prompt_length, -1))
+        if response_length:
+            segments.append((response_length, parent))
+    lengths, parents = map(list, zip(*segments))
+    token_places = torch.arange(real.numel()).view_as(real)[order][in_row[order]]  # (T,)
+    positions = position_ids_from_mask(real).flatten()[token_places]
     device = sequences.device
-    positions = position_ids_from_mask(is_real).flatten()[token_places]
     return PackedRow(
         input_ids=sequences.flatten()[to_device(token_places, device)].unsqueeze(0),  # (1, T)
         position_ids=to_device(positions, device).unsqueeze(0),  # (1, T)
@@ -359,23 +382,23 @@ class RowPlan:
 
     def masks(self, window: int | None, states: Tensor) -> list[Tensor | None]:
         """Return for each segment (new, seen): 0 where a new position sees another, else -inf; None: it is causal."""
-        device = states.device
-
-        def masks() -> list[Tensor | None]:
-            added: list[Tensor | None] = []
-            for shape in zip(self.lengths, self.key_counts):
-                queries, keys = shape
-                if queries == keys and (window is None or keys <= window):
-                    added.append(None)
-                    continue
-                is_seen = torch.ones(shape, dtype=torch.bool, device=device).tril_(keys - queries)
-                if window is not None:
-                    is_seen.triu_(keys - queries + 1 - window)
-                mask = torch.zeros(shape, dtype=states.dtype, device=device)
-                added.append(mask.masked_fill_(~is_seen, float("-inf")))
-            return added
-
-        return self.once((window, states.dtype), masks)
+        cache_key = (window, states.dtype)
+        if cache_key in self._results:
+            return self._results[cache_key]
+        masks: list[Tensor | None] = []
+        for shape in zip(self.lengths, self.key_counts):
+            queries, keys = shape
+            if queries == keys and (window is None or keys <= window):
+                masks.append(None)
+                continue
+            is_seen = torch.ones(shape, dtype=torch.bool, device=states.device)
+            is_seen.tril_(keys - queries)
+            if window is not None:
+                is_seen.triu_(keys - queries + 1 - window)
+            mask = torch.zeros(shape, dtype=states.dtype, device=states.device)
+            masks.append(mask.masked_fill_(~is_seen, float("-inf")))
+        self._results[cache_key] = masks
+        return masks
 
 
 def segments_as_mask(
@@ -409,47 +432,7 @@ def continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[
     ]
 
 
-# -- prompts that several samples share -------------------------------------------------------------------------------
-
-
-def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> PackedRow | None:
-    """Pack with equal prompts (before the last A columns) once in the row; None: all differ."""
-    width = sequences.shape[1] - num_actions
-    if len(sequences) < 2 or width < 1:
-        return None
-    real = on_cpu(attention_mask).bool()
-    prompts = on_cpu(sequences)[:, :width].masked_fill(~real[:, :width], -1)  # (B, S - A)
-    groups = torch.unique(prompts, dim=0, return_inverse=True)[1]  # (B,)
-    prompt_lengths = real[:, :width].sum(1)  # (B,)
-    response_lengths = real[:, width:].sum(1)  # (B,)
-    shares = (groups.bincount()[groups] > 1) & (prompt_lengths > 0)  # (B,)
-    if not bool(shares.any()):
-        return None
-    order = groups.argsort(stable=True)  # rows of one prompt stand together
-    is_group_start = groups[order].diff(prepend=groups.new_tensor([-1])) != 0
-    leaders = order[is_group_start][groups]  # (B,), the row that brings the prompt
-    leads = leaders == torch.arange(len(leaders))  # (B,)
-    in_row = real.clone()
-    in_row[:, :width] &= (leads | ~shares)[:, None]
-    slots = (in_row[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
-    slots[:, :width] = torch.where(shares[:, None], slots[leaders, :width], slots[:, :width])
-    segments: list[tuple[int, int]] = []  # length and parent of each that is not empty
-    parent = -1
-    columns = (
-        column[order].tolist() for column in (prompt_lengths, response_lengths, shares, leads)
-    )
-    for prompt_length, response_length, is_shared, is_leader in zip(*columns):
-        if not is_shared:
-            parent = -1
-            response_length += prompt_length
-        elif is_leader:
-            parent = len(segments)
-            segments.append((prompt_length, -1))
-        if response_length:
-            segments.append((response_length, parent))
-    token_places = torch.arange(real.numel()).view_as(real)[order][in_row[order]]  # (T,)
-    lengths, parents = map(list, zip(*segments))
-    return _row(sequences, token_places, real, slots, lengths, parents)
+# -- places that are read -----------------------------------------------------------------------------------------------
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -202,9 +202,9 @@ def _check_loaded(
     model: PreTrainedModel, loading_info: dict[str, Any], model_name: str, any_head: bool
 ) -> bool:
     """Refuse a model that lacks weights, or has some in another shape; tell whether it has the head."""
-    head_weights = (
-        set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
-    )
+    head_weights = set()
+    if not model.can_generate():
+        head_weights = {f"{head}.weight" for head in head_names(model)}
     mismatches = sorted(
         shapes
         for shapes in loading_info["mismatched_keys"]

@@ -32,7 +32,6 @@ from lightppo.models.batches import (
     decoder_layers,
     distinct_places,
     pack,
-    pack_shared,
     packed_micro_batches,
     plan_of,
     position_ids_from_lengths,
@@ -225,7 +224,7 @@ class PackedBatch(Batch):
     def reading(self) -> AbstractContextManager:
         reads_few = 0 < len(self.read_at) < READ_SHARE * self.ids.shape[1]
         # A checkpointed layer runs again in the backward pass, which is outside of this context.
-        runs_again = torch.is_grad_enabled() and recomputes(self.layout.hf_model)
+        runs_again = torch.is_grad_enabled() and recomputes(self.layout.model.hf_model)
         if runs_again or not reads_few:
             return nullcontext()
         return only_at(self.layout.last_layer_parts, self.read_at)
@@ -254,14 +253,11 @@ class PackedLayout(PaddedLayout):
             self.pack()
 
     @property
-    def hf_model(self) -> PreTrainedModel:
-        return self.model.hf_model
-
-    @property
     def shares_prompts(self) -> bool:
         """Tell whether it packs, its attention takes segments, and there is no load-balancing loss."""
-        balances = getattr(self.hf_model.config, "output_router_logits", False)
-        return self.packs and self.share_prompts and takes_segments(self.hf_model) and not balances
+        model = self.model.hf_model
+        balances = getattr(model.config, "output_router_logits", False)
+        return self.packs and self.share_prompts and takes_segments(model) and not balances
 
     # -- packed or padded ----------------------------------------------------------------------------------------
 
@@ -269,18 +265,18 @@ class PackedLayout(PaddedLayout):
         """Pack from now on; PackingNotSupportedError for a family that cannot, as far as its config tells."""
         self._attend()
         self.packs = True
-        if self.share_prompts and not takes_segments(self.hf_model):
-            warn_that_nothing_is_shared(self.hf_model.config._attn_implementation)
+        if self.share_prompts and not takes_segments(self.model.hf_model):
+            warn_that_nothing_is_shared(self.model.hf_model.config._attn_implementation)
 
     def try_packing(self, device: torch.device) -> str | None:
         """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
-        attention = self.hf_model.config._attn_implementation
+        model = self.model.hf_model
+        attention = model.config._attn_implementation
         # Eager attention goes over all of a row, with a mask.
-        keeps_sequences_apart = attention == "flash_attention_2" or takes_segments(self.hf_model)
-        needs_another = not keeps_sequences_apart and attention_for_rows(self.hf_model) is None
-        if needs_another and not has_alibi(self.hf_model):
-            if not self.hf_model._supports_sdpa:
-                return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
+        keeps_sequences_apart = attention == "flash_attention_2" or takes_segments(model)
+        if not (keeps_sequences_apart or attention_for_rows(model) or has_alibi(model)):
+            if not model._supports_sdpa:
+                return f"{type(model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
         if reason := self.obstacle(device):
             self.stop_packing()
@@ -301,15 +297,16 @@ class PackedLayout(PaddedLayout):
         """Pad from now on."""
         self.packs = False
         self.last_layer_parts = None
-        if takes_segments(self.hf_model):
-            self.hf_model.set_attn_implementation(self.own_attention)
+        if takes_segments(self.model.hf_model):
+            self.model.hf_model.set_attn_implementation(self.own_attention)
 
     def _attend(self) -> None:
-        check_packing_layers(self.hf_model)
-        attention = attention_for_rows(self.hf_model)
+        model = self.model.hf_model
+        check_packing_layers(model)
+        attention = attention_for_rows(model)
         if attention is not None:
-            self.own_attention = self.hf_model.config._attn_implementation
-            self.hf_model.set_attn_implementation(attention)
+            self.own_attention = model.config._attn_implementation
+            model.set_attn_implementation(attention)
 
     @torch.no_grad()
     def _probe(self, device: torch.device) -> None:
@@ -319,7 +316,7 @@ class PackedLayout(PaddedLayout):
         """
         if self.last_layer_parts is not None:
             return
-        model = self.hf_model
+        model = self.model.hf_model
         position_wise_parts = position_wise(model)
         vocabulary = model.config.get_text_config().vocab_size
         token_ids = (7 * torch.arange(9, device=device)[None] + 3) % vocabulary
@@ -359,11 +356,8 @@ class PackedLayout(PaddedLayout):
             return super().batch(sequences, attention_mask, columns, real, num_actions)
         device = sequences.device
         self._probe(device)
-        row = None
-        if num_actions is not None and self.shares_prompts:
-            row = pack_shared(sequences, attention_mask, num_actions)
-        if row is None:
-            row = pack(sequences, attention_mask)
+        shared_actions = num_actions if self.shares_prompts else None
+        row = pack(sequences, attention_mask, shared_actions)
         places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
         return PackedBatch(
             ids=row.input_ids,
