@@ -145,9 +145,10 @@ def _load(
     if language_model is not None:
         with errors_name(path, flag):
             language_model.belongs_to(model)
-    # Rates of the checkpoint are 0 in the config; what --override_config has set stays.
-    set_rates = [rate for rates in dropout_rates(config) for rate in rates.values()]
-    disable_dropout(model, allowed_rates=set_rates)
+    allowed_rates: list[float] = []
+    if load_options.override_config:  # the rates of the checkpoint are 0 in the config
+        allowed_rates = [rate for rates in dropout_rates(config) for rate in rates.values()]
+    disable_dropout(model, allowed_rates)
     checkpoint_config = AutoConfig.from_pretrained(
         path, trust_remote_code=load_options.trust_remote_code
     )

@@ -24,7 +24,7 @@ from lightppo.errors import PackingNotSupportedError, UserError
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
 from lightppo.models.attention.recurrent import why_not_by_segment
-from lightppo.models.attention.row_attention import PACKED_SDPA
+from lightppo.models.attention.row_attention import PACKED_SDPA, has_alibi
 from lightppo.models.batches import (
     Batch,
     PaddedLayout,
@@ -67,7 +67,7 @@ def attention_for_rows(model: PreTrainedModel) -> str | None:
 
 def check_packing_layers(model: nn.Module) -> None:
     """Refuse families that cannot be packed, judging by the model's class and config alone."""
-    if has_alibi(model):
+    if has_alibi(model.config):
         reason = "its attention has alibi, which would count positions from the start of the row"
         raise packing_error(model, reason)
     if not takes(model.base_model, "position_ids"):
@@ -78,12 +78,6 @@ def check_packing_layers(model: nn.Module) -> None:
     for layer_kind in sorted(set(layer_kinds)):
         if reason := why_not_packed(model, layer_kind):
             raise packing_error(model, f"it has layers of type {layer_kind}: {reason}")
-
-
-def has_alibi(model: nn.Module) -> bool:
-    """Tell whether attention makes positions by alibi (arXiv:2108.12409): Bloom, MPT, old Falcon."""
-    config = model.config
-    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 def why_not_packed(model: nn.Module, kind: str) -> str | None:
@@ -274,7 +268,7 @@ class PackedLayout(PaddedLayout):
         attention = model.config._attn_implementation
         # Eager attention goes over all of a row, with a mask.
         keeps_sequences_apart = attention == "flash_attention_2" or takes_segments(model)
-        if not (keeps_sequences_apart or attention_for_rows(model) or has_alibi(model)):
+        if not (keeps_sequences_apart or attention_for_rows(model) or has_alibi(model.config)):
             if not model._supports_sdpa:
                 return f"{type(model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"

@@ -83,7 +83,9 @@ class SegmentBatches:
     """All segments of a row, parents first."""
 
     batches: list[SegmentBatch]
-    back: Tensor  # (T,) where each place of the row stands among the flat outputs of all batches
+    output_places: (
+        Tensor  # (T,) where each place of the row stands among the flat outputs of all batches
+    )
 
 
 def batches_of(plan: RowPlan, device: torch.device, equal_lengths: bool = False) -> SegmentBatches:
@@ -97,8 +99,8 @@ def _batches(plan: RowPlan, device: torch.device, equal_lengths: bool) -> Segmen
     starts = [0, *accumulate(lengths)]
     longest_first = sorted(range(len(lengths)), key=lambda segment: -lengths[segment])
     continued = [segment for segment in longest_first if segment in plan.parents]
-    alone = [s for s in longest_first if s not in plan.parents and plan.parents[s] < 0]
     children = [segment for segment in longest_first if plan.parents[segment] >= 0]
+    alone = [segment for segment in longest_first if segment not in {*continued, *children}]
 
     def cut(members: list[int]) -> list[list[int]]:
         parts = cheapest_parts([lengths[segment] for segment in members], call_cost)
@@ -156,7 +158,7 @@ def by_segment(
         outputs.append(output.flatten(0, 1))
         if batch.keeps_states:
             states.append(last_states)
-    return select_rows(torch.cat(outputs), segment_batches.back)[None]
+    return select_rows(torch.cat(outputs), segment_batches.output_places)[None]
 
 
 def _with_padding(row: Tensor, fill: float) -> Tensor:

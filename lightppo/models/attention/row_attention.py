@@ -253,7 +253,8 @@ def resolve_attn_implementation(
             "--attn_implementation sdpa leaves out this model's attn_logit_softcapping: leave the option out, or set "
             """--override_config '{"attn_logit_softcapping": null}' to train without it"""
         )
-    if name == "eager" and adds_alibi_twice(config):
+    # Falcon's mask has the alibi in it, and its eager layers add it again.
+    if name == "eager" and config is not None and config.model_type == "falcon" and config.alibi:
         raise ModelLoadError(
             "--attn_implementation eager adds this model's alibi twice (Falcon in transformers): leave the option out"
         )
@@ -286,9 +287,9 @@ def resolve_attn_implementation(
     return "flash_attention_2"
 
 
-def adds_alibi_twice(config: PretrainedConfig | None) -> bool:
-    """Tell whether eager attention is wrong: Falcon's mask has the alibi in it, and eager layers add it again."""
-    return config is not None and config.model_type == "falcon" and bool(config.alibi)
+def has_alibi(config: PretrainedConfig) -> bool:
+    """Tell whether attention makes positions by alibi (arXiv:2108.12409): Bloom, MPT, old Falcon."""
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 def caps_scores(config: PretrainedConfig | None) -> bool:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.models.attention.row_attention import PACKED_SDPA
+from lightppo.models.attention.row_attention import PACKED_SDPA, has_alibi
 
 SLOT_SDPA = "slot_sdpa"
 
@@ -25,7 +25,7 @@ def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
     return (
         config._attn_implementation in ("sdpa", PACKED_SDPA)
         and getattr(model, "_supports_attention_backend", False)
-        and not getattr(config, "alibi", False)
+        and not has_alibi(config)
     )
 
 

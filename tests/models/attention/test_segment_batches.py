@@ -35,7 +35,7 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [batch.parents and batch.parents.tolist() for batch in split.batches[:2]] == [None] * 2
     assert split.batches[2].parents.tolist() == [0, 0, 1]
     # outputs: 2 × 3, then 2, then 3 × 2
-    assert split.back.tolist() == [0, 1, 2, 10, 8, 9, 6, 7, 3, 4, 12]
+    assert split.output_places.tolist() == [0, 1, 2, 10, 8, 9, 6, 7, 3, 4, 12]
     assert batches_of(plan, CPU) is split
     alone = batches_of(plan, CPU, equal_lengths=True)
     assert [batch.places.tolist() for batch in alone.batches[:2]] == [[[0, 1, 2]], [[8, 9]]]
