@@ -28,7 +28,7 @@ help:
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
-	@echo "make lint         ruff"
+	@echo "make lint         ruff, and mypy over what users import"
 	@echo "make docs         write the generated pages of docs/, build the site into runs/site, check its links"
 	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
@@ -99,6 +99,7 @@ coverage: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.cli.flags_page

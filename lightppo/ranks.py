@@ -23,10 +23,14 @@ class Ranks:
     Strategies have the same methods. Every one but ``get_rank``, ``is_rank_0`` and ``print`` is collective.
     """
 
-    world_size = 1
+    device: Any  # where the tensors of this rank live
 
     def __init__(self, device: Any = "cpu") -> None:
-        self.device = device  # where the tensors of this rank live
+        self.device = device
+
+    @property
+    def world_size(self) -> int:
+        return 1
 
     def get_rank(self) -> int:
         return 0

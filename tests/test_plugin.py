@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from lightppo.errors import ConfigError
-from lightppo.plugin import LOSS_TERMS
+from lightppo.plugin import LOSS_TERMS, PUBLIC
 from lightppo.table import Entry, load
 
 REPO = Path(__file__).parents[1]
@@ -91,3 +92,14 @@ def test_a_documented_name_works_at_its_old_place_with_a_warning():
     with pytest.warns(FutureWarning, match=r"import it from there"):
         from lightppo.plugins.ops.kept import KeptFiles
     assert KeptFiles is Files
+
+
+def test_types_are_checked_of_what_users_import():
+    """``make lint`` runs mypy over the files of every public name, and their types are in the package."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    files = {"lightppo/__init__.py", "lightppo/plugin.py"}
+    for module in PUBLIC.values():
+        path = module.replace(".", "/")
+        files.add(f"{path}.py" if (REPO / f"{path}.py").is_file() else f"{path}/__init__.py")
+    assert set(project["tool"]["mypy"]["files"]) == files
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["lightppo"]

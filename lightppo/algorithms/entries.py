@@ -146,7 +146,8 @@ def policy_loss(*without_brackets: Any, **traits: Any) -> Callable[[F], F]:
 
 def _with_traits(traits: Mapping[str, Any], function: F) -> F:
     """Return the function itself, which now says what it needs: see :meth:`lightppo.table.Table.find`."""
-    function.traits = traits
+    marked: Any = function
+    marked.traits = traits
     return function
 
 

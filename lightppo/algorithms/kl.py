@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def divergence_of_models(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
         )
     per_token = full_kl(
-        scores.logits, other.logits, actor.temperature, divergence=divergence
+        cast(Tensor, scores.logits), other.logits, actor.temperature, divergence=divergence
     )  # (K,)
     spread = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
     return spread, other.log_probs

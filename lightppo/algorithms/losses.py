@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -46,11 +47,10 @@ class LossInputs:
     old_log_probs: Tensor  # of the policy in the ratio's denominator
     advantages: Tensor
     action_mask: Tensor  # bool
-    eps_low: float | None = None  # how far below 1 the ratio may fall; None: the loss does not clip
-    # how far above 1 the ratio may rise; None: the loss does not clip
-    eps_high: float | None = None
-    # bool, tokens singled out by the loss's selection; None: it has no selection
-    selected: Tensor | None = None
+    eps_low: Any = None  # float: how far below 1 the ratio may fall; None: the loss does not clip
+    eps_high: Any = None  # float: how far above 1 it may rise; None: the loss does not clip
+    # Tensor (B, A) bool: tokens singled out by the loss's selection; None: it has no selection
+    selected: Any = None
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -68,7 +68,7 @@ class LossInputs:
             min=1
         )
 
-    def clipped_surrogate(self, ratio: Tensor) -> TokenLoss:
+    def clipped_surrogate(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and the tokens that lose their gradient to the clip."""
         loss = -ratio * self.advantages
         clipped_loss = -ratio.clamp(1.0 - self.eps_low, 1.0 + self.eps_high) * self.advantages
@@ -186,7 +186,7 @@ def sapo_policy_loss(inputs: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: f
     return -(4.0 / tau) * gate * inputs.advantages, metrics
 
 
-def clip_cov_policy_loss(inputs: LossInputs, **_) -> TokenLoss:
+def clip_cov_policy_loss(inputs: LossInputs, **_: Any) -> TokenLoss:
     """PPO's loss without the ``selected`` tokens, whose covariance of log prob and advantage makes the entropy fall.
 
     Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; see ``selection.select_clip_cov``.
@@ -200,7 +200,7 @@ def clip_cov_policy_loss(inputs: LossInputs, **_) -> TokenLoss:
     )
 
 
-def kl_cov_policy_loss(inputs: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
+def kl_cov_policy_loss(inputs: LossInputs, *, kl_cov_coef: float, **_: Any) -> TokenLoss:
     """-ρA, without a clip; ``selected`` tokens also pay coef·|d| (KL-Cov, Cui et al. 2025, arXiv:2505.22617).
 
     The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
@@ -318,6 +318,8 @@ class PolicyLoss:
     # what the names above stand for
     of_tokens: PolicyLossFn = field(init=False, repr=False, compare=False)
     aggregate: Aggregation = field(init=False, repr=False, compare=False)
+    # of the last call without a normalizer
+    last_metrics: Metrics = field(init=False, repr=False, compare=False)
 
     def __post_init__(self, clip_eps: float | None) -> None:
         entry = self.entry
@@ -330,7 +332,7 @@ class PolicyLoss:
                 f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out"
             )
         low, high = (own if x is None else x for x, own in zip(given, entry.eps_clip or given))
-        if low is not None and not (0 < low <= 1 and high > 0):
+        if low is not None and high is not None and not (0 < low <= 1 and high > 0):
             raise ValueError(
                 f"--eps_clip_low must be above 0 and at most 1, --eps_clip_high above 0, not {low}, {high}"
             )
@@ -446,11 +448,11 @@ class ValueLoss:
     value_clip: float | None = 0.2  # c, in units of the value, above 0; None: no clipping
     loss_agg_mode: str = "token-mean"
     huber_delta: float | None = None  # δ, above 0; None: ½e² everywhere
-    clip_eps: InitVar[float | None] = ...  # LightRFT's name of value_clip
+    clip_eps: InitVar[float | EllipsisType | None] = ...  # LightRFT's name of value_clip
     horizon: float = 1.0  # as of PolicyLoss
     aggregate: Aggregation = field(init=False, repr=False, compare=False)  # that of loss_agg_mode
 
-    def __post_init__(self, clip_eps: float | None) -> None:
+    def __post_init__(self, clip_eps: float | EllipsisType | None) -> None:
         if clip_eps is not ...:
             object.__setattr__(self, "value_clip", clip_eps)
         object.__setattr__(self, "aggregate", LOSS_AGG_MODES.find(self.loss_agg_mode).fn)

@@ -33,7 +33,7 @@ def get_llm_for_sequence_regression(
     **options: Any,
 ) -> Critic | RewardModel:
     """A critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`."""
-    classes = {"critic": Critic, "reward": RewardModel}
+    classes: dict[str, type[Critic | RewardModel]] = {"critic": Critic, "reward": RewardModel}
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
     model = classes[model_type](path, **options)
@@ -63,7 +63,7 @@ class ActorLanguage(Actor):
             raise ConfigError(
                 f"device_map {device_map!r}: leave it out, the launcher gives each process its device"
             )
-        kinds = {"use_flash_attention_2": use_flash_attention_2, "bf16": bf16}
+        kinds: dict[str, Any] = {"use_flash_attention_2": use_flash_attention_2, "bf16": bf16}
         if not isinstance(pretrain_or_model, str):  # a model that is built already has its type
             kinds = {name: value for name, value in kinds.items() if value and name != "bf16"}
         super().__init__(pretrain_or_model, **kinds, **options)
@@ -104,13 +104,10 @@ def compute_approx_kl(
     OpenRLHF until 0.5 has ``use_kl_estimator_k3`` in the place of ``kl_estimator``.
     """
     if isinstance(kl_estimator, bool):
-        kl_estimator, use_kl_estimator_k3 = "k1", kl_estimator
-    return approx_kl(
-        log_probs,
-        log_probs_base,
-        "k3" if use_kl_estimator_k3 else kl_estimator,
-        action_mask=action_mask,
-    )
+        estimator = "k3" if kl_estimator else "k1"
+    else:
+        estimator = "k3" if use_kl_estimator_k3 else kl_estimator
+    return approx_kl(log_probs, log_probs_base, estimator, action_mask=action_mask)
 
 
 def get_strategy(args: Any) -> DeepspeedStrategy:

@@ -23,7 +23,6 @@ from lightppo.data.prepared_rows import (
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
     TEMPLATE_KEYS,
-    RowFields,
     chat_without_nulls,
     lookup,
     other_columns,
@@ -59,7 +58,7 @@ class PreparedDataset(TorchDataset):
     _encode: Callable[[list[Any]], Iterable[Outcome]]  # of what _render_row returned
 
     def __init__(
-        self, dataset: Dataset, template: PromptTemplate, fields: RowFields, **options: Any
+        self, dataset: Dataset, template: PromptTemplate, fields: Any, **options: Any
     ) -> None:
         """Encode the rows; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
         self.dataset = dataset

@@ -106,7 +106,8 @@ class SFTDataset(PreparedDataset):
         overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
     ) -> None:
         if isinstance(input_template, bool):  # older calls have pretrain_mode in this place
-            input_template, pretrain_mode = None, input_template
+            pretrain_mode = input_template
+            input_template = None
         if multiturn and pretrain_mode:
             raise DataError("multiturn needs chats, so no pretrain_mode")
         args = script_args(strategy, tokenizer, multiple_of)
@@ -128,7 +129,7 @@ class SFTDataset(PreparedDataset):
             raise DataError(
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
-        form = {
+        form: dict[str, Any] = {
             "apply_chat_template": apply_chat_template,
             "input_template": input_template,
             "chat_template_kwargs": chat_template_kwargs,
@@ -205,7 +206,7 @@ class SFTDataset(PreparedDataset):
             return tokenizer.eos_token_id
         return tokenizer.pad_token_id
 
-    def _render_row(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _render_row(self, row: Mapping[str, Any]) -> Sequence[Any]:
         """Return prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
         prompt, completion = read_example(row, self.fields)
         options = template_options(row)
@@ -237,11 +238,11 @@ class SFTDataset(PreparedDataset):
                 "no completion: set --output_key, or pretrain_mode for text without a prompt",
             )
         if is_text and self.pretrain_mode:
-            text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
-            return text, text
+            document = Rendered(f"{prompt}{completion or ''}", is_chat=False, messages=None)
+            return document, document
         if is_text and not self.template.apply_chat_template:
             start = self.template.render(prompt, options)
-            return start, Rendered(start.text + completion, is_chat=False, messages=None)
+            return start, Rendered(f"{start.text}{completion}", is_chat=False, messages=None)
         chat = as_chat(prompt, "user")
         answer = [] if completion is None else as_chat(completion, "assistant")
         text = closed(self.template.chat_text(chat + answer, options))
@@ -262,7 +263,7 @@ class SFTDataset(PreparedDataset):
             raise BadRowError("template", differs(start.text, whole.text, shared))
         return start, whole
 
-    def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
+    def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         if not self.multiturn:
             for ids, prompt_length in self._ids(rendered):
                 yield self._fit_example(ids, prompt_length)
@@ -274,8 +275,8 @@ class SFTDataset(PreparedDataset):
 
     def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
-        ids = []
-        learned = []
+        ids: list[int] = []
+        learned: list[bool] = []
         place = 0
         for begin, end in spans:
             for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
@@ -300,7 +301,7 @@ class SFTDataset(PreparedDataset):
         """Yield ids, which end with the end-of-text, and how many of them are the prompt's."""
         if self.pretrain_mode:
             wholes = self.template.encode_rendered([whole for _, whole in rendered])
-            answered = ((ids, 0) for ids in wholes)
+            answered: Iterator[tuple[list[int], int]] = ((ids, 0) for ids in wholes)
         else:
             answered = self.template.encode_answered(rendered)
         for ids, start in answered:
@@ -346,14 +347,16 @@ _ROOM = 2  # tokens of an answer that a prompt must leave room for, one of them 
 
 
 def _left_out(outcome: Outcome) -> Outcome:
-    is_known = isinstance(outcome, BadRowError) and outcome.reason in _LEFT_OUT
-    return outcome.reason if is_known else outcome
+    if isinstance(outcome, BadRowError) and outcome.reason in _LEFT_OUT:
+        return outcome.reason
+    return outcome
 
 
 def _one_length(max_length: int | None, max_len: int | None) -> int:
-    if (max_length is None) == (max_len is None):
+    given = [limit for limit in (max_length, max_len) if limit is not None]
+    if len(given) != 1:
         raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
-    limit = int(max_len if max_length is None else max_length)
+    limit = int(given[0])
     if limit < 2:
         raise DataError(f"max_len is {limit}; at least 2, one token to see and one to predict")
     return limit

@@ -121,7 +121,7 @@ class _ClipAndCheck:
 
     max_norm: float
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         params = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]

@@ -26,7 +26,7 @@ from lightppo.distributed.device import (
 )
 from lightppo.distributed.rendezvous import ensure_launcher_variables, join_ranks
 from lightppo.errors import LaunchError, UserError
-from lightppo.ranks import heartbeat
+from lightppo.ranks import Ranks, heartbeat
 from lightppo.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ GATHERED_BYTES = 1 << 20
 
 
 @dataclass(eq=False, repr=False)
-class DistributedStrategy:
+class DistributedStrategy(Ranks):
     """The ranks of a run, as in :class:`lightppo.ranks.Ranks`."""
 
     seed: int = 42  # of Python, NumPy and torch on every rank, and of samplers

@@ -46,7 +46,7 @@ def is_program(target: Any) -> bool:
     return set(_GIVEN) <= inspect.signature(run).parameters.keys()
 
 
-def environment_of(program: type) -> type:
+def environment_of(program: Any) -> type:
     """Return the class of environments that run such a program; ``reset`` takes the columns that ``run`` takes."""
 
     async def reset(self: AgentEnvironment, **row: Any) -> Opening:
@@ -57,8 +57,9 @@ def environment_of(program: type) -> type:
 
     run = inspect.signature(program.run)
     columns = [one for name, one in run.parameters.items() if name not in _GIVEN]
-    reset.__signature__ = run.replace(parameters=columns)
-    methods = {"program": program, "reset": reset}
+    signed: Any = reset
+    signed.__signature__ = run.replace(parameters=columns)
+    methods: dict[str, Any] = {"program": program, "reset": reset}
     if hasattr(program, "get_reward"):
         methods["get_reward"] = get_reward
     return type(program.__name__, (AgentEnvironment,), methods)
@@ -73,7 +74,7 @@ class AgentEnvironment:
     def __init__(self) -> None:
         self._program = self.program()
         self._history = History()
-        self._conversation: Conversation | None = None
+        self._conversation: Any = None  # a Conversation, once it has begun
         self._running: asyncio.Future[Any] | None = None
         self._key = ""
 
@@ -157,7 +158,8 @@ async def run_program(
     try:
         # If this were cancelled, asyncio would kill the program, but not what it has started by then.
         process = await asyncio.shield(starting)
-        written = await _read(process.stdout, command[0])
+        output: Any = process.stdout  # a pipe, as asked for above
+        written = await _read(output, command[0])
         await process.wait()
     finally:
         process = await starting
@@ -167,9 +169,8 @@ async def run_program(
                 kill()
             with contextlib.suppress(TimeoutError):  # what left the group may hold the pipe open
                 async with asyncio.timeout(_LAST_WAIT):
-                    while await process.stdout.read(
-                        1 << 16
-                    ):  # asyncio waits for the pipe's end too
+                    # asyncio waits for the pipe's end too
+                    while process.stdout is not None and await process.stdout.read(1 << 16):
                         pass
                     await process.wait()
     text = written.decode("utf-8", "replace")

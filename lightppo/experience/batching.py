@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.rules import MicroBatchSpec
@@ -98,13 +99,18 @@ class ReplayBuffer:
         """Whitens the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""
         # A rank without samples takes part in the collectives.
         items = self.items or [Experience.placeholder()]
-        values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
+        values = torch.cat([cast(Tensor, item.advantages) for item in items], 1)  # (1, ΣA)
         mask = torch.cat([item.action_mask for item in items], 1)
         all_reduce_sum = partial(ranks.all_reduce, op="sum")
         whitened = whiten(values, mask, all_reduce_sum=all_reduce_sum, **options)
         rows = whitened.split([item.num_actions for item in items], dim=1)
         for item, row in zip(items, rows):
             item.advantages = row
+
+
+def pass_generator(seed: int, step: int, epoch: int, rank: int) -> torch.Generator:
+    """Return what shuffles one pass over the buffer: another order in each step, epoch and on each rank."""
+    return torch.Generator().manual_seed(hash((seed, step, epoch, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
 
 
 @dataclass(frozen=True)
@@ -198,5 +204,7 @@ def minibatches(
     for rows in torch.tensor(order, dtype=torch.long).tensor_split(steps) if steps else ():
         of_step = rows.tolist()
         of_actor = planned(of_step, actor)
-        has_its_own = critic is not None and critic != actor
-        yield Minibatch(of_actor, planned(of_step, critic) if has_its_own else None)
+        of_critic = None
+        if critic is not None and critic != actor:
+            of_critic = planned(of_step, critic)
+        yield Minibatch(of_actor, of_critic)

@@ -141,7 +141,8 @@ class Experience:
         """Make one row of two tokens with nothing to train, for a rank that runs out of micro batches before others."""
         mask = torch.zeros(1, 1, dtype=torch.bool, device=device)
         sequences = torch.zeros(1, 2, dtype=torch.long, device=device)
-        tensors = {name: mask.float() for name in ACTION_TENSORS} | {"selected": mask}
+        tensors: dict[str, Any] = {name: mask.float() for name in ACTION_TENSORS}
+        tensors["selected"] = mask
         return cls(sequences, torch.ones_like(sequences), mask, **tensors)
 
     def select(self, rows: Sequence[int]) -> Self:
@@ -278,5 +279,5 @@ ACTION_TENSORS = [
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
     """Stack 1-d tensors, padded with zeros to the longest (B, longest)."""
     return torch.nn.utils.rnn.pad_sequence(
-        rows, batch_first=True, padding_side="left" if left else "right"
+        list(rows), batch_first=True, padding_side="left" if left else "right"
     )

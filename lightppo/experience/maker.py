@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightppo.algorithms.advantages import advantage_fn, compute_token_rewards
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
@@ -86,15 +86,15 @@ class ExperienceMaker:
         sample: gets prompts as texts, their labels and generation options of a script, and returns scored rollouts.
     """
 
-    sample: Callable[..., list[Rollout]] | None = None
+    sample: Callable[..., Sequence[Rollout]] | None = None
     # Scripts of LightRFT read this attribute. Here it stays empty: times are in the logs, under perf/.
     perf_stats: dict[str, float] | None = None
 
     def __init__(
         self,
-        actor: nn.Module,
-        critic: nn.Module | None,
-        initial_model: nn.Module | None,
+        actor: Any,
+        critic: Any,
+        initial_model: Any,
         strategy: Ranks,
         kl_ctl: KLController,
         config: PPOConfig,
@@ -130,10 +130,10 @@ class ExperienceMaker:
         self.estimator_inputs = None
         if self.estimator.inputs is not None:
             self.estimator_inputs = load(self.estimator.inputs)(config)
-        kl_name = self.algorithm.kl_estimator
+        kl_name: Any = self.algorithm.kl_estimator  # a name, as the config is resolved
         kl_clip = self.algorithm.kl_clip
         kl_entry = KL_ESTIMATORS.find(kl_name)
-        self.kl_of_models = None
+        self.kl_of_models: Callable[..., tuple[Tensor, Tensor]] | None = None
         if kl_entry.over_vocabulary:
             self.kl_of_models = partial(kl_entry.fn, clip=kl_clip)
             kl_name = "k1"
@@ -165,7 +165,7 @@ class ExperienceMaker:
     @torch.no_grad()
     def make_experience_list(
         self,
-        rollouts: Sequence[Rollout] | Sequence[str],
+        rollouts: Sequence[Any],  # scored rollouts, or prompts as texts
         all_labels: Sequence[Any] | None = None,
         **generate_kwargs: Any,
     ) -> list[Experience]:
@@ -195,8 +195,11 @@ class ExperienceMaker:
         if not rollouts:
             batch = batch.without_rows()
             made = {name: values[:0] for name, values in made.items()}
-        truncated = [rollout.truncated for rollout in rollouts]
-        truncated = torch.tensor(truncated, dtype=torch.bool, device=self.strategy.device)  # (B,)
+        truncated = torch.tensor(
+            [rollout.truncated for rollout in rollouts],
+            dtype=torch.bool,
+            device=self.strategy.device,
+        )  # (B,)
         if self.config.reward.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
@@ -263,6 +266,7 @@ class ExperienceMaker:
         Returns:
             what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
         """
+        calls: dict[str, Callable[[Experience], Mapping[str, Tensor]]]
         calls = {"actor": self._run_actor} if self.old_log_probs == "forward" else {}
         if self.initial_model is not None and not self.full_kl:
             calls["reference"] = self._run_reference
@@ -286,7 +290,7 @@ class ExperienceMaker:
             if name in self.passes and self.passes[name].takes_all:
                 spec = MicroBatchSpec(len(lengths))
             parts = self.layout.split(lengths, spec, self.strategy, prompts)
-            filled = level(parts, self.strategy, lambda parts=parts: parts[-1])
+            filled = level(parts, self.strategy, partial(itemgetter(-1), parts))
             plan += [(name, rows) for rows in filled]
         made: dict[str, Tensor] = {}
         for name, of_call in groupby(self.progress(plan), key=itemgetter(0)):
@@ -302,7 +306,7 @@ class ExperienceMaker:
                         into[key][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
-            made["action_log_probs"] = batch.rollout_log_probs.clone()
+            made["action_log_probs"] = cast(Tensor, batch.rollout_log_probs).clone()
         if self.has_kl and not self.full_kl:
             made["kl"] = self.sampled_kl(made["action_log_probs"], made["base_action_log_probs"])
         for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
@@ -327,7 +331,7 @@ class ExperienceMaker:
             made["score_norms"] = torch.zeros_like(actor.log_probs)  # (b, a)
             norms = score_norms(actor.logits, actor.log_probs[actor.real], self.actor.temperature)
             made["score_norms"][actor.real] = norms.to(actor.log_probs.dtype)
-        if self.full_kl:
+        if self.full_kl and self.kl_of_models is not None:
             made["kl"], made["base_action_log_probs"] = self.kl_of_models(
                 self.actor, self.initial_model, actor, part
             )
@@ -366,8 +370,9 @@ class ExperienceMaker:
         mask = batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
-        groups = [rollout.prompt.index for rollout in rollouts]
-        groups = torch.tensor(groups, dtype=torch.long, device=device)
+        groups = torch.tensor(
+            [rollout.prompt.index for rollout in rollouts], dtype=torch.long, device=device
+        )
         scores = self.shaper.shape(rollouts, learn=True)[:, None]  # (B, 1)
         scores = normalize_scores(
             self.config, scores, mask.any(1, keepdim=True), groups, self._all_reduce_sum
@@ -379,7 +384,7 @@ class ExperienceMaker:
             kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
             token_scores=self.shaper.token_scores(rollouts, mask),
         )  # (B, A)
-        greedy = None
+        greedy: list[Any] | None = None
         if self.estimator.needs_greedy_baseline:
             greedy = [rollout.baseline for rollout in rollouts]
         inputs = self.estimator_inputs(rollouts, device) if self.estimator_inputs else {}
@@ -425,7 +430,7 @@ class ExperienceMaker:
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """Add the numbers of each sample that are logged."""
-        numbers: dict[str, list[float | None]] = {}
+        numbers: dict[str, Sequence[float | None]] = {}
         if self.rewarded:
             numbers["reward"] = [rollout.reward for rollout in rollouts]
         if any(rollout.stale for rollout in rollouts):
@@ -434,10 +439,10 @@ class ExperienceMaker:
         longest = self.config.data.prompt_max_len
         numbers["prompt_clip_ratio"] = [length >= longest for length in lengths]
         if self.estimator.needs_greedy_baseline:
-            numbers["reward/greedy_baseline"] = [rollout.baseline.reward for rollout in rollouts]
+            greedy: list[Any] = [rollout.baseline for rollout in rollouts]
+            numbers["reward/greedy_baseline"] = [rollout.reward for rollout in greedy]
         for name in sorted({name for rollout in rollouts for name in rollout.extras}):
-            values = [rollout.extras.get(name, math.nan) for rollout in rollouts]
-            numbers[f"reward/{name}"] = values
+            numbers[f"reward/{name}"] = [rollout.extras.get(name, math.nan) for rollout in rollouts]
         for name, values in numbers.items():
             batch.info[name] = torch.tensor(
                 values, dtype=torch.float32, device=self.strategy.device

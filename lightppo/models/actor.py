@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -111,7 +111,9 @@ class Actor(PretrainedWrapper):
         """
         refuse_ring(ring_attn_group)
         if packed_seq_lens is not None:
-            batch = self.layout.batch_of_row(sequences, packed_seq_lens, num_actions)
+            batch = self.layout.batch_of_row(
+                sequences, packed_seq_lens, cast("list[int] | None", num_actions)
+            )
             if num_actions is None:
                 return self._run(batch)
             actions = sequences[0, batch.places + 1]
@@ -119,7 +121,7 @@ class Actor(PretrainedWrapper):
             mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
             return self._run(Batch(sequences, mask))
         else:
-            batch, actions = self._of_actions(sequences, num_actions, attention_mask)
+            batch, actions = self._of_actions(sequences, cast(int, num_actions), attention_mask)
         output, log_probs, *_ = self._predict(batch, actions, logits=return_output)
         log_probs = batch.scatter(log_probs)  # (B, A)
         if not return_output:
@@ -160,7 +162,7 @@ class Actor(PretrainedWrapper):
         )
         return ActionScores(
             log_probs=batch.scatter(log_probs),  # (B, A)
-            real=batch.real,
+            real=cast(Tensor, batch.real),
             entropy=None if entropies is None else batch.scatter(entropies),  # (B, A)
             logits=all_logits,
             router_loss=self._router_loss(output) if router_loss else None,

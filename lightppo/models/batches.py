@@ -32,7 +32,7 @@ class Batch:
     ids: Tensor  # (B, S)
     mask: Tensor  # (B, S)
     columns: slice = field(default_factory=lambda: slice(None))  # the A positions that are read
-    # (B, A) bool, K of them True: what is read and not padding
+    # (B, A) bool, K of them True: what is read and not padding; None: all
     real: Tensor | None = None
     # (K,), their places in the flat (B·A,): a mask as an index would wait for the GPU
     real_places: Tensor | None = None

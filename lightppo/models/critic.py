@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -137,17 +137,20 @@ class Critic(SequenceRegressor):
         """
         refuse_ring(ring_attn_group)
         if packed_seq_lens is not None:
-            batch = self.layout.batch_of_row(sequences, packed_seq_lens, num_actions, include_last)
+            batch = self.layout.batch_of_row(
+                sequences, packed_seq_lens, cast("list[int] | None", num_actions), include_last
+            )
         else:
             if attention_mask is None:
                 attention_mask = torch.ones_like(sequences)
             columns = slice(None)
             length = sequences.shape[1]
-            if num_actions is not None:
-                check_num_actions(num_actions, length)
-                columns = slice(length - num_actions - 1, length if include_last else length - 1)
+            actions = cast("int | None", num_actions)
+            if actions is not None:
+                check_num_actions(actions, length)
+                columns = slice(length - actions - 1, length if include_last else length - 1)
             real = on_cpu(attention_mask).bool()[:, columns]
-            batch = self.layout.batch(sequences, attention_mask, columns, real, num_actions)
+            batch = self.layout.batch(sequences, attention_mask, columns, real, actions)
         reads_all = return_output or packed_seq_lens is not None
         with nullcontext() if reads_all else batch.reading():
             output = self._hidden(batch)
@@ -162,7 +165,7 @@ class RewardModel(SequenceRegressor):
     A checkpoint without a head is an error unless ``init_value_head=True`` (to train a new reward model).
     """
 
-    kind = "reward"
+    kind: Literal["critic", "reward"] = "reward"
 
     @property
     def row_form(self) -> RowForm | None:

@@ -250,15 +250,16 @@ def _zero3_config(load_options: LoadOptions) -> _Zero3LoadConfig:
     """Have transformers shard the weights that it loads."""
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
+    config = load_options.ds_config or {}
     configured_type = torch.float32
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        if load_options.ds_config.get(name, {}).get("enabled"):
+        if config.get(name, {}).get("enabled"):
             configured_type = dtype
     if configured_type != load_options.dtype:
         raise ModelLoadError(
             f"the model is loaded in {load_options.dtype}, but its ds_config says {configured_type}"
         )
-    zero3_config = _Zero3LoadConfig(config=load_options.ds_config)
+    zero3_config = _Zero3LoadConfig(config=config)
     hf_deepspeed.set_hf_deepspeed_config(zero3_config)
     return zero3_config
 

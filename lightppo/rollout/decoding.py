@@ -165,6 +165,9 @@ class Decoder:
     max_new_tokens: int
     device: torch.device
 
+    def run(self, queue: Any, seeds: Seeds) -> Decoded:
+        raise NotImplementedError
+
 
 class BatchDecoder(Decoder):
     """Decodes one micro batch after the other, with the cache that transformers makes for the model."""

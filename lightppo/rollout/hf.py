@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ REPORT_SHARE = 1 / 8
 def generation_mode(model: nn.Module) -> Iterator[None]:
     """Enter evaluation mode without gradients, checkpointing or compiled layers; restore each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
-    checkpointing = [
+    checkpointing: list[Any] = [
         module for module in model.modules() if vars(module).get("gradient_checkpointing")
     ]
     try:
@@ -116,7 +116,7 @@ class HFRolloutEngine:
     @property
     def model(self) -> nn.Module:
         """The Hugging Face model without its DeepSpeed engine."""
-        model = self.actor.model
+        model: Any = self.actor.model
         return getattr(model, "module", model)
 
     def generate(
@@ -138,7 +138,7 @@ class HFRolloutEngine:
         streams = request_streams(prompts, sampling)
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0].token_ids))
-        rollouts: list[Rollout | None] = [None] * len(requests)
+        rollouts: list[Any] = [None] * len(requests)
         bar = tqdm(
             total=len(order),
             desc="rollout",
@@ -181,7 +181,8 @@ class HFRolloutEngine:
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model takes; None: any."""
-        text_config = self.model.config.get_text_config(decoder=True)
+        config: Any = self.model.config
+        text_config = config.get_text_config(decoder=True)
         return getattr(text_config, "max_position_embeddings", None)
 
     @contextmanager
@@ -196,11 +197,13 @@ class HFRolloutEngine:
             self.runner or nullcontext(),
         ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
-            kind = kind if self.runner is None else self.runner.decoder(kind)
+            kind: type[Decoder] = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
+            make_decoder: Callable[..., Decoder] = kind
+            if self.runner is not None:
+                make_decoder = self.runner.decoder(kind)
             slots = self.micro_rollout_batch_size
             most = sampling.max_new_tokens
-            yield kind(forward, sampler, stop.to(device), slots, most, device)
+            yield make_decoder(forward, sampler, stop.to(device), slots, most, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Decode with ``actor`` from now on; its weights are used in place."""
@@ -229,7 +232,7 @@ class HFRolloutEngine:
             valid_vocab_size=drawn,
             log_prob_vocab_size=trained,
             suppressed_ids=stop.ids,
-            logits_processors=[] if penalties is None else [penalties],
+            logits_processors=() if penalties is None else (penalties,),
         )
         return stop, sampler
 

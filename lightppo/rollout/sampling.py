@@ -341,7 +341,7 @@ class Penalties:
         self.frequency = sampling.frequency_penalty
         self.bad_words = NoBadWordsLogitsProcessor(bad_words) if bad_words else None
 
-    def __call__(self, logits: Tensor, step: int | Tensor, history: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, step: int | Tensor, history: Any) -> Tensor:
         """Return logits (B, V); ``step`` and ``history`` as of :class:`lightppo.rollout.sampling.TokenSampler`."""
         if self.repetition is not None:
             # Padding repeats the last id (always a real one), which is penalised once anyhow.

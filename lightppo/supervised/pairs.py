@@ -116,19 +116,20 @@ class PairDataset(SFTDataset):
         options = template_options(row)
         return [self._rendered(prompt, answer, options) for answer in answers]
 
-    def _encode(self, rendered: list[list[tuple[Rendered, Rendered]]]) -> Iterator[Outcome]:
+    def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         examples = self._ids([example for pair in rendered for example in pair])
         for (chosen, start), (rejected, _) in zip(examples, examples):  # two at a time
             fitted = self._fit_example(chosen, start), self._fit_example(rejected, start)
-            odd = [one for one in fitted if not isinstance(one, Encoded)]
-            answers = [] if odd else [list(one.token_ids[start:]) for one in fitted]
-            if odd:
-                yield odd[0]
+            encoded = [outcome for outcome in fitted if isinstance(outcome, Encoded)]
+            answers = [list(outcome.token_ids[start:]) for outcome in encoded]
+            if len(encoded) < 2:
+                yield next(outcome for outcome in fitted if not isinstance(outcome, Encoded))
             elif answers[0] == answers[1]:
                 yield BadRowError("equal", "both answers have the same tokens, after a cut perhaps")
             else:
                 ids = chosen[:start] + answers[0] + answers[1]
-                yield Encoded(ids, start, any(one.truncated for one in fitted), len(answers[0]))
+                truncated = any(outcome.truncated for outcome in encoded)
+                yield Encoded(ids, start, truncated, len(answers[0]))
 
 
 class ReferencedPairs(PairDataset):
@@ -210,7 +211,7 @@ class RewardDataset(ReferencedPairs):
         }
 
 
-def _margin_key(args: Any, dataset: Mapping[str, Any], is_dpo: bool) -> str | None:
+def _margin_key(args: Any, dataset: Dataset, is_dpo: bool) -> str | None:
     """The column of OpenRLHF's margins, with ``--margin_loss``."""
     if is_dpo or not getattr(args, "margin_loss", False):
         return None

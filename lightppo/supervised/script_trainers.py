@@ -20,7 +20,7 @@ from lightppo.config.supervised_options import SupervisedConfig
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
-from lightppo.supervised.objectives import DPO, SFT, Objective, RewardModelling
+from lightppo.supervised.objectives import DPO, SFT, RewardModelling
 from lightppo.supervised.pairs import PairDataset, ReferencedPairs
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.trainer.by_hand import state_after
@@ -64,7 +64,7 @@ LOOP_OPTIONS = [
     "preference_loss",
 ]
 # What OpenRLHF's logs call a metric, beside its own name here.
-SCRIPT_NAMES = {
+SCRIPT_NAMES: dict[str, dict[str, Sequence[str]]] = {
     "sft": {"loss": ("gpt_loss", "loss_mean")},
     "pairs": {
         "loss": ("loss_mean",),
@@ -80,9 +80,11 @@ class ScriptTrainer(SupervisedTrainer):
     An override of ``training_step``, ``save_logs_and_checkpoints``, ``_save_checkpoint`` or ``evaluate`` acts.
     """
 
-    objective_class: ClassVar[type[Objective]]
+    objective: Any  # one of objective_class
+    objective_class: ClassVar[type[Any]]
     rows_class: ClassVar[type]  # of the data that the objective learns from
     script_names: ClassVar[Mapping[str, Sequence[str]]]
+    config: Any  # of objective_class.config_class
     args: Any = None  # of the script; None: made by from_config
 
     def _take_parts(
@@ -246,7 +248,7 @@ class ScriptTrainer(SupervisedTrainer):
         if checkpoint.save_hf_ckpt:
             save_hf(self.checkpointer, root, step)
 
-    def evaluate(self, eval_dataloader: DataLoader, steps: int = 0) -> dict[str, float]:
+    def evaluate(self, eval_dataloader: Any, steps: int = 0) -> dict[str, float]:
         """``eval/loss`` and further means over all rows of the dataloader. Collective."""
         size = self.config.training.micro_train_batch_size
         return HeldOut(self.objective, self.model, eval_dataloader.dataset, size).evaluate(steps)
@@ -409,7 +411,7 @@ class DPOTrainer(ScriptTrainer):
 
     def _before_training(self) -> None:
         self.objective.reference = self.ref_model
-        loaders = (self.train_dataloader, self.eval_dataloader)
+        loaders: list[Any] = [self.train_dataloader, self.eval_dataloader]
         self.objective.begin(self.model, [loader.dataset for loader in loaders if _rows_of(loader)])
 
 
@@ -472,5 +474,5 @@ def _settle_schedule(args: Any, steps_per_epoch: int | None) -> None:
         args.save_steps = float("inf")
 
 
-def _rows_of(loader: DataLoader | None) -> int:
+def _rows_of(loader: Any | None) -> int:
     return 0 if loader is None else len(loader.dataset)

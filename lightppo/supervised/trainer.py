@@ -120,7 +120,7 @@ class SupervisedTrainer(TrainingLoop):
         *,
         config: SupervisedConfig,
         tokenizer: Any,
-        evaluator: HeldOut | None = None,
+        evaluator: Any | None = None,
         **more: Any,
     ) -> None:
         self.objective = objective

@@ -139,7 +139,6 @@ class TrainingLoop:
 
     unit = "step"
     why_untrained = "there was none"  # where no optimizer step was taken, and none was skipped
-    only_evaluates = False  # no step is trained
     bar: Any = None  # of the steps
     samples_tokens = False  # it has an experience maker, whose rollouts its callbacks get
 
@@ -181,6 +180,11 @@ class TrainingLoop:
         self.callbacks = Callbacks(run_callbacks(self, callbacks))
 
     # -- what a trainer says -----------------------------------------------------------------------------------------
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Return whether no step is trained."""
+        return False
 
     def limits(self) -> dict[str, tuple[int, int | None]]:
         """Return by option how much is done, and how much ends the run (``None``: no limit)."""

@@ -23,6 +23,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
 from lightppo.config.run_length import steps_per_episode
 from lightppo.data.records import Prompt
+from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.rewards.function import function_source
 from lightppo.rewards.reward_source import NoReward, RewardSource, close_source
@@ -83,36 +84,37 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         **options: the seed's options (``eps_clip``, ``ptx_coef``, …) and generation options (``max_new_tokens``, …).
     """
 
+    config: PPOConfig
     samples_tokens = True
     update_steps = 0  # optimizer steps per episode, where the dataloader has no length
 
     def __init__(
         self,
-        strategy,
-        actor,
-        critic,
-        reward_model,
-        initial_model,
-        ema_model,
-        actor_optim,
-        critic_optim,
-        actor_scheduler,
-        critic_scheduler,
+        strategy: DeepspeedStrategy,
+        actor: Any,
+        critic: Any,
+        reward_model: Any,
+        initial_model: Any,
+        ema_model: Any,
+        actor_optim: Any,
+        critic_optim: Any,
+        actor_scheduler: Any,
+        critic_scheduler: Any,
         *,
         config: PPOConfig | None = None,
-        tokenizer=None,
-        teacher=None,
+        tokenizer: Any = None,
+        teacher: Any = None,
         frozen: Mapping[str, Any] = {},
         followers: Mapping[str, Any] = {},
-        reward_fn=None,
+        reward_fn: Callable[..., Any] | None = None,
         remote_rm_url: str | Sequence[str] | None = None,
-        reward_source=None,
-        eval_reward_fn=None,
+        reward_source: Any = None,
+        eval_reward_fn: Any = None,
         rollout_engine: RolloutEngine | None = None,
         prompts_dataloader: Iterable | None = None,
         pretrain_dataloader: Iterable | None = None,
         loss_terms: Mapping[str, LossTerm] = {},
-        eval_prompts=None,
+        eval_prompts: Any = None,
         evaluator: Evaluator | None = None,
         callbacks: Iterable[Callback] = (),
         origin: Origin | None = None,
@@ -120,7 +122,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
     ) -> None:
         frozen = dict(frozen) if teacher is None else {**frozen, "teacher": teacher}
         followers = followers if ema_model is None else {**followers, "ema": ema_model}
-        if origin is None:  # a script made the parts
+        if origin is None or config is None:  # a script made the parts
             config = self._options_of_script(config, strategy, options, tokenizer)
             check_models(config, actor, critic, initial_model, tokenizer, frozen.get("teacher"))
             if options.get("gradient_checkpointing"):
@@ -138,15 +140,15 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if eval_prompts is not None:
             judge = judge_of(eval_reward_fn, source)
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
-        pretraining = Pretraining(config.algorithm.ptx_coef, strategy)
-        loss_terms = {"pretraining": pretraining, **loss_terms}
+        terms: dict[str, Any] = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy)}
+        terms |= loss_terms
         if pretrain_dataloader is not None:
-            loss_terms["pretraining"].batches = endless(pretrain_dataloader)
+            terms["pretraining"].batches = endless(pretrain_dataloader)
         inputs = PPOInputs(
             strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
-            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=loss_terms, evaluator=evaluator,
+            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator,
             origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
@@ -220,7 +222,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "fit" in vars(cls):
-            cls.fit = own_fit(vars(cls)["fit"])
+            subclass: Any = cls
+            subclass.fit = own_fit(vars(cls)["fit"])
 
     def overrides(self, *methods: str) -> bool:
         """Tell whether a subclass, or this object, has one of these methods of its own."""
@@ -376,8 +379,9 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         self.replaced_sources.append(before)
         self.sampler.sampler.score_by(source)
         self.experience_maker.rewarded = not isinstance(source, NoReward)
-        if getattr(self.evaluator, "reward_source", None) is before:
-            self.evaluator.reward_source = source
+        evaluator: Any = self.evaluator
+        if getattr(evaluator, "reward_source", None) is before:
+            evaluator.reward_source = source
 
     # -- limits and prompts --------------------------------------------------------------------------------------
 

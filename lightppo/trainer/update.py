@@ -23,7 +23,7 @@ from lightppo.compat.own_steps import (
 from lightppo.config import PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role
 from lightppo.errors import ConfigError
-from lightppo.experience.batching import Minibatch, StepPart, minibatches
+from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
 from lightppo.experience.experience import Experience
 from lightppo.experience.token_weights import entropy_sample, token_weights
 from lightppo.logging.performance import bar_of_part, minibatch_on_bar
@@ -340,10 +340,9 @@ class Update:
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def minibatches(self, step: int, epoch: int) -> Iterator[Minibatch]:
-        """Plan the optimizer steps of one pass: another order in each step, epoch and rank, also after a resume."""
+        """Plan the optimizer steps of one pass over the replay buffer."""
         config = self.config
         training = self.config.training
-        key = (config.strategy.seed, step, epoch, self.strategy.get_rank())
         models = (self.actor, self.critic, self.reference, *self.frozen.values())
         return minibatches(
             self.replay_buffer.items,
@@ -355,7 +354,7 @@ class Update:
             # With a load-balancing loss a prompt must count for each of its samples.
             share_prompts=config.loss.aux_loss_coef == 0,
             shuffle=training.shuffle,
-            generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
+            generator=pass_generator(config.strategy.seed, step, epoch, self.strategy.get_rank()),
             collate=self.replay_buffer.collate_fn,
             loss_scale=float(config.rollout.generate_max_len),
         )
