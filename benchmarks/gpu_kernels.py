@@ -403,7 +403,7 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.experience.entropy_sample import systematic_sample
+    from lightppo.experience.token_weights import systematic_sample
     from lightppo.models import preparation
     from lightppo.models.actor import Actor
     from lightppo.models.batches import on_cpu

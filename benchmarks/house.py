@@ -220,7 +220,7 @@ def replaced_entries(sources: dict[str, str]) -> list[str]:
 
 
 _STARTS_PROCESSES = re.compile(
-    r"\bos\.fork\(|\bPopen\(|ProcessPool\(|create_subprocess_exec\(|\.Process\("
+    r"\bos\.fork\(|\bPopen\(|ProcessPool(Executor)?\(|create_subprocess_exec\(|(?<!psutil)\.Process\("
 )
 # Names of files and folders inside a checkpoint.
 _LAYOUT = re.compile(

@@ -68,7 +68,7 @@ def measure(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lightppo.algorithms.ratios import mismatch_terms
+    from lightppo.algorithms.kl import mismatch_terms
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
     from lightppo.distributed.deepspeed import DeepspeedStrategy

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for editors
     from lightppo.algorithms.entries import policy_loss as policy_loss
     from lightppo.algorithms.kl import AdaptiveKLController as AdaptiveKLController
     from lightppo.algorithms.kl import FixedKLController as FixedKLController
-    from lightppo.algorithms.lm_loss import GPTLMLoss as GPTLMLoss
+    from lightppo.algorithms.losses import GPTLMLoss as GPTLMLoss
     from lightppo.algorithms.losses import PolicyLoss as PolicyLoss
     from lightppo.algorithms.losses import ValueLoss as ValueLoss
     from lightppo.algorithms.masking import masked_mean as masked_mean

@@ -185,7 +185,7 @@ PUBLIC: dict[str, str] = {
     "SFTTrainer": "lightppo.supervised.script_trainers",
     "RewardModelTrainer": "lightppo.supervised.script_trainers",
     "DPOTrainer": "lightppo.supervised.script_trainers",
-    "GPTLMLoss": "lightppo.algorithms.lm_loss",
+    "GPTLMLoss": "lightppo.algorithms.losses",
     "SFTDataset": "lightppo.data.examples",
     "RewardDataset": "lightppo.supervised.pairs",
     "blending_datasets": "lightppo.data.blends",

@@ -19,8 +19,7 @@ from lightppo.errors import CheckpointError
 PACKAGE = Path(__file__).parents[1] / "lightppo"
 # Between processes of one user, over pipes and torch's collectives: what comes was made by this program.
 OWN_PROCESSES = {
-    "episodes/workers.py",  # a worker, what the trainer sends; its answers are JSON
-    "processes/killable_pool.py",
+    "processes/fork_server.py",  # a worker, what the trainer sends; its answers are JSON
     "distributed/distributed.py",
 }
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS
-from lightppo.algorithms.kl import k3, limited
+from lightppo.algorithms.kl import k3, limited, log_ratio_of, row_mean, row_product
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -26,7 +26,6 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 from lightppo.algorithms.option_values import Rejection
-from lightppo.algorithms.ratios import log_ratio_of, row_mean, row_product
 from lightppo.algorithms.selection import first_above_mean
 
 CorrectionFn = Callable[..., Tensor]

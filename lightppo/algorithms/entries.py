@@ -22,7 +22,6 @@ _CORRECTION = "lightppo.algorithms.correction"
 _KL = "lightppo.algorithms.kl"
 _LOSSES = "lightppo.algorithms.losses"
 _MASKING = "lightppo.algorithms.masking"
-_PREFERENCES = "lightppo.algorithms.preferences"
 _SELECTION = "lightppo.algorithms.selection"
 
 
@@ -107,7 +106,7 @@ class RejectionEntry(Entry):
 class PreferenceLossEntry(Entry):
     """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
 
-    home = _PREFERENCES
+    home = _LOSSES
     # log probs of an answer are means over its tokens, where --average_log_probs says nothing
     of_means: bool = False
 

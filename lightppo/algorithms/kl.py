@@ -1,4 +1,4 @@
-"""How far apart two policies are: KL from the reference, its controllers, and the mismatch with the rollout engine.
+"""How far apart two policies are: KL from the reference, its controllers, the mismatch with the rollout engine, a teacher.
 
 Notation: p the policy, q the reference, d = log p - log q at the sampled token, KL = KL(p || q).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from lightppo.algorithms.entries import KL_ESTIMATORS
 from lightppo.algorithms.logprobs import log_softmax, rows_per_chunk
 from lightppo.algorithms.masking import (
     at_least_float32,
+    masked_mean,
     require_same_shape,
     zero_where_masked,
 )
@@ -26,6 +28,7 @@ from lightppo.table import load
 if TYPE_CHECKING:
     from lightppo.experience.experience import Experience
     from lightppo.models.actor import ActionScores
+
 
 logger = logging.getLogger(__name__)
 
@@ -319,3 +322,117 @@ def make_kl_controller(
     if target is None:
         return FixedKLController(init)
     return AdaptiveKLController(init, target, horizon)
+
+
+# -- the rollout engine against the trainer ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Measure how far engine and trainer are apart: float64 vectors of trained tokens (N,), or of rows that have any (R,).
+
+    The engine samples with π_rollout; the trainer scores the same tokens with π_old before its first update. Here
+    d = log ρ = log_probs - rollout_log_probs.
+    """
+    mask = mask.bool()
+    log_ratio = log_ratio_of(log_probs, rollout_log_probs, mask)
+    rows = mask.any(dim=1)
+    of_tokens, within = log_ratio[mask], limited(log_ratio)  # (N,), (B, A)
+    return {
+        "kl": -of_tokens,  # mean: KL(π_rollout ‖ π_old), unbiased
+        # e^d - d - 1; mean: the same KL, never negative (joschu.net/blog/kl-approx.html)
+        "k3_kl": k3(-of_tokens),
+        "logp_diff": of_tokens.abs(),
+        "ratio": within[mask].exp(),  # ρ
+        "ppl_ratio": 1 / row_mean(within, mask)[rows, 0],  # e^(-mean d) = ppl_old / ppl_rollout
+        "seq_ratio": row_product(within)[rows, 0],  # Π ρ
+    }
+
+
+def log_ratio_of(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """d (B, A) in float64, where differences of float32 numbers are exact; 0 at masked positions."""
+    require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=mask)
+    log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0)
+    if broken := int(log_ratio.isnan().sum()):  # a bound would drop these tokens without a word
+        raise ValueError(
+            f"{broken} of {int(mask.sum())} trained tokens have a NaN log prob: of the actor or the engine"
+        )
+    return log_ratio
+
+
+def row_product(log_ratio: Tensor) -> Tensor:
+    """Π ρ over the row, (B, 1)."""
+    return limited(log_ratio.sum(dim=1, keepdim=True)).exp()
+
+
+def row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
+    return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
+
+
+# -- the student against its teacher: p the student, q the teacher ----------------------------------------------------
+
+
+REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its log is finite
+
+
+def divergence_of(beta: float) -> Divergence:
+    """The generalised Jensen-Shannon divergence (1 - β) KL(p || m) + β KL(q || m) of m = (1 - β) p + β q.
+
+    With β = 1 it is KL(p || q), with β = 0 KL(q || p). Source: GKD, Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
+    """
+    if beta == 1:
+        return kl_of_rows
+    if beta == 0:
+        return reverse_kl
+    return partial(jensen_shannon, beta=beta)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(q || p), a :data:`Divergence`."""
+    p = log_p.exp()
+    q = log_q.exp()
+    return mean_log_ratio(q, log_q, log_p)[0], p - q, torch.ones_like(p)
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The generalised divergence for 0 < β < 1, a :data:`Divergence`."""
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    p = log_p.exp()
+    of_p, d = mean_log_ratio(p, log_p, log_m)
+    of_q, _ = mean_log_ratio(log_q.exp(), log_q, log_m)
+    return (1 - beta) * of_p + beta * of_q, (1 - beta) * p, d - of_p.unsqueeze(-1)
+
+
+def top_divergence(
+    log_probs: Tensor, top_log_probs: Tensor, beta: float = 1.0, tail: str = "rest"
+) -> Tensor:
+    """The divergence of :func:`divergence_of` over a teacher's k best tokens alone, (N, k) -> (N,).
+
+    ``tail`` says what becomes of all other tokens:
+
+    - ``rest``: they count as one more token, of probability 1 - Σp and 1 - Σq, at least 1e-8. The divergence is at most
+      that over the vocabulary, and 0 only where both models agree on the k.
+    - ``renormalise``: p and q are divided by their sums, so that how much the policy gives to the k has no gradient.
+    - ``drop``: Σ q (log q - log p), for beta 0.
+
+    Args:
+        log_probs: of the policy, with a gradient; ``top_log_probs``: of the teacher.
+    """
+    require_same_shape(log_probs=log_probs, top_log_probs=top_log_probs)
+    log_p = log_probs
+    log_q = at_least_float32(top_log_probs)
+    if tail == "rest":
+        log_p = _with_rest(log_p)
+        log_q = _with_rest(log_q)
+    elif tail == "renormalise":
+        log_p = log_p.log_softmax(1)
+        log_q = log_q.log_softmax(1)
+    # Autograd makes the gradient here, so the factors are not used.
+    return divergence_of(beta)(log_p, log_q)[0]
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """Append ln(1 - Σ e^x): (N, k) -> (N, k + 1)."""
+    rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR).log()
+    return torch.cat([log_probs, rest], dim=1)

@@ -1,4 +1,4 @@
-"""Losses of policy and value. docs/extending.md says how to add a policy loss.
+"""Losses of policy, value, pairs and language models. docs/extending.md says how to add a policy loss.
 
 Each returns one micro batch's share of the whole optimizer step's loss: see :func:`.masking.aggregate_loss`.
 Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A the advantage, sg(x) x without gradient.
@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lightppo.algorithms.advantages import problem_of_tensor
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
+from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
+    aggregate_loss,
     require_same_shape,
     token_mean,
     zero_where_masked,
@@ -503,3 +506,100 @@ class ValueLoss:
         return torch.nn.functional.huber_loss(
             difference, zeros, reduction="none", delta=self.huber_delta
         )
+
+
+# -- pairs: a chosen answer y_c and a rejected one y_l to the same prompt; one loss per pair (B,) ---------------------
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """-log σ(r_c - r_l - m) of scores (B,): how surprising it is that y_c won, where P(y_c wins) = σ(r_c - r_l).
+
+    The margin m, 0 if ``None``, says by how much r_c must lead. Sources: Bradley and Terry 1952; Ouyang et al. 2022
+    (arXiv:2203.02155), eq. 1; margin: Touvron et al. 2023 (arXiv:2307.09288), eq. 2.
+    """
+    require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
+    lead = chosen - rejected
+    return -logsigmoid(lead if margin is None else lead - margin)
+
+
+def answer_log_probs(log_probs: Tensor, mask: Tensor, mean: bool) -> Tensor:
+    """(B,), the log prob of each answer: the sum, or the mean, over its tokens ``mask`` of ``log_probs`` (B, A)."""
+    total = log_probs.masked_fill(~mask, 0).sum(-1)
+    return total / mask.sum(-1).clamp(min=1) if mean else total
+
+
+def dpo_loss(lead: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - ε) log σ(βh) - ε log σ(-βh), where the ``lead`` h (B,) is log[π/π_ref](y_c) - log[π/π_ref](y_l).
+
+    ε, ``label_smoothing``, is the chance that a pair has its answers exchanged: cDPO. Its loss is least at
+    βh = log[(1 - ε) / ε], which it does not run past. Sources: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; cDPO:
+    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
+    """
+    return -(1 - label_smoothing) * logsigmoid(beta * lead) - label_smoothing * logsigmoid(
+        -beta * lead
+    )
+
+
+def ipo_loss(lead: Tensor, *, beta: float) -> Tensor:
+    """(h - 1 / 2β)², h as in :func:`dpo_loss`: it stops at a lead of 1 / 2β, however clear the preferences are.
+
+    The paper's answers are single actions. For answers of many tokens h is here of mean log probs, as its authors run
+    it, lest 1 / 2β mean another lead per token at each length. Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
+    """
+    return (lead - 1 / (2 * beta)) ** 2
+
+
+def pair_mean(pair_loss: Tensor, pairs: float, dp_size: int = 1) -> Tensor:
+    """One micro batch's share of the mean of ``pair_loss`` (B,) over the ``pairs`` of the optimizer step on all ranks.
+
+    Derivation: :func:`~lightppo.algorithms.masking.aggregate_loss`.
+    """
+    normalizer = LossNormalizer(tokens=pairs, sequences=pairs, dp_size=dp_size)
+    return aggregate_loss(
+        pair_loss[:, None], pair_loss.new_ones(len(pair_loss), 1), "token-mean", normalizer
+    )
+
+
+# -- language models on text ------------------------------------------------------------------------------------------
+
+
+IGNORE_INDEX = -100  # labels with this value have no loss
+
+
+class GPTLMLoss:
+    """Next-token cross entropy, mean over the step's tokens; for supervised training and PTX (arXiv:2203.02155)."""
+
+    IGNORE_INDEX = IGNORE_INDEX
+
+    def num_tokens(self, labels: Tensor) -> int:
+        """Tokens of ``labels`` (B, S) that the loss counts; their sum over the step is ``normalizer_tokens``."""
+        return int((labels[:, 1:] != self.IGNORE_INDEX).sum())
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizer_tokens: float | None = None,
+        dp_size: int = 1,
+    ) -> Tensor:
+        """Loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
+
+        ``normalizer_tokens`` counts the whole optimizer step over all ranks; ``None``: this micro batch is the step.
+        """
+        labels = labels[:, 1:]
+        mask = labels != self.IGNORE_INDEX  # (B, S-1)
+        token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))
+        tokens = float(mask.sum()) if normalizer_tokens is None else normalizer_tokens
+        # token-mean needs only the tokens
+        return token_mean(token_loss, mask, LossNormalizer(tokens, sequences=0, dp_size=dp_size))
+
+
+def pretrain_loss(
+    model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int
+) -> Tensor:
+    """Language-model loss of a batch: its share of the mean over the ``tokens`` with labels of all ranks."""
+    # (B, S, V)
+    logits = model(
+        batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True
+    ).logits
+    return loss_fn(logits, batch["labels"], tokens, dp_size)

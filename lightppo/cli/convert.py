@@ -16,8 +16,7 @@ from typing import Any
 from lightppo.checkpoint import layout
 from lightppo.config.arguments import CommandParser
 from lightppo.config.cli import exit_on_mistakes
-from lightppo.data.folders import check_model
-from lightppo.data.hub import mistyped_path
+from lightppo.data.folders import check_model, mistyped_path
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
 from lightppo.files import check_writable
 from lightppo.logging.report_page import options_of, recorded_path

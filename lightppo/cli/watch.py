@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from lightppo.config.arguments import CommandParser
-from lightppo.data.hub import mistyped_path
+from lightppo.data.folders import mistyped_path
 from lightppo.logging.alarms import ALARMS
 from lightppo.logging.report_page import named_run
 from lightppo.redaction import plain

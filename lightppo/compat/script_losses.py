@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms import losses
-from lightppo.algorithms.lm_loss import GPTLMLoss
+from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_where_masked
 from lightppo.compat.own_steps import sample_share
 from lightppo.errors import ConfigError

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lightppo.data.hub import check_on_hub, mistyped_path
-from lightppo.data.json_files import concatenate
-from lightppo.data.local_files import (
-    SPLIT_WORDS,
+from lightppo.data.file_formats import (
+    FORMATS,
     file_format,
     known_format,
-    load_source,
-    split_named_by,
+    read_file,
     with_origins,
 )
+from lightppo.data.folders import check_on_hub, mistyped_path
 from lightppo.data.prepared_rows import check_choice
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
@@ -38,7 +36,20 @@ logger = logging.getLogger(__name__)
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
-_IDS = ("query_id", "id")  # by which rows of two files are joined; the first that both have
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
+"""Words in the names of files, and the splits that they stand for."""
+
+_JOINING_COLUMNS = ("query_id", "id")  # of two files; the first that both have
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
 
 
@@ -88,6 +99,8 @@ def blending_datasets(
         stopping_strategy: with ``probs``: stop when every source is used up (some rows repeat), or when the first is.
         train_split: the split to read from sources with splits, by default ``train``; a single file has none.
     """
+    from lightppo.data.arrow_tables import concatenate
+
     if return_eval is None:
         of_script = getattr(strategy, "args", None) is not None
         return_eval = eval_split is not None or (of_script and train_split is None)
@@ -97,31 +110,23 @@ def blending_datasets(
         raise DataError(f"max_count is {max_count}; at least 1")
     check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)
     sources, weights = _checked_sources(paths, probs, flag)
-    train_split = train_split or "train"
-    parts = [_load_source(source, train_split, int(max_count), flag) for source in sources]
+    limit = int(max_count)
+    parts = [load_source(source, train_split or "train", flag, limit) for source in sources]
     counts = [len(part) for part in parts]
     blend = concatenate(parts, sources)
-    drawn = counts
+    used_counts = counts
     if weights is not None:
-        indices, drawn = interleave_indices(counts, weights, seed, stopping_strategy)
+        indices, used_counts = interleave_indices(counts, weights, seed, stopping_strategy)
         blend = blend.select(indices)
-    for source, count, used in (
-        zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ()
-    ):
-        level = logging.INFO if used == count else logging.WARNING
-        logger.log(
-            level,
-            "%s %s: %d rows, %d used%s",
-            flag,
-            shown_url(source),
-            count,
-            used,
-            " (repeats)" * (used > count),
-        )
+    if strategy is None or strategy.is_rank_0():
+        for source, count, used in zip(sources, counts, used_counts):
+            level = logging.INFO if used == count else logging.WARNING
+            text = "%s %s: %d rows, %d used%s"
+            logger.log(
+                level, text, flag, shown_url(source), count, used, " (repeats)" * (used > count)
+            )
     if return_eval:
-        return blend, held_out_rows(
-            sources, parts, strategy, int(max_count), eval_split or "test", flag
-        )
+        return blend, held_out_rows(sources, parts, strategy, limit, eval_split or "test", flag)
     return blend
 
 
@@ -133,10 +138,12 @@ def held_out_rows(
     Of a source without that split these are the first 3 % of its training rows, as in OpenRLHF. The model is trained on
     them, too, so a warning says it.
     """
+    from lightppo.data.arrow_tables import concatenate
+
     parts = []
     for source, rows in zip(sources, train_rows):
         if has_split(source, split, flag):
-            parts.append(_load_source(source, split, limit, flag))
+            parts.append(load_source(source, split, flag, limit))
             continue
         parts.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
         if strategy is None or strategy.is_rank_0():
@@ -157,46 +164,44 @@ def has_split(source: str, split: str, flag: str) -> bool:
         return False
     if (splits := path / "dataset_dict.json").exists():
         return split in json.loads(splits.read_text())["splits"]
-    files = (
-        file.relative_to(path) for file in path.rglob("*") if file.is_file() and file_format(file)
-    )
-    wanted = SPLIT_WORDS.get(split.lower(), split.lower())
-    return any(split_named_by(file, split.lower()) == wanted for file in files)
+    return bool(_matching_files(_data_files(path), split))
 
 
 def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
-    """Add the further columns of the file's row of the same id (``_IDS``); DataError if one is missing."""
+    """Add the further columns of the file's row of the same id (``query_id`` or ``id``); DataError if one is missing."""
     if path is None:
         return rows
     from datasets import concatenate_datasets
 
-    from lightppo.data.exact_json import exactly_read
+    from lightppo.data.arrow_tables import exactly_read
 
-    more = _load_source(path, "train", sys.maxsize, flag)
-    ids = _joining_column(rows, more, f"{flag} {path}")
-    places: dict[str, int] = {}
-    for place, (key, origin) in enumerate(zip(more[ids], more[ORIGIN_COLUMN])):
-        if places.setdefault(str(key), place) != place:
-            raise DataError(f"{flag} {origin}: {ids} {key!r} is there twice")
-    for key, origin in zip(rows[ids], rows[ORIGIN_COLUMN]):
-        if str(key) not in places:
-            raise DataError(f"{origin}: {ids} {key!r} is not in {flag} {path}")
-    further = [name for name in more.column_names if name not in rows.column_names]
-    chosen = more.select_columns(further).select([places[str(key)] for key in rows[ids]])
-    return exactly_read(concatenate_datasets([rows, chosen], axis=1))
+    metadata = load_source(path, "train", flag)
+    id_column = _joining_column(rows, metadata, f"{flag} {path}")
+    row_numbers: dict[str, int] = {}
+    for number, (row_id, origin) in enumerate(zip(metadata[id_column], metadata[ORIGIN_COLUMN])):
+        if row_numbers.setdefault(str(row_id), number) != number:
+            raise DataError(f"{flag} {origin}: {id_column} {row_id!r} is there twice")
+    for row_id, origin in zip(rows[id_column], rows[ORIGIN_COLUMN]):
+        if str(row_id) not in row_numbers:
+            raise DataError(f"{origin}: {id_column} {row_id!r} is not in {flag} {path}")
+    new_columns = [name for name in metadata.column_names if name not in rows.column_names]
+    matching_rows = metadata.select_columns(new_columns).select(
+        [row_numbers[str(row_id)] for row_id in rows[id_column]]
+    )
+    return exactly_read(concatenate_datasets([rows, matching_rows], axis=1))
 
 
-def _joining_column(rows: Dataset, more: Dataset, what: str) -> str:
+def _joining_column(rows: Dataset, metadata: Dataset, option: str) -> str:
     """Return the column by which the rows of ``--prompt_metadata`` are joined; DataError if there is none."""
-    for name in _IDS:
-        if name in rows.column_names and name in more.column_names:
+    for name in _JOINING_COLUMNS:
+        if name in rows.column_names and name in metadata.column_names:
             return name
-    names = " or ".join(map(repr, _IDS))
-    for where, dataset in {"it": more, "the prompts": rows}.items():
-        if not set(_IDS) & set(dataset.column_names):
-            raise DataError(f"{what}: no column {names} in {where}, by which rows are joined")
+    for source, dataset in {"it": metadata, "the prompts": rows}.items():
+        if not set(_JOINING_COLUMNS) & set(dataset.column_names):
+            names = " or ".join(map(repr, _JOINING_COLUMNS))
+            raise DataError(f"{option}: no column {names} in {source}, by which rows are joined")
     raise DataError(
-        f"{what}: its ids and those of the prompts have different names: call both 'query_id', or both 'id'"
+        f"{option}: its ids and those of the prompts have different names: call both 'query_id', or both 'id'"
     )
 
 
@@ -217,7 +222,11 @@ def _checked_sources(
     paths: str | list[str], probs: str | list[float] | None, flag: str
 ) -> tuple[list[str], list[float] | None]:
     """Return the sources, and the probability of each; None if they have none."""
-    sources = [p.strip() for p in (paths.split(",") if isinstance(paths, str) else paths)]
+    if isinstance(paths, str):
+        sources = paths.split(",")
+    else:
+        sources = paths
+    sources = [source.strip() for source in sources]
     if not all(sources) or not sources:
         raise DataError(
             f"{flag} {paths!r} has an empty item; give files, folders, URLs or hub names, comma separated"
@@ -225,19 +234,19 @@ def _checked_sources(
     if probs is None:
         return sources, None
     try:
-        values = [float(p) for p in (probs.split(",") if isinstance(probs, str) else probs)]
+        weights = [float(prob) for prob in (probs.split(",") if isinstance(probs, str) else probs)]
     except ValueError as error:
         raise DataError(
             f"{flag}_probs {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3"
         ) from error
-    if len(values) != len(sources):
-        problem = f"has {len(values)} numbers for {len(sources)} sources; give one for each"
-    elif not all(0 < v <= 1 for v in values):
+    if len(weights) != len(sources):
+        problem = f"has {len(weights)} numbers for {len(sources)} sources; give one for each"
+    elif not all(0 < weight <= 1 for weight in weights):
         problem = "has a number that is not over 0 and at most 1; leave a source out to not use it"
-    elif abs(sum(values) - 1) > 1e-6:
-        problem = f"sums to {sum(values):g}; it must be 1"
+    elif abs(sum(weights) - 1) > 1e-6:
+        problem = f"sums to {sum(weights):g}; it must be 1"
     else:
-        return sources, values
+        return sources, weights
     raise DataError(f"{flag}_probs {probs!r} {problem}")
 
 
@@ -248,14 +257,13 @@ def interleave_indices(
     from datasets import Dataset, interleave_datasets
 
     ends = np.cumsum(counts)
-    numbers = [
+    row_numbers = [
         Dataset.from_dict({"row": np.arange(end - count, end)}) for count, end in zip(counts, ends)
     ]
-    blend = interleave_datasets(numbers, probs, seed, stopping_strategy=stopping_strategy)
-    rows = blend.with_format("numpy")["row"][:]
-    return rows, np.bincount(
-        np.searchsorted(ends, rows, side="right"), minlength=len(counts)
-    ).tolist()
+    blend = interleave_datasets(row_numbers, probs, seed, stopping_strategy=stopping_strategy)
+    indices = blend.with_format("numpy")["row"][:]
+    sources = np.searchsorted(ends, indices, side="right")
+    return indices, np.bincount(sources, minlength=len(counts)).tolist()
 
 
 # -- one source ------------------------------------------------------------------------------------------------------
@@ -269,24 +277,32 @@ def _is_hub_name(source: str, flag: str) -> bool:
     path = Path(source.split("://", 1)[-1]).expanduser()
     if path.is_file():
         known_format(path, f"{flag} {source}")
-    if not path.exists() and (
-        "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)
-    ):
-        several = source.split()
+    if path.exists():
+        return False
+    if "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source):
+        words = source.split()
         cure = mistyped_path(source)
-        if len(several) > 1 and all(Path(one).expanduser().exists() for one in several):
-            cure = f"; separate several sources with commas: {flag} {','.join(several)}"
+        if len(words) > 1 and all(Path(word).expanduser().exists() for word in words):
+            cure = f"; separate several sources with commas: {flag} {','.join(words)}"
         raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){cure}")
-    return not path.exists()
+    return True
 
 
-def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
-    from lightppo.data.exact_json import exactly_read
+def load_source(source: str, split: str, flag: str, limit: int = sys.maxsize) -> Dataset:
+    """Load at most ``limit`` rows of a file, a folder or a hub name that fit the split. DataError names the source."""
+    from lightppo.data.arrow_tables import exactly_read
 
     if _is_hub_name(source, flag):
         dataset = _load_hub(source, split, flag)
-    elif (dataset := _load_saved(source, split, flag)) is None:
-        dataset = load_source(source, split, flag, limit)
+    else:
+        try:
+            path = Path(stage_to_local(source)).expanduser()
+        except StagingError as error:
+            raise DataError(f"{flag}: {error}") from error
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            dataset = _load_saved(path, shown_url(source), split, flag)
+        else:
+            dataset = _load_files(path, shown_url(source), split, flag, limit)
     if len(dataset) == 0:
         raise DataError(f"{flag} {shown_url(source)} is empty: no rows")
     return exactly_read(dataset.select(range(min(limit, len(dataset)))))
@@ -296,7 +312,7 @@ def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset |
     """Read the first rows of a file or folder of this machine; None for URLs and hub names, copied as a whole."""
     if is_url(source) or _is_hub_name(source, flag):
         return None
-    return _load_source(source, split, count, flag)
+    return load_source(source, split, flag, count)
 
 
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
@@ -315,20 +331,77 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     return with_origins(dataset, f"{source}[{split}]")
 
 
-def _load_saved(source: str, split: str, flag: str) -> Dataset | None:
-    """Load what is in a folder made by ``save_to_disk``; None for any other source."""
-    try:
-        path = Path(stage_to_local(source)).expanduser()
-    except StagingError as error:
-        raise DataError(f"{flag}: {error}") from error
-    if not (path / "dataset_dict.json").exists() and not (path / "state.json").exists():
-        return None
+def _load_saved(path: Path, name: str, split: str, flag: str) -> Dataset:
+    """Load what is in a folder made by ``save_to_disk``."""
     from datasets import DatasetDict, load_from_disk
 
     saved = load_from_disk(str(path))
-    shown = shown_url(source)
     if not isinstance(saved, DatasetDict):
-        return with_origins(saved, shown)
+        return with_origins(saved, name)
     if split not in saved:
-        raise DataError(f"{flag} {shown} has no split {split!r}; its splits: {', '.join(saved)}")
-    return with_origins(saved[split], f"{shown}[{split}]")
+        raise DataError(f"{flag} {name} has no split {split!r}; its splits: {', '.join(saved)}")
+    return with_origins(saved[split], f"{name}[{split}]")
+
+
+def _load_files(path: Path, name: str, split: str, flag: str, limit: int) -> Dataset:
+    """Load a file, or the files of a folder that fit the split."""
+    from lightppo.data.arrow_tables import concatenate
+
+    if not path.is_dir():
+        return read_file(path, shown_as=name, limit=limit)
+    files = _files_of_split(path, name, split, flag)
+    parts: dict[str, Dataset] = {}
+    for file in files:
+        file_name = f"{name.rstrip('/')}/{file}"
+        part = read_file(path / file, shown_as=file_name, limit=limit)
+        limit -= len(part)
+        if len(part):
+            parts[file_name] = part
+        if limit == 0:
+            break
+    if not parts:
+        raise DataError(f"{flag} {name} is empty: no rows {' '.join(map(str, files))}")
+    return concatenate(list(parts.values()), list(parts))
+
+
+def _files_of_split(path: Path, name: str, split: str, flag: str) -> list[Path]:
+    """Return data files with the split's name in their path as a word; for ``train`` else those that name none."""
+    files = _data_files(path)
+    if not files:
+        raise DataError(f"{flag} {name} has no data files ({', '.join(FORMATS)})")
+    matching = _matching_files(files, split)
+    if not matching and split == "train":
+        matching = [file for file in files if split_named_by(file, split) is None]
+    if not matching:
+        listed = ", ".join(map(str, files[:10]))
+        raise DataError(f"{flag} {name} has no file of the split {split!r}; its files: {listed}")
+    ignored = [str(file) for file in files if file not in matching]
+    rest = f"; not {ignored}" if ignored else ""
+    logger.info("%s %s, split %s: %d files%s", flag, name, split, len(matching), rest)
+    return matching
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Return the data files below a folder, by their paths in it; hidden ones are none."""
+    files = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
+    return sorted(
+        file
+        for file in files
+        if file_format(file) and not any(part.startswith(".") for part in file.parts)
+    )
+
+
+def _matching_files(files: list[Path], split: str) -> list[Path]:
+    split = split.lower()
+    return [file for file in files if split_named_by(file, split) == SPLIT_WORDS.get(split, split)]
+
+
+def split_named_by(file: Path, split: str) -> str | None:
+    """Return the split that a file's path names; the file name goes before its folders."""
+    for part in reversed(file.parts):
+        if re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", part.lower()):
+            return SPLIT_WORDS.get(split, split)
+        for word in re.split(r"[^a-z0-9]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return None

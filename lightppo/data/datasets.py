@@ -32,7 +32,6 @@ from lightppo.data.rows import (
     resolve_fields,
     template_options,
 )
-from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
 
@@ -45,6 +44,13 @@ logger = logging.getLogger(__name__)
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 
 
+def setting(strategy: Any, name: str, value: Any, default: Any = None) -> Any:
+    """Return the value if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
+    script_value = getattr(getattr(strategy, "args", None), name, None)
+    values = (value, script_value, default)
+    return next((value for value in values if value is not None), None)
+
+
 class PreparedDataset(TorchDataset):
     """Rows that are checked and tokenised at construction, so that bad data shows up then."""
 
@@ -54,7 +60,7 @@ class PreparedDataset(TorchDataset):
     def __init__(
         self, dataset: Dataset, template: PromptTemplate, fields: Any, **options: Any
     ) -> None:
-        """Encode the rows by :class:`RowFields`; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
+        """Encode the rows by ``RowFields``; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
         self.dataset = dataset
         self.template = template
         self.fields = fields

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX
+from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.chat_templates import (
     PromptTemplate,
     Rendered,
@@ -19,7 +19,7 @@ from lightppo.data.chat_templates import (
     differs,
     ended,
 )
-from lightppo.data.datasets import PreparedDataset
+from lightppo.data.datasets import PreparedDataset, setting
 from lightppo.data.example_rows import read_example, resolve_example_fields
 from lightppo.data.prepared_rows import (
     BadRowPolicy,
@@ -30,7 +30,6 @@ from lightppo.data.prepared_rows import (
 )
 from lightppo.data.records import Prompt
 from lightppo.data.rows import Chat, as_chat, shared_length, template_options
-from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError, DataError
 from lightppo.ranks import Ranks
 

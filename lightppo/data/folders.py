@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from lightppo.data.hub import check_on_hub, mistyped_path
-from lightppo.errors import ModelLoadError
+from lightppo.errors import DataError, ModelLoadError
+from lightppo.suggestions import similar
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".ckpt")
@@ -178,3 +180,80 @@ def file_problem(file: Path) -> str | None:
     if size == whole:
         return None
     return f"is not complete: {size:,} of {whole:,} bytes; download it again"
+
+
+# -- names that may be on the hub: one quick look, where loaders would try for half a minute -------------------------
+
+Kind = Literal["model", "tokenizer", "dataset"]
+_HUB_SECONDS = 5.0  # that the hub has to answer
+_CACHED_FILES = {
+    "model": ("config.json",),
+    "tokenizer": ("tokenizer_config.json", "tokenizer.json"),
+}
+# by this process: a run looks for the same model several times
+_on_hub: set[tuple[str, Kind]] = set()
+
+
+def check_on_hub(name: str, kind: Kind, flag: str) -> None:
+    """Refuse a name that is no folder here, if it is neither in the hub's cache nor on the hub.
+
+    Raises:
+        ModelLoadError: of a model or a tokenizer.
+        DataError: of a data set.
+    """
+    if (name, kind) in _on_hub or is_cached(name, kind):
+        return
+    problem = _hub_problem(name, kind)
+    if problem is None:
+        return
+    problem = f"not in the hub's cache, and {problem}{mistyped_path(name)}"
+    if kind == "dataset":
+        raise DataError(f"{flag} {name}: no such file or folder here, {problem}")
+    raise ModelLoadError(f"{flag} {name}: no such folder here, {problem}")
+
+
+def is_cached(name: str, kind: Kind) -> bool:
+    """Return whether files of this name are on this machine."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if kind != "dataset":
+        files = _CACHED_FILES[kind]
+        paths = [huggingface_hub.try_to_load_from_cache(name, file) for file in files]
+        return any(isinstance(path, str) for path in paths)
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    snapshots = Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "snapshots")
+    return prepared.joinpath(name.replace("/", "___")).is_dir() or snapshots.is_dir()
+
+
+def _hub_problem(name: str, kind: Kind) -> str | None:
+    """Return why a name cannot be read from the hub; None: it can, or the hub is busy, which is left to the loader."""
+    from huggingface_hub import HfApi
+
+    request = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
+    try:
+        request(name, timeout=_HUB_SECONDS)
+    except Exception as error:  # the hub client and the network raise errors without a common base
+        response = getattr(error, "response", None)
+        if response is None:
+            return f"{type(error).__name__}: the hub cannot be reached"
+        if response.status_code in (401, 403):
+            return "the hub does not have it, or not for you (HF_TOKEN)"
+        if response.status_code == 404:
+            return "the hub does not have it"
+        return None
+    _on_hub.add((name, kind))
+    return None
+
+
+def mistyped_path(path: str) -> str:
+    """Return ``"; there is FOLDER/NAME"`` for a file or folder beside it with nearly this name; else an empty text."""
+    expanded = Path(path).expanduser()
+    folder = expanded.parent
+    names: Sequence[str] = ()
+    if folder.is_dir() and os.access(folder, os.R_OK):
+        names = os.listdir(folder)
+    matches = similar(expanded.name, names)
+    if matches:
+        return f"; there is {Path(path).parent / matches[0]}"
+    return ""

@@ -11,8 +11,7 @@ import functools
 import itertools
 import json
 import re
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,7 +128,7 @@ class _Refused(ConfigError):
 class ChatFormat:
     """How one tokenizer's template writes conversations, in token ids that only grow.
 
-    Only caches and the count of escapes change: several threads may use one object.
+    Only caches change: several threads may use one object.
 
     Args:
         tokenizer: of transformers, with a chat template.
@@ -162,13 +161,11 @@ class ChatFormat:
         self._known_shapes: set[Any] = set()
         self._of_rows: dict[str, ChatFormat] = {}
         self._bridges: dict[tuple[int, tuple[str, ...]], _Bridge] = {}
-        self._lock = threading.Lock()
-        self._escapes = 0
 
     # What the trainer calls, in the order of an episode.
 
-    def check(self, examples: Iterable[Sequence[dict]] = ()) -> None:
-        """Look for everything that could go wrong later, on probes and on openings of the user's own.
+    def check(self) -> None:
+        """Look for everything that could go wrong later, on probes.
 
         Raises:
             ConfigError: it says what cannot work, and what to do.
@@ -181,9 +178,6 @@ class ChatFormat:
             raise ConfigError(
                 "the chat template drops user messages: give the tokenizer another chat_template"
             )
-        examples = [list(messages) for messages in examples]
-        for messages in examples:
-            self.opening(messages)
         self._bridge(0, ("user",))
         if self.tools:
             self._bridge(1, ("tool",))
@@ -375,11 +369,6 @@ class ChatFormat:
     def harmless(self, text: str) -> tuple[str, int]:
         """Return a text without control tokens and markers of this format, and how many were broken in it."""
         return self._breaker(text)
-
-    @property
-    def escapes(self) -> int:
-        """Return how many strings were broken in messages of environments so far."""
-        return self._escapes
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -601,14 +590,9 @@ class ChatFormat:
                 raise ObservationError(
                     f"an observation has the role {role!r}; it may have: {', '.join(roles)}"
                 )
-            text, escapes = self._breaker(text_of(message.get("content")))
-            self._count(escapes)
+            text, _ = self._breaker(text_of(message.get("content")))
             harmless_messages.append({"role": role, "content": text})
         return harmless_messages
-
-    def _count(self, escapes: int) -> None:
-        with self._lock:
-            self._escapes += escapes
 
     @functools.cached_property
     def _breaker(self) -> Breaker:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from lightppo.episodes import env_failures
 from lightppo.episodes.env_failures import (
     Contract,
     EnvFailure,
@@ -23,16 +26,24 @@ from lightppo.episodes.env_failures import (
     ToolError,
 )
 from lightppo.episodes.hosts import (
-    Answer,
+    Answers,
+    Calls,
     CallThread,
+    Host,
+    InThread,
     LocalPool,
     Seat,
+    UserLoop,
+    drive,
     failure_of,
+    in_loop,
+    one_by_one,
     opening_calls,
 )
 from lightppo.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.episodes.tools import BadCall
 from lightppo.errors import ConfigError
+from lightppo.processes.fork_server import Answer, Respond, Worker, WorkerPool
 from lightppo.user_code import error_text
 
 __all__ = [
@@ -85,11 +96,9 @@ class Environments:
         self.workers = workers
         self._specs = load_specs(entries, tools, contract)
         self._local = LocalPool()
-        self._pool: Any = self._local
+        self._workers: WorkerPool | None = None
         if workers:
-            from lightppo.episodes.workers import WorkerPool
-
-            self._pool = WorkerPool(
+            self._workers = worker_pool(
                 [_text_of(entry, "--env") for entry in entries],
                 [_text_of(tool, "--tools") for tool in tools],
                 contract,
@@ -131,14 +140,6 @@ class Environments:
         """Return the environment of a row: its column ``environment``, or the only one."""
         return routed(row, self.names, self.contract)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Check before a run that the row has an environment, and the columns that its ``reset`` takes."""
-        spec = self._specs[self.route(row)]
-        try:
-            spec.reset_arguments(self._columns(row), seed=0)
-        except TypeError as error:
-            raise ConfigError(f"--env {spec.where}: {error}") from error
-
     async def open(self, row: Mapping[str, Any], *, seed: int) -> Session:
         """Make and reset an environment for one episode, or TRL's: take one and reset it."""
         spec = self._specs[self.route(row)]
@@ -149,8 +150,8 @@ class Environments:
 
     def warm_up(self) -> None:
         """Start what worker processes come from, while something else happens."""
-        if self.workers:
-            self._pool.start()
+        if self._workers is not None:
+            self._workers.start()
 
     async def close(self) -> None:
         """End all threads, loops and processes."""
@@ -159,8 +160,8 @@ class Environments:
     def end(self) -> None:
         """:meth:`close` without an event loop."""
         self._local.close()
-        if self._pool is not self._local:
-            self._pool.close()
+        if self._workers is not None:
+            self._workers.close()
         if self._python is not None:
             self._python.close()
 
@@ -175,19 +176,17 @@ class Environments:
         return {
             "hung_threads": self._local.hung_threads,
             "blocked_loops": self._local.blocked_loops,
-            "lost_workers": getattr(self._pool, "lost_workers", 0),
+            "lost_workers": self._workers.lost_workers if self._workers else 0,
         }
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Of the worker processes that run."""
-        return getattr(self._pool, "pids", [])
 
     async def _take(self, spec: EnvironmentSpec) -> Seat:
         while self._forgotten:
             self._forgotten.popleft().drop()
         needs_process = spec.make is not None or spec.functions.keys() - {PYTHON_TOOL}
-        return await (self._pool if needs_process else self._local).take(spec)
+        if needs_process and self._workers is not None:
+            worker = await self._workers.take(spec.name)
+            return ProcessSeat(spec, worker, self._workers)
+        return await self._local.take(spec)
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """TRL keeps the column that routes to itself where there is a choice."""
@@ -216,7 +215,7 @@ class Environments:
     def _python_tool(self, sandbox: Callable[[], Any] | None) -> Any:
         if not any(PYTHON_TOOL in spec.functions for spec in self._specs.values()):
             return None
-        from lightppo.episodes.python_tool import PythonRunner
+        from lightppo.episodes.tools import PythonRunner
 
         return PythonRunner(sandbox)
 
@@ -243,7 +242,6 @@ class Session:
         # What reset returned; for an agent program, {"messages": …, "tools": …}.
         self.opening: str | list[dict[str, Any]] | dict[str, Any] | None = None
         self.is_agent = spec.is_agent
-        self.has_tools = bool(spec.tools)
         self.has_step = spec.method("step") is not None
         self.has_reward = spec.method("get_reward") is not None
         self._environments = environments
@@ -412,3 +410,88 @@ def _outcome(function: Callable[[], Any]) -> tuple[bool, Any]:
         return True, function()
     except BaseException as error:
         return False, error
+
+
+# --- worker processes
+
+
+def worker_pool(
+    entries: Sequence[str], tools: Sequence[str], contract: Contract, size: int
+) -> WorkerPool:
+    """Return the worker processes of a run, one for each session at a time."""
+    if sys.platform != "linux":
+        raise ConfigError("--env_workers works on Linux only; set it to 0")
+    settings = {"entries": list(entries), "tools": list(tools), "contract": contract}
+    # What environments print is no output of the run.
+    streams = {"stdout": 2}
+    return WorkerPool(
+        f"{__name__}:load_for_workers", settings, size, subject="the environments", streams=streams
+    )
+
+
+class ProcessSeat:
+    """A session's worker."""
+
+    environment = None  # the object is in another process
+
+    def __init__(self, spec: EnvironmentSpec, worker: Worker, pool: WorkerPool) -> None:
+        self.is_lost = False
+        self._spec = spec
+        self._worker = worker
+        self._pool = pool
+
+    async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
+        """As :class:`lightppo.episodes.hosts.Seat`."""
+        try:
+            question = pickle.dumps((self._spec.name, place, dict(given)))
+        except Exception as error:  # whatever __reduce__ of a user's object raises
+            text = f"the row cannot be sent to a worker process: {error_text(error)}"
+            return {"kind": "exception", "text": text}
+        try:
+            return await self._worker.exchange(question, timeout)
+        finally:
+            self.is_lost = self._worker.is_ending
+
+    async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
+        return await one_by_one(self, calls, timeout)
+
+    def leave(self) -> None:
+        """As :class:`lightppo.episodes.hosts.Seat`."""
+        self._pool.give_back(self._worker)
+
+    def drop(self) -> None:
+        """As :class:`lightppo.episodes.hosts.Seat`."""
+        self._worker.kill()
+        self.leave()
+
+
+def load_for_workers(settings: Mapping[str, Any]) -> Callable[[], Respond]:
+    """Load the environments in the server; return what makes a worker's hosts."""
+    specs = load_specs(settings["entries"], settings["tools"], settings["contract"])
+    return lambda: _Hosts(specs).respond
+
+
+class _Hosts:
+    """The environments of a worker: sync code in the main thread, async code in a loop."""
+
+    def __init__(self, specs: Mapping[str, EnvironmentSpec]) -> None:
+        env_failures.in_worker = True
+        self.specs = specs
+        self.hosts: dict[str, Host] = {}
+        self.user_loop: UserLoop | None = None
+
+    def respond(self, name: str, place: Place, arguments: Mapping[str, Any]) -> Answer:
+        spec = self.specs[name]
+        if place == "constructor" and not (name in self.hosts and self.hosts[name].is_reusable):
+            invoke = in_loop if spec.is_async else InThread(self.loop)
+            self.hosts[name] = Host(spec, invoke, own_process=True)
+        coroutine = self.hosts[name].handle(place, arguments)
+        answer = self.loop().submit(coroutine).result() if spec.is_async else drive(coroutine)
+        if place == "close":
+            self.hosts.pop(name)
+        return answer
+
+    def loop(self) -> UserLoop:
+        """Return the loop, started at its first use."""
+        self.user_loop = self.user_loop or UserLoop()
+        return self.user_loop

@@ -17,15 +17,32 @@ from typing import Any
 
 from torch import nn
 
+from lightppo.config.rules import template_kwargs
 from lightppo.data.records import Prompt, Rollout
-from lightppo.episodes.calls import Answered, AnsweredEnvironments, Direct, EpisodeTape, Recording
+from lightppo.data.rows import template_options
+from lightppo.episodes.calls import (
+    Answered,
+    AnsweredEnvironments,
+    Direct,
+    EpisodeTape,
+    Recording,
+    description_of,
+)
+from lightppo.episodes.chat_format import ChatFormat, ChatFormats
 from lightppo.episodes.env_failures import EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session
-from lightppo.episodes.episode import Episode, Format, FormatsByTools, Limits
+from lightppo.episodes.episode import (
+    Episode,
+    Format,
+    FormatsByTools,
+    Limits,
+    PlainText,
+    messages_of,
+)
 from lightppo.episodes.episode_metrics import EpisodeSums
 from lightppo.episodes.hf_turns import generate_turns
 from lightppo.episodes.rewards import has_failed
-from lightppo.episodes.tape import Tape
+from lightppo.episodes.tape import Tape, tape_of
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.rollout.engine import (
@@ -139,7 +156,7 @@ class EpisodeEngine:
                 sample_index,
                 stream=streams[number][1],
                 seed=joint_seed([sampling.seed, prompt.index]) % 2**31,
-                format=self.formats[self.environments.route(row_columns(prompt))],
+                format=self.formats[self.environments.route(prompt.extra)],
                 environments=self.environments,
                 limits=replace(self.limits, budget=sampling.max_new_tokens),
                 sample=stage.sample,
@@ -335,11 +352,6 @@ def _whereabouts(thread: threading.Thread) -> str:
     return "it has ended"
 
 
-def row_columns(prompt: Prompt) -> dict[str, Any]:
-    """Return what tells which environment a row has."""
-    return prompt.extra
-
-
 def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:
     """Return failed tries, for the counts of failures and time-outs; none without any."""
     if not tries:
@@ -508,3 +520,99 @@ class _Stage:
         del self._tasks[key]
         self.rollouts[key] = task.result()
         self._on_finished([self.rollouts[key]])
+
+
+def with_episodes(
+    engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any
+) -> RolloutEngine:
+    """Return the engine itself, or the one of episodes around it if ``--env`` or ``--tools`` asks for them."""
+    options = config.episodes
+    if not options.env and not options.tools:
+        return engine
+    tape = tape_of(strategy, config)
+    if tape is not None and tape.plays:
+        environments = AnsweredEnvironments(tape.environments)
+    else:
+        environments = Environments(
+            options.env,
+            tools=options.tools,
+            contract=options.env_contract,
+            timeout=options.env_timeout,
+            workers=options.env_workers,
+        )
+        if tape is not None:
+            tape.environments = description_of(environments)
+    return EpisodeEngine(
+        engine,
+        tokenizer,
+        environments,
+        strategy,
+        limits=Limits(
+            budget=config.rollout.generate_max_len,
+            max_opening=config.data.prompt_max_len,
+            max_turns=options.max_turns,
+            max_turn_tokens=options.max_turn_tokens,
+            max_tool_calls=options.max_tool_calls,
+            max_observation_len=options.max_observation_len,
+            seconds=options.episode_timeout,
+        ),
+        formats={
+            name: format_of(name, environments, tokenizer, config) for name in environments.names
+        },
+        retries=options.env_retries,
+        failure_limit=0.0 if options.on_env_failure == "error" else options.env_failure_limit,
+        keeps_rewards=options.env_reward != "none",
+        tape=tape,
+        batch_invariant=config.flat().get("batch_invariant", False),
+    )
+
+
+def check_openings(building: Any) -> None:
+    """Raise ConfigError where a first row cannot open an episode.
+
+    What a ``reset`` adds to the row is seen in the episode alone.
+    """
+    options = building.config.flat()
+    if not options.get("env") and not options.get("tools"):
+        return
+    engine = building.rollout_engine
+    for rows in (building.rows.get(name) for name in ("prompt_data", "eval_data")):
+        if not rows or not isinstance(getattr(engine, "environments", None), Environments):
+            continue
+        prompt = rows[0]
+        name = engine.environments.route(prompt.extra)
+        chat = engine.formats[name]
+        if not isinstance(chat, ChatFormat) or engine.environments.has_reset(name):
+            continue
+        try:
+            chat.of_row(template_options(prompt.extra)).opening(messages_of(prompt))
+        except ConfigError as error:
+            raise ConfigError(f"{rows.origin(0)}: {error}") from error
+
+
+def format_of(
+    name: str, environments: Environments, tokenizer: Any, config: Any
+) -> Format | FormatsByTools:
+    """Return how the conversations of an environment are written; ConfigError if the template cannot write them."""
+    options = {
+        "tool_format": config.episodes.tool_format,
+        "template_options": template_kwargs(
+            config.data.chat_template_kwargs, "--chat_template_kwargs"
+        ),
+    }
+    if environments.is_agent(name):
+        if not config.data.apply_chat_template:
+            raise ConfigError(
+                f"--env {name}: an agent program sends chat messages; set --apply_chat_template"
+            )
+        if config.data.system_prompt is not None:
+            raise ConfigError(
+                f"--env {name}: an agent program writes its own messages; leave out --system_prompt"
+            )
+        return ChatFormats(tokenizer, **options)
+    tools = environments.tools(name)
+    if not tools and not config.data.apply_chat_template:
+        return PlainText(tokenizer)
+    chat = ChatFormat(tokenizer, tools, **options, system_prompt=config.data.system_prompt)
+    chat.check()
+    return chat

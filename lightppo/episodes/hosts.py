@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
@@ -34,6 +34,7 @@ from lightppo.episodes.env_failures import (
 )
 from lightppo.episodes.specs import EnvironmentSpec
 from lightppo.episodes.tools import BadCall, text_of
+from lightppo.processes.fork_server import Answer, Once
 from lightppo.redaction import plain, without_secrets
 from lightppo.user_code import error_text, finite, without_copies
 
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0  # seconds until a loop that does not answer counts as blocked
 _MOST_TEXT = 4000  # characters of a failure's text
-Answer = dict[str, Any]  # {"value": …} or {"kind": …, "text": …}
 Invoke = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -306,48 +306,6 @@ class CallThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-
-
-class Once:
-    """Something that happens once, for which any number of threads and loops can wait."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.has_happened = False
-        self._waiting: set[Future[Any]] = set()
-        self._lock = threading.Lock()
-
-    def happen(self, value: Any = None) -> None:
-        """Only the first time counts."""
-        with self._lock:
-            if self.has_happened:
-                return
-            self.value = value
-            self.has_happened = True
-            waiting = self._waiting
-            self._waiting = set()
-        for future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_result(value)
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Future[Any]]:
-        """Give a future of it, as long as somebody waits."""
-        future: Future[Any] = Future()
-        self.then(future)
-        try:
-            yield future
-        finally:
-            with self._lock:
-                self._waiting.discard(future)
-
-    def then(self, future: Future[Any]) -> None:
-        """Give the value to a future, at once if it is there."""
-        with self._lock:
-            if not self.has_happened:
-                self._waiting.add(future)
-                return
-        future.set_result(self.value)
 
 
 class UserLoop:
@@ -646,7 +604,7 @@ class LocalSeat:
         """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
         self.is_lost = True
         if isinstance(self.environment, AgentEnvironment):  # a blocked loop may never close it
-            self.environment.let_nobody_in()
+            self.environment.close_access()
         if self._loop is not None:
             if future is not None:
                 future.cancel()

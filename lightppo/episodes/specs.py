@@ -205,7 +205,7 @@ def _load_functions(tools: Sequence[Any], files: Files) -> dict[str, Tool]:
     functions: dict[str, Tool] = {}
     for entry in tools:
         if entry == PYTHON_TOOL:
-            from lightppo.episodes.python_tool import python
+            from lightppo.episodes.tools import python
 
             candidates = [(python, PYTHON_TOOL)]
         elif isinstance(entry, str):

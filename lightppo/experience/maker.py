@@ -15,12 +15,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.advantages import advantage_fn
+from lightppo.algorithms.advantages import advantage_fn, compute_token_rewards
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
-from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
 from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.rules import (
@@ -34,15 +33,15 @@ from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.experience.normalisation import (
+    ScoreShaper,
     normalize_advantages,
     normalize_scores,
     whiten_and_clip,
 )
-from lightppo.experience.scores import ScoreShaper
-from lightppo.experience.token_selection import select_tokens
 from lightppo.experience.token_weights import (
     first_needing_engine_log_probs,
     first_needing_entropy,
+    select_tokens,
     token_weights,
 )
 from lightppo.models.batches import layout_of_all, on_cpu, to_device

@@ -1,8 +1,11 @@
-"""Factors of each token's policy loss, as :class:`lightppo.plugin.TokenWeight` describes them."""
+"""Factors of each token's policy loss (:class:`lightppo.plugin.TokenWeight`), and the tokens that are singled out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +16,16 @@ from lightppo.algorithms.correction import (
     normalize_weights,
     rejection_mask,
 )
-from lightppo.algorithms.masking import AllReduceSum
+from lightppo.algorithms.losses import SelectionFn
+from lightppo.algorithms.masking import AllReduceSum, LossNormalizer, token_mean
 from lightppo.algorithms.option_values import Rejection
 from lightppo.algorithms.selection import top_share
 from lightppo.config import PPOConfig
 from lightppo.experience.experience import Experience
+from lightppo.models.batches import on_cpu, to_device
 from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
+from lightppo.ranks import Ranks
+from lightppo.table import load
 
 Weigh = Callable[..., Tensor]
 
@@ -164,3 +171,104 @@ def high_entropy(config: PPOConfig) -> Weigh | None:
         return kept
 
     return weigh
+
+
+# -- the logged entropy, of a sample of the tokens: of all it takes as long as half of the log softmax ----------------
+
+
+# least number of tokens, over all ranks, of which the logged entropy of a step is the mean
+_ENTROPY_SAMPLE = 2048
+_LARGEST_STRIDE = 8  # one of so many tokens is in the sample of a large step
+
+
+def systematic_sample(mask: Tensor, start: Tensor, stride: int) -> Tensor:
+    """Return every ``stride``-th unmasked token of each row, (B, A) bool, from the one that ``start`` (B,) decides on.
+
+    The sum over these times ``stride`` estimates the sum over all, without bias where ``start`` is random.
+    """
+    nth = mask.long().cumsum(1) + start.unsqueeze(1)  # (B, A)
+    return mask.bool() & (nth % stride == 0)
+
+
+@dataclass(frozen=True)
+class EntropySample:
+    """The tokens whose entropy is computed where it is only logged; masks (B, A) on the CPU."""
+
+    stride: int  # each token of the sample stands for so many
+    counted: Tensor  # the sample
+    computed: Tensor  # the sample, and the rows that somebody reads
+
+    def mean(
+        self, entropy: Tensor, mask: Tensor, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Tensor]:
+        """Return the micro batch's share of the estimated mean, and the entropy (B, A), NaN where it was not computed."""
+        counted, computed = (
+            to_device(places, mask.device) for places in (self.counted, self.computed)
+        )
+        of_sample = entropy.masked_fill(~counted, 0.0)
+        mean = self.stride * token_mean(of_sample, mask, normalizer)
+        return mean, entropy.masked_fill(~computed, torch.nan)
+
+
+def entropy_sample(
+    experience: Experience, tokens: float, rows: Iterable[int] = ()
+) -> EntropySample | None:
+    """Return the tokens of a micro batch that are in the sample of a step of ``tokens``; ``None``: all are.
+
+    The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
+    """
+    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
+    if stride < 2:
+        return None
+    ids, real, mask = map(
+        on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
+    )
+    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
+    computed = counted.clone()
+    computed[list(rows)] = True
+    return EntropySample(stride, counted, computed)
+
+
+# -- tokens that a policy loss treats differently, chosen once a rollout: see algorithms/selection.py -----------------
+
+
+def selection_of(loss: Any) -> SelectionFn | None:
+    """Return the function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
+    entry = getattr(loss, "entry", None)  # a loss of a script has none
+    if entry is None or entry.selection is None:
+        return None
+    return load(entry.selection)
+
+
+def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: int) -> None:
+    """Set ``selected`` of all rows if the loss selects tokens; then collective.
+
+    A token's random number depends on ``seed``, its row's token ids and its position.
+    """
+    select = selection_of(loss)
+    if select is None:
+        return
+    items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
+    masks = [item.action_mask for item in items]  # (1, A) each
+
+    def trained(rows: Iterable[Tensor]) -> Tensor:
+        """Join the rows' trained tokens, (N,)."""
+        return torch.cat([row[mask] for row, mask in zip(rows, masks)])
+
+    chosen = select(
+        trained(item.action_log_probs for item in items),
+        trained(item.advantages for item in items),
+        trained(_uniforms(item, seed) for item in items),
+        options=loss.options,
+        all_reduce_sum=partial(ranks.all_reduce, op="sum"),
+    )  # (N,)
+    of_rows = chosen.split([int(mask.sum()) for mask in masks])
+    for item, mask, of_row in zip(items, masks, of_rows):
+        item.selected = torch.zeros_like(mask).masked_scatter(mask, of_row)
+
+
+def _uniforms(item: Experience, seed: int) -> Tensor:
+    """Return random numbers of a row (1, A), independent of its rank and of the order of rows."""
+    key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
+    generator = torch.Generator().manual_seed(key)
+    return torch.rand(1, item.num_actions, generator=generator).to(item.sequences.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightppo.callbacks import Callback
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
-from lightppo.experience.scores import overlong_penalty
+from lightppo.experience.normalisation import overlong_penalty
 from lightppo.files import explained, local_folder, write_text
 from lightppo.logging.run_paths import SAMPLES
 from lightppo.models.batches import on_cpu

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.ratios import mismatch_terms
+from lightppo.algorithms.kl import mismatch_terms
 from lightppo.experience.experience import Experience
 from lightppo.metric_names import METRICS
 from lightppo.ranks import Ranks

@@ -27,7 +27,7 @@ from lightppo.config.rules import (
     needs_reference,
 )
 from lightppo.config.supervised_options import SupervisedConfig
-from lightppo.data.blends import check_data_paths, first_rows, with_metadata
+from lightppo.data.blends import SPLIT_WORDS, check_data_paths, first_rows, with_metadata
 from lightppo.data.chat_templates import PromptTemplate
 from lightppo.data.example_rows import (
     ExampleFields,
@@ -37,7 +37,6 @@ from lightppo.data.example_rows import (
     resolve_example_fields,
 )
 from lightppo.data.folders import check_model, check_tokenizer
-from lightppo.data.local_files import SPLIT_WORDS
 from lightppo.data.prepared_rows import (
     Encoded,
     Outcome,

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
-from lightppo.algorithms.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
+from lightppo.algorithms.losses import (
+    IGNORE_INDEX,
+    GPTLMLoss,
+    answer_log_probs,
+    bradley_terry_loss,
+    pair_mean,
+    pretrain_loss,
+)
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.algorithms.preferences import answer_log_probs, bradley_terry_loss, pair_mean
 from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from lightppo.data.chat_templates import Rendered
+from lightppo.data.datasets import setting
 from lightppo.data.example_rows import read_margin, read_pair
 from lightppo.data.examples import SFTDataset, script_args, with_args
 from lightppo.data.prepared_rows import Encoded, Outcome
 from lightppo.data.rows import lookup, template_options
-from lightppo.data.script_options import setting
 from lightppo.errors import BadRowError
 from lightppo.models.critic import RowForm
 

@@ -193,7 +193,7 @@ class SupervisedTrainer(TrainingLoop):
         sums = Counter(loss=0.0)
         found = []
         self.model.train()
-        self.skipped.begin(micro_batches)
+        self.skipped.minibatch = micro_batches
         with self.timer("train"):
             for batch in micro_batches:
                 batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}

@@ -27,7 +27,7 @@ from lightppo.config.run_length import optimizer_steps, steps_per_episode
 from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.episodes.assembly import with_episodes
+from lightppo.episodes.episode_engine import with_episodes
 from lightppo.episodes.rewards import taped, unless_failed
 from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer

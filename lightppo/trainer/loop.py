@@ -83,17 +83,13 @@ class SkippedSteps:
     batch: Any = field(default=None, init=False)  # of the first one that was
     why: str = field(default="", init=False)  # the step was left out
     last_why: str = field(default="", init=False)  # some step was
-    current: Any = field(default=None, init=False)  # the batch of the next optimizer steps
+    minibatch: Any = field(default=None, init=False)  # what the next optimizer steps are of
 
     def begin_step(self) -> None:
         """Begin a step in which nothing is skipped yet."""
         self.of_model = {}
         self.batch = None
         self.why = ""
-
-    def begin(self, batch: Any) -> None:
-        """Say what the next optimizer steps are of."""
-        self.current = batch
 
     def add(self, model: str, skipped: bool, overflow: bool = False) -> None:
         """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
@@ -104,18 +100,18 @@ class SkippedSteps:
             return
         self.of_model.setdefault(model, []).append(skipped)
         if skipped and self.batch is None:
-            self.batch = self.current
+            self.batch = self.minibatch
 
-    def leave_out(self, step: int, models: Iterable[str], why: NonFiniteError) -> None:
+    def leave_out(self, step: int, models: Iterable[str], error: NonFiniteError) -> None:
         """Count a step in which nothing is trained, on any rank."""
         for model in models:
             self.add(model, skipped=True)
         # This counts even if nothing would have been trained.
-        self.batch = why.batch
-        self.why = str(why)
+        self.batch = error.batch
+        self.why = str(error)
         self.last_why = self.why
         if self.strategy.is_rank_0():
-            logger.warning("step %d is left out: %s", step, why)
+            logger.warning("step %d is left out: %s", step, error)
 
     def models(self) -> list[str]:
         """Return those of which every optimizer step of this step was skipped; the same on every rank."""
@@ -127,7 +123,7 @@ class SkippedSteps:
             self.state.skipped_in_a_row += 1
         elif self.of_model:
             self.state.skipped_in_a_row = 0
-        self.current = None
+        self.minibatch = None
 
 
 class TrainingLoop:

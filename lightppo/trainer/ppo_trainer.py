@@ -200,9 +200,6 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         for name, part in states.items():
             if part is not None:
                 self.register_state(name, part)
-        self.observe = partial(self.callbacks.on_micro_batch, self)
-        self.entropy_rows = partial(self.callbacks.entropy_rows, self)
-        self.stepped = partial(self.callbacks.on_optimizer_step, self)
         self.experience_maker.sample = partial(sample_texts, self)
         self.accumulate_alone()
         if self.overrides("training_step_actor") and self.aux_loss:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX, GPTLMLoss, pretrain_loss
+from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss, pretrain_loss
 from lightppo.config import PPOConfig
 from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.batches import on_cpu, to_device
-from lightppo.trainer.training_losses import LossTerm, OwnLoss
+from lightppo.trainer.training_losses import LossTerm, TermLoss
 
 
 class Pretraining(LossTerm):
@@ -40,7 +40,7 @@ class Pretraining(LossTerm):
         self.taken = 0  # batches on each rank
         self.read = 0  # of them, since the process began
 
-    def losses(self, micro_batches: int) -> list[OwnLoss]:
+    def losses(self, micro_batches: int) -> list[TermLoss]:
         if self.batches is None or self.coef == 0:
             return []
         self.catch_up()

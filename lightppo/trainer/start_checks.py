@@ -98,7 +98,7 @@ def check_engine(run: Building) -> None:
     """Check what the rollout engine makes of the first rows, and that it decodes as the actor does."""
     options = run.config.flat()
     if options.get("env") or options.get("tools"):
-        from lightppo.episodes.assembly import check_openings
+        from lightppo.episodes.episode_engine import check_openings
 
         check_openings(run)
     check_decoding_of(run)

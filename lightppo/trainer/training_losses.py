@@ -17,8 +17,8 @@ from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import Aggregation, LossNormalizer, token_mean
 from lightppo.config import LossConfig, PPOConfig
-from lightppo.experience.entropy_sample import EntropySample
 from lightppo.experience.experience import Experience
+from lightppo.experience.token_weights import EntropySample
 from lightppo.models.actor import ActionScores
 
 Metrics = dict[str, Tensor]
@@ -35,7 +35,7 @@ class ScoreTerm:
     logits: bool = False  # it reads ``scores.logits``
 
 
-OwnLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
+TermLoss = Callable[[Any], tuple[float, Tensor, Metrics]]
 """Of the actor: the weight of a term, the term, and numbers without gradient by their names in train/."""
 
 
@@ -44,7 +44,7 @@ class LossTerm:
 
     metrics: Sequence[str] = ()  # names of its numbers
 
-    def losses(self, micro_batches: int) -> list[OwnLoss]:
+    def losses(self, micro_batches: int) -> list[TermLoss]:
         """Return one for each micro batch of the optimizer step that begins, or none at all. Collective.
 
         Each is a share of the step's loss, like that of :func:`~lightppo.algorithms.masking.aggregate_loss`.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES
@@ -22,15 +23,9 @@ from lightppo.compat.own_steps import (
 from lightppo.config import PPOConfig
 from lightppo.config.rules import micro_batch_spec, of_role
 from lightppo.errors import ConfigError
-from lightppo.experience.batching import (
-    Minibatch,
-    StepPart,
-    minibatches,
-    pass_generator,
-)
-from lightppo.experience.entropy_sample import EntropySample, entropy_sample
+from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
 from lightppo.experience.experience import Experience
-from lightppo.experience.token_weights import token_weights
+from lightppo.experience.token_weights import entropy_sample, token_weights
 from lightppo.logging.progress import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
@@ -40,13 +35,13 @@ from lightppo.logging.step_metrics import (
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.batches import layout_of_all
+from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import nothing_scored
 from lightppo.trainer.distillation import score_term
-from lightppo.trainer.early_stop import early_stop
 from lightppo.trainer.training_losses import (
     Metrics,
-    OwnLoss,
     ScoreTerm,
+    TermLoss,
     actor_loss,
     build_policy_loss,
     critic_loss,
@@ -109,13 +104,12 @@ class Update:
             huber_delta=loss.value_huber_delta,
             horizon=float(config.rollout.generate_max_len),
         )
-        self.early_stop = early_stop(config, self.strategy)
-        self.observe: Callable[[Experience, Tensor, Tensor], None] = lambda *_: None
-        self.entropy_rows: Callable[[Experience], Iterable[int]] = lambda _: ()
-        # of each further term: those of the micro batches that follow
-        self.own_losses: list[Iterator[OwnLoss]] = []
-        self.samples = SampleSummaries(self)  # their numbers
-        self.stepped: Callable[[str], None] = lambda _: None  # gets the model's name
+        limits = {"ratio": loss.early_stop_imp_ratio, "approx_kl": loss.early_stop_kl}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
+        self.early_stop = StepLimits(limits, self.strategy) if limits else None
+        # of each further term: its losses of the micro batches that follow
+        self.term_losses: list[Iterator[TermLoss]] = []
+        self.samples = SampleSummaries(self)  # the numbers of the rollout
 
     def use(self, config: PPOConfig) -> None:
         """Work with these options from now on."""
@@ -128,8 +122,8 @@ class Update:
         if config.algorithm.use_kl_loss:
             reads_logits = self.experience_maker.kl_of_models is not None
             self.score_terms.append(ScoreTerm(self.kl_loss, logits=reads_logits))
-        if (of_teacher := score_term(config, self.frozen)) is not None:
-            self.score_terms.append(of_teacher)
+        if (teacher_term := score_term(config, self.frozen)) is not None:
+            self.score_terms.append(teacher_term)
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -144,7 +138,7 @@ class Update:
         if self.overrides("fit") and self.buffer_is_empty():
             raise nothing_scored(global_steps)
         self.samples.begin(self.replay_buffer.items)
-        trained = []
+        statuses = []  # of each optimizer step
         with self.timer("train"):
             epochs = max(self.max_epochs, self.critic_max_epochs)
             for epoch in range(epochs):
@@ -153,63 +147,61 @@ class Update:
                 text = f"train, epoch {epoch + 1}/{epochs}"
                 bar = bar_of_part(plan, text, self.strategy)
                 for minibatch in bar:
-                    trained.append(self.train_minibatch(minibatch, global_steps))
-                    samples = [e for e in minibatch.micro_batches if e.part.has_samples]
+                    statuses.append(self.train_minibatch(minibatch, global_steps))
                     # Not where there is none to see it: the numbers are a wait for a GPU.
-                    if samples and not getattr(bar, "disable", True):
-                        bar.set_postfix(minibatch_on_bar(samples, trained[-1]))
+                    if not getattr(bar, "disable", True):
+                        samples = [e for e in minibatch.micro_batches if e.part.has_samples]
+                        if samples:
+                            bar.set_postfix(minibatch_on_bar(samples, statuses[-1]))
         self.epoch = 0
-        status = optimizer_status(trained, self.strategy) | self.samples.status()
+        status = {"samples": 0.0} | optimizer_status(statuses, self.strategy)
+        status |= self.samples.status()
         self.skipped.end_step()
         self.accumulate_alone()
-        if not trained:
+        if not statuses:
             status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
-        return (
-            {"samples": 0.0}
-            | status
-            | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(trained))}
-        )
+        status["kl_coef"] = self.kl_ctl.value
+        status["optimizer_steps"] = float(len(statuses))
+        return status
 
     def buffer_is_empty(self) -> bool:
-        """Whether no rank has a sample to train on. Collective."""
+        """Tell whether no rank has a sample to train on. Collective."""
         return self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
 
     def train_minibatch(
         self, minibatch: Minibatch, global_steps: int = 0
     ) -> list[Mapping[str, float]]:
-        """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
-        micro_batches = minibatch.micro_batches
-        of_critic = minibatch.critic_micro_batches
+        """Take one optimizer step of actor and critic; return the numbers of each micro batch with samples."""
+        micro_batches: Sequence[Experience] = minibatch.micro_batches
+        critic_batches = minibatch.critic_micro_batches
         self.begin_terms(len(micro_batches))
-        self.skipped.begin(minibatch)
+        self.skipped.minibatch = minibatch
         self.strategy.accumulate(self.actor, len(micro_batches))
-        self.strategy.accumulate(self.critic, len(of_critic or micro_batches))
-        if of_critic is None:
-            done = [
-                (experience, self.training_step(experience, global_steps))
-                for experience in self._given(micro_batches)
-            ]
+        self.strategy.accumulate(self.critic, len(critic_batches or micro_batches))
+        if self.has_own_steps:
+            micro_batches = weighed_by_samples(self, micro_batches)
+            critic_batches = critic_batches and weighed_by_samples(self, critic_batches)
+        results = []
+        if critic_batches is None:
+            for experience in micro_batches:
+                results.append((experience, self.training_step(experience, global_steps)))
         else:
             with self.timer("actor_update"):
-                trained = self._given(micro_batches if self.actor_trains(global_steps) else ())
-                done = [
-                    (experience, self.training_step_actor(experience)) for experience in trained
-                ]
+                for experience in micro_batches if self.actor_trains(global_steps) else ():
+                    results.append((experience, self.training_step_actor(experience)))
             with self.timer("critic_update"):
-                trained = self._given(of_critic if self.critic_trains() else ())
-                done += [
-                    (experience, self.training_step_critic(experience)) for experience in trained
-                ]
+                for experience in critic_batches if self.critic_trains() else ():
+                    results.append((experience, self.training_step_critic(experience)))
         # A placeholder says nothing but the losses of further terms.
-        own = [name for term in self.loss_terms.values() for name in term.metrics]
+        term_metrics = [name for term in self.loss_terms.values() for name in term.metrics]
         statuses = []
         # Numbers are read only here, so that no micro batch waits for a GPU.
-        for experience, status in done:
+        for experience, status in results:
             numbers = checked_status(status)
             if not experience.part.has_samples:
-                numbers = {name: value for name, value in numbers.items() if name in own}
+                numbers = {name: numbers[name] for name in numbers if name in term_metrics}
             statuses.append(without_means(numbers) if self.has_own_steps else numbers)
-        self.summarise()
+        self.samples.read()
         return statuses
 
     # -- one micro batch -----------------------------------------------------------------------------------------
@@ -217,7 +209,7 @@ class Update:
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
     ) -> Status:
-        """One micro batch of actor and critic; its numbers, whose mean is logged whatever their names. Collective.
+        """Train actor and critic on one micro batch; return its numbers, whose means are logged. Collective.
 
         Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step. In ``fit`` a
         micro batch weighs by its share of the step's tokens, in a loop of a script all weigh the same. Only tokens
@@ -237,11 +229,15 @@ class Update:
     def training_step_actor(
         self, experience: Experience, entropy_mask: Tensor | None = None
     ) -> Status:
-        """One micro batch of the actor; see :meth:`training_step`."""
+        """Train the actor on one micro batch; see :meth:`training_step`."""
         if entropy_mask is not None:
             weights = 1.0 if experience.loss_weights is None else experience.loss_weights
             experience = replace(experience, loss_weights=weights * entropy_mask.float())
-        part = self._part_of(experience)
+        part = experience.part or self.lone_part(experience)
+        sample = None  # the tokens whose entropy is logged, where nothing else needs it; None: all
+        if not (self.config.loss.entropy_coef > 0 or self.token_weights):
+            rows = self.callbacks.entropy_rows(self, experience)
+            sample = entropy_sample(experience, part.normalizer.tokens, rows)
         self.actor.train()
         loss, metrics, log_probs, entropy = actor_loss(
             self.actor,
@@ -252,35 +248,27 @@ class Update:
             options=self.config.loss,
             terms=self.score_terms,
             token_weights=self.token_weights,
-            sample=self.entropy_sample(experience, part.normalizer),
+            sample=sample,
         )
         self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         if self.early_stop is not None:
             self.early_stop.add(metrics)
-        self.observe(experience, log_probs, entropy)
+        self.callbacks.on_micro_batch(self, experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
             self.samples.add(experience, log_probs)
             if experience.part is None:
                 experience = with_kl(self, experience, log_probs)
         status: dict[str, Any] = micro_batch_status(metrics, part.status_scale)
-        own_losses = (next(losses, None) for losses in self.own_losses)
-        for own_loss in filter(None, own_losses):
-            coef, loss, own_metrics = own_loss(self.actor)
-            self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
-            status |= own_metrics
+        for losses in self.term_losses:
+            if (term_loss := next(losses, None)) is not None:
+                coef, loss, term_metrics = term_loss(self.actor)
+                self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
+                status |= term_metrics
         return self._reported(status | self.actor_step(), experience)
 
-    def entropy_sample(
-        self, experience: Experience, normalizer: LossNormalizer
-    ) -> EntropySample | None:
-        """The tokens whose entropy is logged where nothing else needs it; None: all."""
-        if self.config.loss.entropy_coef > 0 or self.token_weights:
-            return None
-        return entropy_sample(experience, normalizer.tokens, self.entropy_rows(experience))
-
     def training_step_critic(self, experience: Experience) -> Status:
-        """One micro batch of the critic; see :meth:`training_step`."""
-        part = self._part_of(experience)
+        """Train the critic on one micro batch; see :meth:`training_step`."""
+        part = experience.part or self.lone_part(experience)
         self.critic.train()
         loss, metrics = critic_loss(
             self.critic, experience, part.normalizer, self.value_loss, self.value_norm
@@ -295,14 +283,13 @@ class Update:
     def kl_loss(
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
-        """``--use_kl_loss``, a :class:`ScoreTerm`: the KL to the reference, times its coefficient."""
+        """Return the KL to the reference, times its coefficient: the :class:`ScoreTerm` of ``--use_kl_loss``."""
         maker = self.experience_maker
-        mask = experience.action_mask
         if maker.kl_of_models is not None:
             kl, _ = maker.kl_of_models(actor, self.reference, scores, experience)  # (B, A)
         else:
             kl = kl_to_reference(maker.kl_of_samples, scores, experience)
-        loss = self.aggregate(kl, mask, normalizer)
+        loss = self.aggregate(kl, experience.action_mask, normalizer)
         return self.kl_ctl.value * loss, {"kl_loss": loss.detach()}
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any) -> None:
@@ -313,45 +300,33 @@ class Update:
         if weight is not None:
             self.strategy.loss_weights[engine] = weight
 
-    def summarise(self) -> None:
-        """Take in what is known of log probs that only a training pass has made."""
-        self.samples.read()
-
     # -- steps and loops of scripts ------------------------------------------------------------------------------
 
-    def _given(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
-        """The micro batches as ``training_step`` gets them."""
-        if self.has_own_steps:
-            return weighed_by_samples(self, micro_batches)
-        return micro_batches
-
-    def _part_of(self, experience: Experience) -> StepPart:
-        """What a micro batch is of its optimizer step; in a loop of a script, one of equal weight."""
-        if experience.part is not None:
-            return experience.part
-        part = lone_part(
+    def lone_part(self, experience: Experience) -> StepPart:
+        """Return the part of a micro batch in a loop of a script, where all weigh the same. Collective."""
+        self.begin_terms(1)
+        return lone_part(
             experience,
             self.strategy,
             scale=float(self.config.rollout.generate_max_len),
             accumulation=self.lone_accumulation(),
         )
-        self.begin_terms(1)
-        return part
 
     def _reported(self, status: Status, experience: Experience) -> Status:
-        """The status of a micro batch; numbers for a script, else :meth:`train_minibatch` reads them later."""
+        """Return the status of a micro batch: numbers for a script, else :meth:`train_minibatch` reads them later."""
         if experience.part is not None and not self.has_own_steps:
             return status
         return script_status(self, status, experience)
 
     def accumulate_alone(self) -> None:
         """Let a loop of a script take a step every ``train_batch_size`` samples; ``fit`` says it for each step."""
+        micro_batches = self.lone_accumulation()
         for model in (self.actor, self.critic):
-            self.strategy.accumulate(model, self.lone_accumulation())
-        self.weigh(1 / self.lone_accumulation())
+            self.strategy.accumulate(model, micro_batches)
+        self.weigh(1 / micro_batches)
 
     def lone_accumulation(self) -> int:
-        """Micro batches that hold the ``train_batch_size`` of the strategy."""
+        """Return how many micro batches hold the ``train_batch_size`` of the strategy."""
         strategy = self.strategy
         samples = strategy.micro_train_batch_size * strategy.world_size
         return max(1, math.ceil(strategy.train_batch_size / samples))
@@ -365,7 +340,7 @@ class Update:
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def minibatches(self, step: int, epoch: int) -> Iterator[Minibatch]:
-        """The optimizer steps of one pass over the replay buffer."""
+        """Plan the optimizer steps of one pass over the replay buffer."""
         config = self.config
         training = self.config.training
         models = (self.actor, self.critic, self.reference, *self.frozen.values())
@@ -385,9 +360,9 @@ class Update:
         )
 
     def critic_spec(self) -> Any | None:
-        """Micro batches of the critic's own; ``None``: it trains on the actor's."""
-        of_critic = self.specs["critic_train"]
-        if self.critic is None or of_critic == self.specs["actor_train"]:
+        """Return how the critic's own micro batches are made; ``None``: it trains on the actor's."""
+        spec = self.specs["critic_train"]
+        if self.critic is None or spec == self.specs["actor_train"]:
             return None
         if self.overrides("training_step"):
             raise ConfigError(
@@ -395,13 +370,13 @@ class Update:
                 "options give the critic others: set the same for both, or override training_step_actor and "
                 "training_step_critic"
             )
-        return of_critic
+        return spec
 
     def begin_terms(self, micro_batches: int) -> None:
-        """Further terms of the actor's loss get ready for the micro batches that follow. Collective."""
+        """Prepare further terms of the actor's loss for the micro batches that follow. Collective."""
         if self.epoch < self.max_epochs:
-            losses = (term.losses(micro_batches) for term in self.loss_terms.values())
-            self.own_losses = [iter(of_term) for of_term in losses]
+            terms = self.loss_terms.values()
+            self.term_losses = [iter(term.losses(micro_batches)) for term in terms]
 
     def actor_trains(self, step: int) -> bool:
         return step > self.freezing_actor_steps and self.epoch < self.max_epochs
@@ -410,12 +385,12 @@ class Update:
         return self.epoch < self.critic_max_epochs
 
     def trained_models(self, step: int) -> list[str]:
-        """The models that this step trains."""
-        trains = {"actor": self.actor_trains(step), "critic": self.critic_trains()}
-        return [name for name, does in trains.items() if does]
+        """Return the names of the models that this step trains."""
+        is_trained = {"actor": self.actor_trains(step), "critic": self.critic_trains()}
+        return [name for name in is_trained if is_trained[name]]
 
     def actor_step(self) -> dict[str, float]:
-        """At the last micro batch of a step: the optimizer step or an early stop."""
+        """Take the actor's optimizer step, or stop early, at the last micro batch of a step."""
         ends_step = self.strategy.completes_step(self.actor)
         if self.early_stop is not None and ends_step and self.early_stop.reached():
             self.state.stopped_optimizer_steps += 1
@@ -429,14 +404,39 @@ class Update:
     def optimizer_step(
         self, name: str, model: Any, optimizer: Any, scheduler: Any
     ) -> dict[str, float]:
-        """The optimizer step of a model, if this was the last micro batch of it."""
+        """Take the optimizer step of a model, if this was its last micro batch."""
         status = {f"{name}_lr": optimizer.param_groups[0]["lr"]}
         outcome = self.strategy.optimizer_step(optimizer, model, scheduler, name=name)
         if outcome is None:  # more micro batches follow
             return status
         self.skipped.add(name, outcome.skipped, outcome.overflow)
+        status[f"{name}_grad_norm"] = math.nan
         if not outcome.skipped:
-            self.stepped(name)
-        grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
-        more = {f"{name}_{key}": value for key, value in outcome.metrics().items()}
-        return status | {f"{name}_grad_norm": grad_norm} | more
+            self.callbacks.on_optimizer_step(self, name)
+            status[f"{name}_grad_norm"] = outcome.grad_norm
+        return status | {f"{name}_{key}": value for key, value in outcome.metrics().items()}
+
+
+# -- early stop -------------------------------------------------------------------------------------------------------
+
+
+class StepLimits:
+    """Limits of an optimizer step that goes too far from the policy that sampled; the same on every rank."""
+
+    def __init__(self, limits: Mapping[str, float], ranks: Ranks) -> None:
+        self.limits = limits
+        self.ranks = ranks
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Take in a micro batch of the step."""
+        for name in self.limits:
+            self.sums[name] = self.sums.get(name, 0.0) + metrics[name].detach().float()
+
+    def reached(self) -> bool:
+        """Tell whether the step exceeds a limit, and begin the next one. Collective."""
+        if not self.sums:  # a training step of the user's own
+            return False
+        sums = torch.stack([self.sums.pop(name) for name in self.limits])
+        values = self.ranks.all_reduce(sums, "mean").tolist()
+        return any(value > limit for value, limit in zip(values, self.limits.values()))

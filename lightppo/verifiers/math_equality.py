@@ -32,7 +32,7 @@ from lightppo.verifiers.math_structure import (
     without_text,
 )
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 _CHOICE = re.compile(
     r"(?:option |choice )?(?:\((?P<round>[A-J])\)|(?P<bare>[A-J])(?=[.):]|$)[.)]?(?P<colon>:)?)"
     r"(?!\s*(?:,|;|\\text\{(?:and|or)\}))\s*(?P<rest>.*)",  # (A), (C) are two
@@ -42,66 +42,82 @@ _CHOICE = re.compile(
 
 def equal(gold: str, answer: str) -> bool:
     """Tell whether two answers are equal. It runs in a worker process, where only a kill limits it."""
-    texts = canonical(gold), canonical(answer)
-    choices = [_CHOICE.fullmatch(text) for text in texts]
-    sure = [choice and not choice["colon"] for choice in choices]  # J: 4, S: 5 is none
-    if all(choices) and (all(sure) or not all(choice["rest"] for choice in choices if choice)):
-        return len({choice["round"] or choice["bare"] for choice in choices if choice}) == 1
-    if sure[0] and choices[0] and choices[0]["rest"]:  # the choice without its letter
-        texts = choices[0]["rest"], texts[1]
-    return bool(_same(read(texts[0]), read(texts[1])))
+    gold = canonical(gold)
+    answer = canonical(answer)
+    gold_choice = _CHOICE.fullmatch(gold)
+    choice = _CHOICE.fullmatch(answer)
+    if gold_choice and choice:
+        is_sure = not (gold_choice["colon"] or choice["colon"])  # J: 4, S: 5 is none
+        if is_sure or not (gold_choice["rest"] and choice["rest"]):
+            letter = choice["round"] or choice["bare"]
+            return letter in (gold_choice["round"], gold_choice["bare"])
+    if gold_choice and not gold_choice["colon"] and gold_choice["rest"]:
+        gold = gold_choice["rest"]  # the choice without its letter
+    return bool(_same(read(gold), read(answer)))
 
 
 def _same(gold: Any, answer: Any) -> bool:
     if gold == answer and not isinstance(gold, str):
         return True
-    if isinstance(gold, Assignment) or isinstance(answer, Assignment):
+    nodes = (gold, answer)
+    if any(isinstance(node, Assignment) for node in nodes):
         return _same_assigned(gold, answer)
-    leaves = [isinstance(node, (str, Quantity)) for node in (gold, answer)]
+    leaves = [isinstance(node, str | Quantity) for node in nodes]
+    listings = [isinstance(node, Listing) for node in nodes]
     if all(leaves):
         return _same_quantity(gold, answer)
-    if (
-        isinstance(gold, Listing)
-        and isinstance(answer, Listing)
-        and not _is_condition(gold, answer)
-    ):
+    if all(listings) and not _is_condition(gold, answer):
         return _same_listing(gold, answer)
-    if any(leaves) and any(isinstance(node, Listing) for node in (gold, answer)):
-        leaf, listing = (gold, answer) if leaves[0] else (answer, gold)
-        if listing.brackets == "matrix":
-            return isinstance(leaf, str) and _same_matrix(_matrix(listing), _parsed(leaf))
-        single = listing.brackets == "{}" and len(listing.parts) == 1
-        return single and _same(listing.parts[0], leaf)
+    if leaves[0] and listings[1]:
+        return _is_only_part(gold, answer)
+    if listings[0] and leaves[1]:
+        return _is_only_part(answer, gold)
     if isinstance(gold, Order) and isinstance(answer, Order) and _same_order(gold, answer):
         return True
     regions = _region(gold), _region(answer)
     return None not in regions and _same_region(*regions)
 
 
-def _is_condition(*nodes: Listing) -> bool:
+def _is_only_part(leaf: str | Quantity, listing: Listing) -> bool:
+    if listing.brackets == "matrix":
+        return isinstance(leaf, str) and _same_matrix(_matrix(listing), _parsed(leaf))
+    is_single = listing.brackets == "{}" and len(listing.parts) == 1
+    return is_single and _same(listing.parts[0], leaf)
+
+
+def _is_condition(gold: Listing, answer: Listing) -> bool:
     """Tell whether a list is read as a region, or compared part by part."""
-    kinds = (Interval, Union, Order)
-    return any(
-        node.brackets == "" and any(isinstance(p, kinds) for p in node.parts) for node in nodes
-    ) and not all(
-        len(node.parts) == len(nodes[0].parts)
-        and node.brackets == ""
-        and node.joint == nodes[0].joint
-        for node in nodes
-    )
+    lists = [node for node in (gold, answer) if node.brackets == ""]
+    if not any(_has_regions(node) for node in lists):
+        return False
+    same_form = len(gold.parts) == len(answer.parts) and gold.joint == answer.joint
+    return not (same_form and len(lists) == 2)
+
+
+def _has_regions(listing: Listing) -> bool:
+    return any(isinstance(part, Interval | Union | Order) for part in listing.parts)
 
 
 def _same_assigned(gold: Any, answer: Any) -> bool:
-    if isinstance(gold, Assignment) and isinstance(answer, Assignment):
-        names = [_head(side.left) if is_name(side.left) else None for side in (gold, answer)]
-        if None not in names and (names[0] == names[1] or _other_name(gold.left, answer.left)):
-            return _same(gold.right, answer.right) or _same_equation(gold, answer)
-        return _same_equation(gold, answer) or (
-            _same(read(gold.left), read(answer.left)) and _same(gold.right, answer.right)
-        )
-    if isinstance(answer, Assignment):
+    if not isinstance(gold, Assignment):
         return _same(gold, answer.right)
-    return is_name(gold.left) and _same(gold.right, answer)
+    if not isinstance(answer, Assignment):
+        return is_name(gold.left) and _same(gold.right, answer)
+    if is_name(gold.left) and is_name(answer.left) and _may_name_one(gold.left, answer.left):
+        return _same(gold.right, answer.right) or _same_equation(gold, answer)
+    return _same_equation(gold, answer) or (
+        _same(read(gold.left), read(answer.left)) and _same(gold.right, answer.right)
+    )
+
+
+def _may_name_one(gold: str, answer: str) -> bool:
+    """Tell whether both may name one thing: y and f(x), A and Area; but x is not y."""
+    if _head(gold) == _head(answer):
+        return True
+    words = [set(words_in(without_text(name))) for name in (gold, answer) if r"\text{" in name]
+    if words:
+        return len(words) == 1 or not words[0].isdisjoint(words[1])
+    return is_variable(gold) != is_variable(answer) and "(" in gold + answer
 
 
 def _head(name: str) -> str:
@@ -109,24 +125,22 @@ def _head(name: str) -> str:
     return re.sub(r"\s|\(\s*[A-Za-z]\s*\)", "", name)
 
 
-def _other_name(gold: str, answer: str) -> bool:
-    """Tell whether both may name one thing: y and f(x), A and Area; but x is not y."""
-    words = [set(words_in(without_text(name))) for name in (gold, answer) if r"\text{" in name]
-    if words:
-        return len(words) == 1 or not words[0].isdisjoint(words[1])
-    return is_variable(gold) != is_variable(answer) and "(" in gold + answer
-
-
 def _same_quantity(gold: str | Quantity, answer: str | Quantity, words_count: bool = False) -> bool:
-    a, b = (node if isinstance(node, Quantity) else Quantity(node, ()) for node in (gold, answer))
-    if exclude_each_other(a.words, b.words) or (words_count and _stems(a) != _stems(b)):
+    if isinstance(gold, str):
+        gold = Quantity(gold, ())
+    if isinstance(answer, str):
+        answer = Quantity(answer, ())
+    if exclude_each_other(gold.words, answer.words):
         return False
-    if _plain(a.value) == _plain(b.value):
+    if words_count and _stems(gold) != _stems(answer):
+        return False
+    if _plain(gold.value) == _plain(answer.value):
         return True
-    numbers = as_number(a.value), as_number(b.value)
-    if numbers[0] is not None and numbers[1] is not None:
-        return same_number(*numbers)
-    return _same_expression(a.value, b.value)
+    gold_number = as_number(gold.value)
+    number = as_number(answer.value)
+    if gold_number is not None and number is not None:
+        return same_number(gold_number, number)
+    return _same_expression(gold.value, answer.value)
 
 
 def _stems(quantity: Quantity) -> tuple[str, ...]:
@@ -138,60 +152,63 @@ def _plain(text: str) -> str:
 
 
 def _same_listing(gold: Listing, answer: Listing) -> bool:
-    kinds = {gold.brackets, answer.brackets}
-    if len(kinds) > 1 and ("" not in kinds or not kinds & {"()", "{}"}):
+    brackets = {gold.brackets, answer.brackets}
+    if len(brackets) > 1 and ("" not in brackets or not brackets & {"()", "{}"}):
         return False
-    if "" in kinds:
-        gold, answer = (_by_name(node) if len(kinds) > 1 else node for node in (gold, answer))
-    pairs = gold.parts, answer.parts
-    if "{}" in kinds or all(isinstance(part, Listing) for parts in pairs for part in parts):
-        pairs = tuple(_distinct(parts) if kinds <= {"", "{}"} else parts for parts in pairs)
-    if len(pairs[0]) != len(pairs[1]):
+    is_unordered = brackets <= {"", "{}"}
+    parts = [gold.parts, answer.parts]
+    if "" in brackets and len(brackets) > 1:
+        parts = [_by_name(node.parts) for node in (gold, answer)]
+    is_nested = all(isinstance(part, Listing) for part in [*parts[0], *parts[1]])
+    if is_unordered and ("{}" in brackets or is_nested):
+        parts = [_distinct(members) for members in parts]
+    if len(parts[0]) != len(parts[1]):
         return False
-    same = _same
-    quantities = [all(isinstance(p, Quantity) for p in parts) for parts in pairs]
-    if all(quantities) and sorted(map(_stems, pairs[0])) == sorted(map(_stems, pairs[1])):
-        same = functools.partial(_same_quantity, words_count=True)
-    if kinds <= {"", "{}"}:
-        return _matched(pairs[0], pairs[1], same)
-    return all(map(same, *pairs))
+    is_same = _same
+    are_quantities = all(isinstance(part, Quantity) for part in [*parts[0], *parts[1]])
+    if are_quantities and sorted(map(_stems, parts[0])) == sorted(map(_stems, parts[1])):
+        is_same = functools.partial(_same_quantity, words_count=True)
+    if is_unordered:
+        return _matched(*parts, is_same)
+    return all(map(is_same, *parts))
 
 
-def _by_name(node: Listing) -> Listing:
-    """``y = 2, x = 1`` in the order of the names, as a tuple has it."""
-    if not all(isinstance(part, Assignment) for part in node.parts):
-        return node
-    names = [_head(part.left) for part in node.parts]
-    if len(set(names)) < len(names):
-        return node
-    return Listing(
-        node.brackets, tuple(part for _, part in sorted(zip(names, node.parts), key=lambda p: p[0]))
-    )
+def _by_name(parts: Sequence[Any]) -> Sequence[Any]:
+    """Return ``y = 2, x = 1`` in the order of the names, as a tuple has it."""
+    if not all(isinstance(part, Assignment) for part in parts):
+        return parts
+    by_name = {_head(part.left): part for part in parts}
+    if len(by_name) < len(parts):
+        return parts
+    return [by_name[name] for name in sorted(by_name)]
 
 
-def _distinct(parts: Sequence[Any]) -> tuple[Any, ...]:
+def _distinct(parts: Sequence[Any]) -> Sequence[Any]:
     members: list[Any] = []
     for part in parts:
-        if not any(_same(part, other) for other in members):
+        if not any(_same(part, member) for member in members):
             members.append(part)
-    return tuple(members)
+    return members
 
 
-def _matched(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
-    left = list(theirs)
-    for part in ours:
-        index = next((i for i, other in enumerate(left) if same(part, other)), None)
-        if index is None:
+def _matched(
+    golds: Sequence[Any], answers: Sequence[Any], is_same: Callable[[Any, Any], bool]
+) -> bool:
+    unmatched = list(answers)
+    for gold in golds:
+        matches = (i for i, answer in enumerate(unmatched) if is_same(gold, answer))
+        position = next(matches, None)
+        if position is None:
             return False
-        del left[index]
+        del unmatched[position]
     return True
 
 
-def _if_possible(function: Callable[..., T]) -> Callable[..., T | None]:
+def _if_possible(function: Callable[..., Result]) -> Callable[..., Result | None]:
     """Return None where sympy raises: kinds that cannot be compared, such as a number and a matrix."""
 
     @functools.wraps(function)
-    def attempt(*values: Any) -> T | None:
+    def attempt(*values: Any) -> Result | None:
         try:
             return function(*values)
         except (MemoryError, RecursionError):
@@ -205,36 +222,37 @@ def _if_possible(function: Callable[..., T]) -> Callable[..., T | None]:
 def _region(node: Any) -> list[Interval] | None:
     if isinstance(node, Interval):
         return [node]
-    if isinstance(node, Union):
-        parts = [_region(part) for part in node.parts]
-        if None in parts:
-            return None
-        return [one for part in parts for one in part or ()]
-    if (
-        isinstance(node, Listing)
-        and node.brackets in ("()", "[]", "[)", "(]")
-        and len(node.parts) == 2
-    ):
-        return [Interval(*node.parts, node.brackets)]
     if isinstance(node, Without):
         return _all_but(node.taken)
-    if isinstance(node, Listing) and node.brackets == "{}":
-        return [Interval(part, part, "[]") for part in node.parts]
     if isinstance(node, Order):
         return _solved(node)
-    if isinstance(node, Listing) and node.brackets == "":
-        parts = [_region(part) for part in node.parts]
-        if None in parts or not any(isinstance(p, (Interval, Union, Order)) for p in node.parts):
-            return None
-        if node.joint == "or":
-            return [one for part in parts for one in part or ()]
-        return _intersection(parts, node.joint == ",")
-    return None
+    if isinstance(node, Union):
+        return _joined([_region(part) for part in node.parts])
+    if not isinstance(node, Listing):
+        return None
+    if node.brackets in ("()", "[]", "[)", "(]") and len(node.parts) == 2:
+        return [Interval(*node.parts, node.brackets)]
+    if node.brackets == "{}":
+        return [Interval(part, part, "[]") for part in node.parts]
+    if node.brackets or not _has_regions(node):
+        return None
+    regions = [_region(part) for part in node.parts]
+    if node.joint == "or":
+        return _joined(regions)
+    if None in regions:
+        return None
+    return _intersection(regions, node.joint == ",")
+
+
+def _joined(regions: Sequence[Any]) -> list[Interval] | None:
+    if None in regions:
+        return None
+    return list(itertools.chain(*regions))
 
 
 @_if_possible
 def _all_but(taken: Any) -> list[Interval] | None:
-    points = list(taken.parts) if isinstance(taken, Listing) else [taken]
+    points = taken.parts if isinstance(taken, Listing) else [taken]
     values = [_end(point) for point in points]
     if any(value is None or not value.is_real for value in values):
         return None
@@ -246,33 +264,36 @@ def _all_but(taken: Any) -> list[Interval] | None:
 def _sympy_set(region: Sequence[Interval]) -> Any:
     import sympy
 
-    ends = [(_end(one.low), _end(one.high), one.brackets) for one in region]
-    if any(
-        low is None or high is None or not (low.is_extended_real and high.is_extended_real)
-        for low, high, _ in ends
-    ):
-        return None
-    return sympy.Union(
-        *(sympy.Interval(low, high, b[0] == "(", b[1] == ")") for low, high, b in ends)
-    )
+    intervals = []
+    for interval in region:
+        ends = _end(interval.low), _end(interval.high)
+        if any(end is None or not end.is_extended_real for end in ends):
+            return None
+        opened, closed = interval.brackets
+        intervals.append(sympy.Interval(*ends, opened == "(", closed == ")"))
+    return sympy.Union(*intervals)
 
 
 def _end(end: Any) -> Any:
-    if isinstance(end, (str, Quantity)):
-        return _value(end.value if isinstance(end, Quantity) else end)
+    if isinstance(end, Quantity):
+        end = end.value
+    if isinstance(end, str):
+        return _value(end)
     return end
 
 
 @_if_possible
-def _intersection(parts: Sequence[Any], either: bool) -> list[Interval] | None:
+def _intersection(regions: Sequence[Any], is_either: bool) -> list[Interval] | None:
     import sympy
 
-    sets = [_sympy_set(part) for part in parts]
-    if any(one is None for one in sets):
+    sets = [_sympy_set(region) for region in regions]
+    if any(sympy_set is None for sympy_set in sets):
         return None
     common = sympy.Intersection(*sets)
-    name = next((one.name for part in parts for one in part if one.name), "")
-    return _intervals(sympy.Union(*sets) if either and common.is_empty else common, name)
+    if is_either and common.is_empty:
+        common = sympy.Union(*sets)
+    names = (interval.name for region in regions for interval in region if interval.name)
+    return _intervals(common, next(names, ""))
 
 
 def _intervals(region: Any, name: str = "") -> list[Interval] | None:
@@ -281,8 +302,9 @@ def _intervals(region: Any, name: str = "") -> list[Interval] | None:
     intervals: list[Interval] = []
     for part in region.args if isinstance(region, sympy.Union) else [region]:
         if isinstance(part, sympy.Interval):
-            brackets = ("(" if part.left_open else "[") + (")" if part.right_open else "]")
-            intervals.append(Interval(part.start, part.end, brackets, name))
+            opening = "(" if part.left_open else "["
+            closing = ")" if part.right_open else "]"
+            intervals.append(Interval(part.start, part.end, opening + closing, name))
         elif isinstance(part, sympy.FiniteSet):
             intervals += [Interval(point, point, "[]", name) for point in part.args]
         elif part is sympy.S.Reals:
@@ -299,18 +321,25 @@ def _solved(order: Order) -> list[Interval] | None:
     sides = _value(order.left), _value(order.right)
     if None in sides or order.sign not in FLIPPED:
         return None
-    left = sides[0] - sides[1]
-    if len(left.free_symbols) != 1:
+    difference = sides[0] - sides[1]
+    if len(difference.free_symbols) != 1:
         return None
-    (symbol,) = left.free_symbols
-    real = sympy.Symbol(symbol.name, real=True)
-    kinds = {"<": sympy.Lt, ">": sympy.Gt, r"\le": sympy.Le, r"\ge": sympy.Ge, r"\ne": sympy.Ne}
-    return _intervals(kinds[order.sign](left.subs(symbol, real), 0).as_set(), symbol.name)
+    (symbol,) = difference.free_symbols
+    relations = {
+        "<": sympy.Lt,
+        ">": sympy.Gt,
+        r"\le": sympy.Le,
+        r"\ge": sympy.Ge,
+        r"\ne": sympy.Ne,
+    }
+    difference = difference.subs(symbol, sympy.Symbol(symbol.name, real=True))
+    return _intervals(relations[order.sign](difference, 0).as_set(), symbol.name)
 
 
 def _same_region(gold: list[Interval], answer: list[Interval]) -> bool:
-    names = {one.name for one in gold} - {""}, {one.name for one in answer} - {""}
-    if names[0] and names[1] and names[0] != names[1]:
+    gold_names = {interval.name for interval in gold} - {""}
+    names = {interval.name for interval in answer} - {""}
+    if gold_names and names and gold_names != names:
         return False
     if len(gold) == len(answer) and _matched(gold, answer, _same_interval):
         return True
@@ -319,30 +348,33 @@ def _same_region(gold: list[Interval], answer: list[Interval]) -> bool:
 
 
 def _same_interval(gold: Interval, answer: Interval) -> bool:
-    for ours, theirs, at in ((gold.low, answer.low, 0), (gold.high, answer.high, 1)):
-        infinite = isinstance(ours, str) and r"\infty" in ours
-        if gold.brackets[at] != answer.brackets[at] and not infinite:
+    ends = (gold.low, answer.low), (gold.high, answer.high)
+    for (gold_end, end), gold_bracket, bracket in zip(ends, gold.brackets, answer.brackets):
+        is_infinite = isinstance(gold_end, str) and r"\infty" in gold_end
+        if gold_bracket != bracket and not is_infinite:
             return False
-        if not _same_end(ours, theirs):
+        if not _same_end(gold_end, end):
             return False
     return True
 
 
-def _same_end(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, (str, Quantity)) and isinstance(theirs, (str, Quantity)):
-        return _same_quantity(ours, theirs)
-    values = _end(ours), _end(theirs)
+def _same_end(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, str | Quantity) and isinstance(answer, str | Quantity):
+        return _same_quantity(gold, answer)
+    values = _end(gold), _end(answer)
     return None not in values and _same_value(*values)
 
 
 def _same_order(gold: Order, answer: Order) -> bool:
-    """``2x < 4y`` and ``2y > x``: the differences of the sides have a constant ratio, whose sign tells the direction."""
+    """Tell whether ``2x < 4y`` is ``2y > x``: the sign of the sides' constant ratio tells the direction."""
     if gold.sign == answer.sign == r"\in":
         return _plain(gold.left + gold.right) == _plain(answer.left + answer.right)
     ratio = _constant_ratio(gold.left, gold.right, answer.left, answer.right)
     if ratio is None or gold.sign not in FLIPPED:
         return False
-    return gold.sign == (answer.sign if ratio > 0 else FLIPPED.get(answer.sign))
+    if ratio > 0:
+        return gold.sign == answer.sign
+    return gold.sign == FLIPPED.get(answer.sign)
 
 
 def _same_equation(gold: Assignment, answer: Assignment) -> bool:
@@ -353,48 +385,53 @@ _POINTS = 9  # at which expressions with variables are compared
 _DIGITS_AT_FIRST = 50
 _DIGITS_AT_MOST = 600
 _TIME = re.compile(r"0?(\d{1,2}):(\d{2})(?::(\d{2}))?")
+_COLON = re.compile(":")
 _LETTERS_ONLY = re.compile(r"[A-Za-z]{2,}")
 
 
 def _same_expression(gold: str, answer: str) -> bool:
     """Compare two expressions. Letters alone are a word or a row of points; 3:45 is a time; 2:4 is a ratio."""
-    texts = gold, answer
+    texts = (gold, answer)
     if all(map(_LETTERS_ONLY.fullmatch, texts)) and not all(map(_is_product, texts)):
         return _plain(gold) == _plain(answer)
-    ratios = [split_outside(text, re.compile(":"))[0] for text in (gold, answer)]
-    if len(ratios[0]) > 1 or len(ratios[1]) > 1:
-        return _same_ratio(gold, answer, *ratios)
-    numbers = [as_number(text) for text in (gold, answer)]
-    values = _value(gold), _value(answer)
-    if values[0] is None or values[1] is None:
+    gold_parts, answer_parts = (split_outside(text, _COLON)[0] for text in texts)
+    if len(gold_parts) > 1 or len(answer_parts) > 1:
+        return _same_ratio(gold, answer, gold_parts, answer_parts)
+    gold_value = _value(gold)
+    value = _value(answer)
+    if gold_value is None or value is None:
         return False
-    for number, value in ((numbers[0], values[1]), (numbers[1], values[0])):
-        if number is not None and number.may_be_rounded and _rounds_to(number, value):
-            return True
-    return _same_value(*values)
+    if _rounds_to(as_number(gold), value) or _rounds_to(as_number(answer), gold_value):
+        return True
+    return _same_value(gold_value, value)
 
 
 def _is_product(letters: str) -> bool:
     return letters.islower() and set("aeiou").isdisjoint(letters)
 
 
-def _same_ratio(gold: str, answer: str, ours: list[str], theirs: list[str]) -> bool:
-    times = [_TIME.fullmatch(text) for text in (gold, answer)]
-    if times[0] and times[1]:
-        return times[0].groups() == times[1].groups()
-    if 1 in (len(ours), len(theirs)) and len(ours) + len(theirs) == 3:  # 2:3 is 2/3
-        ours, theirs = (parts if len(parts) == 2 else [parts[0], "1"] for parts in (ours, theirs))
-    values = [[_value(part) for part in parts] for parts in (ours, theirs)]
-    if len(ours) != len(theirs) or None in (*values[0], *values[1]):
+def _same_ratio(gold: str, answer: str, gold_parts: list[str], answer_parts: list[str]) -> bool:
+    gold_time = _TIME.fullmatch(gold)
+    time = _TIME.fullmatch(answer)
+    if gold_time and time:
+        return gold_time.groups() == time.groups()
+    if {len(gold_parts), len(answer_parts)} == {1, 2}:  # 2:3 is 2/3
+        gold_parts = [*gold_parts, "1"][:2]
+        answer_parts = [*answer_parts, "1"][:2]
+    gold_values = [_value(part) for part in gold_parts]
+    values = [_value(part) for part in answer_parts]
+    if len(gold_values) != len(values) or None in (*gold_values, *values):
         return False
     return all(
-        _same_value(values[0][0] * theirs_part, values[1][0] * ours_part)
-        for ours_part, theirs_part in zip(*values)
+        _same_value(gold_values[0] * value, values[0] * gold_value)
+        for gold_value, value in zip(gold_values, values)
     )
 
 
 @_if_possible
-def _rounds_to(number: Number, value: Any) -> bool:
+def _rounds_to(number: Number | None, value: Any) -> bool:
+    if number is None or not number.may_be_rounded:
+        return False
     if value.free_symbols or not value.is_number:
         return False
     exact = value.evalf((number.decimals or 0) + number.digits + 30)
@@ -407,9 +444,9 @@ def _value(text: Any) -> Any:
     """Return the expression of a canonical text, or ``None``."""
     from sympy import Expr, MatrixExpr
 
-    value = _parsed(text)
-    if isinstance(value, Expr) and not value.has(MatrixExpr):
-        return value
+    expression = _parsed(text)
+    if isinstance(expression, Expr) and not expression.has(MatrixExpr):
+        return expression
     return None
 
 
@@ -417,15 +454,17 @@ def _matrix(rows: Listing) -> Any:
     from sympy import Matrix
 
     entries = [[_value(entry) for entry in row.parts] for row in rows.parts]
-    whole = len({len(row) for row in entries}) == 1 and all(
-        e is not None for row in entries for e in row
-    )
-    return Matrix(entries) if whole else None
+    if len({len(row) for row in entries}) != 1:
+        return None
+    if any(entry is None for row in entries for entry in row):
+        return None
+    return Matrix(entries)
 
 
-def _same_matrix(a: Any, b: Any) -> bool:
-    shapes = getattr(a, "shape", None), getattr(b, "shape", None)
-    return shapes[0] is not None and shapes[0] == shapes[1] and all(map(_same_value, a, b))
+def _same_matrix(gold: Any, answer: Any) -> bool:
+    shapes = getattr(gold, "shape", None), getattr(answer, "shape", None)
+    is_same_shape = shapes[0] is not None and shapes[0] == shapes[1]
+    return is_same_shape and all(map(_same_value, gold, answer))
 
 
 @functools.lru_cache(maxsize=1000)
@@ -448,9 +487,9 @@ def _parsed(text: Any) -> Any:
         if not isinstance(expression, (Basic, MatrixBase)):
             return None
         expression = expression.doit()
-        names = {call: Symbol(str(call)) for call in expression.atoms(AppliedUndef)}
+        symbols = {call: Symbol(str(call)) for call in expression.atoms(AppliedUndef)}
         units = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
-        return expression.xreplace(names).xreplace(units)
+        return expression.xreplace(symbols).xreplace(units)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # the parser has no exception of its own
@@ -467,10 +506,10 @@ _CALL = re.compile(r"(?<![A-Za-z\\{])(?P<letter>[A-Za-eh-z])(?=\()")
 
 
 def _for_parser(text: str) -> str:
-    """Numbers as fractions; products in front of brackets with a sign, which the parser takes for calls or mixed numbers."""
+    """Write numbers as fractions, and a sign before brackets, where the parser sees calls or mixed numbers."""
 
-    def fraction(match: re.Match[str]) -> str:
-        return rf"\frac{{{int(match[1] + match[2])}}}{{{10 ** len(match[2])}}}"
+    def fraction(decimal: re.Match[str]) -> str:
+        return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
 
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = _DECIMALS.sub(fraction, text)
@@ -483,95 +522,103 @@ def _for_parser(text: str) -> str:
 
 
 @_if_possible
-def _same_value(a: Any, b: Any) -> bool:
-    if a == b:
+def _same_value(gold: Any, answer: Any) -> bool:
+    if gold == answer:
         return True
-    a, b = _same_case(a, b)
-    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    gold, answer = _same_case(gold, answer)
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     if not symbols:
-        return _same_constant(a, b)
-    outcomes = [
-        outcome for point in _points(symbols) if (outcome := _same_at(a, b, point)) is not None
-    ]
+        return _same_constant(gold, answer)
+    outcomes = [_same_at(gold, answer, point) for point in _points(symbols)]
+    outcomes = [outcome for outcome in outcomes if outcome is not None]
     if len(outcomes) >= 3:
         return all(outcomes)
     import sympy
 
-    return sympy.simplify(a - b) == 0
+    return sympy.simplify(gold - answer) == 0
 
 
-def _same_case(a: Any, b: Any) -> tuple[Any, Any]:
+def _same_case(*expressions: Any) -> list[Any]:
     """Return symbols in lower case, unless the case tells symbols of an expression apart, as in πR² - πr²."""
     from sympy import Symbol
 
-    for expression in (a, b):
-        names = {symbol.name for symbol in expression.free_symbols}
-        if len({name.lower() for name in names}) < len(names):
-            return a, b
-    low = [{s: Symbol(s.name.lower()) for s in e.free_symbols} for e in (a, b)]
-    return a.xreplace(low[0]), b.xreplace(low[1])
+    lowered = []
+    for expression in expressions:
+        symbols = {symbol: symbol.name.lower() for symbol in expression.free_symbols}
+        if len(set(symbols.values())) < len({symbol.name for symbol in symbols}):
+            return list(expressions)
+        lowered.append(
+            expression.xreplace({symbol: Symbol(name) for symbol, name in symbols.items()})
+        )
+    return lowered
 
 
 def _points(symbols: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-    """Return integers, fractions and negative numbers, another one for each symbol."""
+    """Yield integers, fractions and negative numbers, another one for each symbol."""
     from sympy import Integer, Rational
 
-    for n in range(_POINTS):
-        at = [(3 * n + 7 * i + 2, 5 + 2 * i) for i in range(len(symbols))]
-        if n % 3 == 0:
-            yield {s: Integer(top) for s, (top, _) in zip(symbols, at)}
-        else:
-            sign = -1 if n % 3 == 2 else 1
-            yield {
-                s: Rational(sign * (top * 11 + i), bottom * 7)
-                for i, (s, (top, bottom)) in enumerate(zip(symbols, at))
-            }
+    for number in range(_POINTS):
+        point = {}
+        for i, symbol in enumerate(symbols):
+            numerator = 3 * number + 7 * i + 2
+            denominator = 7 * (5 + 2 * i)
+            if number % 3 == 0:
+                point[symbol] = Integer(numerator)
+            elif number % 3 == 1:
+                point[symbol] = Rational(numerator * 11 + i, denominator)
+            else:
+                point[symbol] = Rational(-(numerator * 11 + i), denominator)
+        yield point
 
 
-def _same_at(a: Any, b: Any, point: dict[Any, Any]) -> bool | None:
-    """At a point; ``None`` where the first one has no real value."""
+def _same_at(gold: Any, answer: Any, point: dict[Any, Any]) -> bool | None:
+    """Compare at a point; ``None`` where the first one has no real value."""
     from sympy import I
 
-    values = [_approximate(e.xreplace(point).doit(), _DIGITS_AT_FIRST) for e in (a, b)]
-    if values[0] is None or (values[0].imag and not a.has(I)):
+    gold_value, value = (
+        _approximate(expression.xreplace(point).doit(), _DIGITS_AT_FIRST)
+        for expression in (gold, answer)
+    )
+    if gold_value is None or (gold_value.imag and not gold.has(I)):
         return None
-    return values[1] is not None and _close(*values, _DIGITS_AT_FIRST)
+    return value is not None and _close(gold_value, value, _DIGITS_AT_FIRST)
 
 
 def _approximate(value: Any, digits: int) -> Any:
     """Return the number as mpmath's, or ``None``."""
     import mpmath
 
-    real, imaginary = value.evalf(digits).as_real_imag()
-    if not (real.is_Number and imaginary.is_Number and real.is_finite and imaginary.is_finite):
+    parts = value.evalf(digits).as_real_imag()
+    if not all(part.is_Number and part.is_finite for part in parts):
         return None
     with mpmath.workdps(digits + 5):
         # precision 1: all digits have cancelled
         real, imaginary = (
-            mpmath.mpf(0 if part.is_Float and part._prec == 1 else str(part))
-            for part in (real, imaginary)
+            mpmath.mpf(0 if part.is_Float and part._prec == 1 else str(part)) for part in parts
         )
-        noise = abs(imaginary) <= abs(real) * mpmath.mpf(10) ** (-digits + 5)
-        return mpmath.mpc(real, 0 if noise else imaginary)
+        if abs(imaginary) <= abs(real) * mpmath.mpf(10) ** (-digits + 5):  # noise
+            imaginary = 0
+        return mpmath.mpc(real, imaginary)
 
 
-def _close(a: Any, b: Any, digits: int) -> bool:
+def _close(gold: Any, answer: Any, digits: int) -> bool:
     import mpmath
 
     with mpmath.workdps(digits + 5):
-        return abs(a - b) <= max(abs(a), abs(b)) * mpmath.mpf(10) ** (-(digits * 3) // 4)
+        tolerance = mpmath.mpf(10) ** (-(digits * 3) // 4)
+        return abs(gold - answer) <= max(abs(gold), abs(answer)) * tolerance
 
 
-def _same_constant(a: Any, b: Any) -> bool:
+def _same_constant(gold: Any, answer: Any) -> bool:
     """Compare rational numbers exactly, others to hundreds of digits, relative to their size."""
     from sympy import nan, oo, zoo
 
-    if a.has(oo, zoo, nan) or b.has(oo, zoo, nan):
-        return a == b and not a.has(zoo, nan)
-    if a.is_Rational and b.is_Rational:
-        return a == b
+    if gold.has(oo, zoo, nan) or answer.has(oo, zoo, nan):
+        return gold == answer and not gold.has(zoo, nan)
+    if gold.is_Rational and answer.is_Rational:
+        return gold == answer
     for digits in (_DIGITS_AT_FIRST, _DIGITS_AT_MOST):
-        values = [_approximate(one, digits) for one in (a, b)]
+        values = [_approximate(constant, digits) for constant in (gold, answer)]
         if None in values or not _close(*values, digits):
             return False
     return True
@@ -579,21 +626,21 @@ def _same_constant(a: Any, b: Any) -> bool:
 
 @_if_possible
 def _constant_ratio(*sides: str) -> Any:
-    """(left - right) of the first relation by that of the second, if it is the same number everywhere."""
+    """Divide (left - right) of the first relation by that of the second; ``None`` if that is no constant."""
     values = [_value(side) for side in sides]
     if any(value is None for value in values):
         return None
-    first = values[0] - values[1]
-    second = values[2] - values[3]
-    first, second = _same_case(first, second)
-    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
-    if not symbols or first.free_symbols != second.free_symbols:
+    differences = _same_case(values[0] - values[1], values[2] - values[3])
+    symbols = differences[0].free_symbols
+    if not symbols or symbols != differences[1].free_symbols:
         return None
     ratios = []
-    for point in _points(symbols):
-        pair = [_approximate(e.xreplace(point), _DIGITS_AT_FIRST) for e in (first, second)]
-        if None not in pair and pair[0] and pair[1]:
-            ratios.append(pair[0] / pair[1])
+    for point in _points(sorted(symbols, key=str)):
+        numbers = [
+            _approximate(difference.xreplace(point), _DIGITS_AT_FIRST) for difference in differences
+        ]
+        if None not in numbers and all(numbers):
+            ratios.append(numbers[0] / numbers[1])
     if len(ratios) < 3 or not all(_close(ratio, ratios[0], _DIGITS_AT_FIRST) for ratio in ratios):
         return None
     return ratios[0].real

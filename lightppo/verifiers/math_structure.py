@@ -5,8 +5,9 @@ Expressions and words stay texts.
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightppo.verifiers.math_notation import NO_UNITS, words_in
@@ -103,9 +104,11 @@ def read(text: str) -> Any:
     text = text.strip().strip(",;").strip()
     if matrix := _MATRIX.fullmatch(text):
         rows = [
-            re.split(r"(?<!\\)&", row) for row in re.split(r"\\\\", matrix["body"]) if row.strip()
+            Listing("row", tuple(map(read, re.split(r"(?<!\\)&", row))))
+            for row in re.split(r"\\\\", matrix["body"])
+            if row.strip()
         ]
-        return Listing("matrix", tuple(Listing("row", tuple(map(read, row))) for row in rows))
+        return Listing("matrix", tuple(rows))
     text = _joined_thousands(text)
     parts, separators = split_outside(text, _SEPARATOR)
     if {";", ","} <= {match.group() for match in separators}:  # x = 1, y = 2; x = 3, y = 4
@@ -122,13 +125,15 @@ def read(text: str) -> Any:
         return text
     if signs and all(sides):
         return _related(sides, [sign.group() for sign in signs])
-    pieces, cups = split_outside(text, _CUP)
+    sets, cups = split_outside(text, _CUP)
     if cups:
-        return Union(tuple(map(read, pieces)))
+        return Union(tuple(map(read, sets)))
     if text.startswith(r"\mathbb{R}"):
         (base, *taken), _ = split_outside(text, _MINUS)
-        if base == r"\mathbb{R}" and len(taken) < 2:
-            return Without(read(taken[0]) if taken else Listing("{}", ()))
+        if base == r"\mathbb{R}" and not taken:
+            return Without(Listing("{}", ()))
+        if base == r"\mathbb{R}" and len(taken) == 1:
+            return Without(read(taken[0]))
     if text in (r"\emptyset", "{}"):
         return Union(())
     return _bracketed(text)
@@ -137,131 +142,146 @@ def read(text: str) -> Any:
 def split_outside(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[re.Match[str]]]:
     """Return the parts of a text around what matches outside brackets, and the matches."""
     depth = 0
-    outside = set()
+    positions = set()
     for token in _TOKEN.finditer(text):
         depth -= token.group() in _CLOSES
         if depth == 0:
-            outside.add(token.start())
+            positions.add(token.start())
         depth += token.group() in _OPENS
-    matches = [match for match in pattern.finditer(text) if match.start() in outside]
-    ends = [0, *(match.end() for match in matches)]
-    starts = [*(match.start() for match in matches), len(text)]
-    return [text[end:start].strip() for end, start in zip(ends, starts)], matches
+    separators = [match for match in pattern.finditer(text) if match.start() in positions]
+    starts = [0, *(match.end() for match in separators)]
+    ends = [*(match.start() for match in separators), len(text)]
+    return [text[start:end].strip() for start, end in zip(starts, ends)], separators
 
 
 def _enclosed(text: str) -> tuple[str, str] | None:
     """Return the brackets around the whole text and what they enclose."""
-    first = _TOKEN.match(text)
-    if first is None or first.group() not in _OPENS or first.group() == r"\begin":
+    opening = _TOKEN.match(text)
+    if opening is None or opening.group() not in _OPENS - {r"\begin", r"\lfloor", r"\lceil"}:
         return None
     depth = 0
     for token in _TOKEN.finditer(text):
         depth += (token.group() in _OPENS) - (token.group() in _CLOSES)
-        if depth == 0:
-            inner = text[first.end() : token.start()].strip()
-            pair = first.group()[-1:] + token.group()[-1:]
-            pair = "()" if first.group() == r"\langle" else pair
-            whole = token.end() == len(text) and first.group() not in (r"\lfloor", r"\lceil")
-            return (pair, inner) if whole else None
+        if depth > 0:
+            continue
+        if token.end() < len(text):
+            return None
+        brackets = opening.group()[-1:] + token.group()[-1:]
+        if opening.group() == r"\langle":
+            brackets = "()"
+        return brackets, text[opening.end() : token.start()].strip()
     return None
 
 
 def _joined_thousands(text: str) -> str:
-    """``1,234`` is one number, unless it may be a list; in brackets that holds where other commas have a space."""
-    spaced = re.search(r", ", text)
+    """Write ``1,234`` as one number, unless it may be a list: in brackets other commas need a space for it."""
+    is_spaced = ", " in text
 
-    def joined(match: re.Match[str]) -> str:
-        before = text[: match.start()].rstrip()
-        after = text[match.end() :].lstrip()
-        in_list = before[-1:] in ("(", "[", "{", ",") or after[:1] in (")", "]", "}", ",")
-        sure = ",0" in match.group() or not in_list or spaced
-        if sure:
-            return match.group().replace(",", "")
-        return match.group()
+    def joined(number: re.Match[str]) -> str:
+        before = text[: number.start()].rstrip()[-1:]
+        after = text[number.end() :].lstrip()[:1]
+        in_list = before in ("(", "[", "{", ",") or after in (")", "]", "}", ",")
+        if in_list and not is_spaced and ",0" not in number.group():
+            return number.group()
+        return number.group().replace(",", "")
 
     return re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", joined, text)
 
 
-def _listed(parts: list[str], joints: str) -> Any:
-    expanded = [one for part in parts for one in _both_signs(part)]
-    items = [read(part) for part in expanded]
-    members = [one for one in items if not (isinstance(one, Order) and one.sign == r"\in")] or items
+def _listed(parts: list[str], separators: str) -> Any:
+    nodes = [read(text) for part in parts for text in _both_signs(part)]
+    members = [
+        node for node in nodes if not (isinstance(node, Order) and node.sign == r"\in")
+    ] or nodes
     if len(members) == 1:
         return members[0]
-    conjunction = re.search("(or|vee)|(and|wedge)", joints)
-    return Listing(
-        "", tuple(members), "," if conjunction is None else "or" if conjunction[1] else "and"
-    )
+    conjunction = re.search("(or|vee)|(and|wedge)", separators)
+    if conjunction is None:
+        joint = ","
+    elif conjunction[1]:
+        joint = "or"
+    else:
+        joint = "and"
+    return Listing("", tuple(members), joint)
 
 
 def _both_signs(text: str) -> list[str]:
-    r"""``2 \pm 1`` is ``2 + 1`` and ``2 - 1``."""
+    r"""Return ``2 + 1`` and ``2 - 1`` for ``2 \pm 1``."""
     if _PLUS_MINUS.search(text) is None:
         return [text]
+    upper = {"pm": "+", "mp": "-"}
+    lower = {"pm": "-", "mp": "+"}
     return [
-        _PLUS_MINUS.sub(lambda m, names=names: names[m[1]], text)
-        for names in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
+        _PLUS_MINUS.sub(lambda match, signs=signs: signs[match[1]], text)
+        for signs in (upper, lower)
     ]
 
 
 def _related(sides: list[str], signs: list[str]) -> Any:
     if signs == [r"\in"]:
-        inside = sides[1]
-        if _DECLARED.fullmatch(inside):
-            return Order(sides[0], r"\in", inside)
-        return _named(sides[0], read(inside))
+        name, region = sides
+        if _DECLARED.fullmatch(region):
+            return Order(name, r"\in", region)
+        node = read(region)
+        if isinstance(node, Interval):
+            return replace(node, name=name)
+        return node
     if r"\approx" in signs:  # the exact one counts
-        first = signs.index(r"\approx")
-        signs, sides = (
-            (signs[:first], sides[: first + 1])
-            if first or not is_name(sides[0])
-            else (["="], sides[:2])
-        )
-        return _related(sides, signs) if signs else read(sides[0])
+        exact_signs = signs[: signs.index(r"\approx")]
+        if exact_signs:
+            return _related(sides[: len(exact_signs) + 1], exact_signs)
+        if is_name(sides[0]):
+            return _related(sides[:2], ["="])
+        return read(sides[0])
     if set(signs) == {"="}:
-        left = sides[0]
-        right = sides[-1]
-        if not is_name(left) and len(sides) > 2:  # a calculation
-            return read(right)
-        if not is_name(left) and is_name(right):
-            left, right = right, left
-        if _enclosed(left) and isinstance(read(left), Listing):  # (x, y) = (1, 2)
-            return read(right)
-        both = _both_signs(right)
-        values = read(right) if len(both) == 1 else Listing("", tuple(map(read, both)))
-        return Assignment(left, values, right)
-    signs = ["=" if sign == "=" else sign for sign in signs]
+        return _equated(sides)
     return _ordered(sides, signs)
+
+
+def _equated(sides: list[str]) -> Any:
+    name = sides[0]
+    value = sides[-1]
+    if not is_name(name) and len(sides) > 2:  # a calculation
+        return read(value)
+    if not is_name(name) and is_name(value):
+        name, value = value, name
+    if _enclosed(name) and isinstance(read(name), Listing):  # (x, y) = (1, 2)
+        return read(value)
+    return Assignment(name, _read_both_signs(value) or read(value), value)
+
+
+def _read_both_signs(text: str) -> Listing | None:
+    values = _both_signs(text)
+    if len(values) == 1:
+        return None
+    return Listing("", tuple(map(read, values)))
 
 
 def _ordered(sides: list[str], signs: list[str]) -> Any:
     """Return an interval for ``1 < x <= 2``, ``x < 2`` and ``x != 2``; otherwise orders."""
-    down = all(sign in (">", r"\ge") for sign in signs)
-    if down and len(sides) == 3:
+    is_down = len(sides) == 3 and set(signs) <= {">", r"\ge"}
+    is_behind = len(sides) == 2 and is_variable(sides[1]) and not is_variable(sides[0])
+    if is_down or (is_behind and signs[0] in FLIPPED):
         sides = sides[::-1]
         signs = [FLIPPED[sign] for sign in signs[::-1]]
-    if (
-        len(sides) == 2
-        and signs[0] in FLIPPED
-        and is_variable(sides[1])
-        and not is_variable(sides[0])
-    ):
-        sides = sides[::-1]
-        signs = [FLIPPED[signs[0]]]
     if len(sides) == 3 and is_variable(sides[1]) and set(signs) <= {"<", r"\le"}:
-        brackets = ("[" if signs[0] == r"\le" else "(") + ("]" if signs[1] == r"\le" else ")")
-        return Interval(sides[0], sides[2], brackets, sides[1])
+        opening = "[" if signs[0] == r"\le" else "("
+        closing = "]" if signs[1] == r"\le" else ")"
+        return Interval(sides[0], sides[2], opening + closing, sides[1])
     if len(sides) == 2 and is_variable(sides[0]):
-        name, end = sides
-        if signs[0] in ("<", r"\le"):
-            return Interval(r"-\infty", end, "(" + ("]" if signs[0] == r"\le" else ")"), name)
-        if signs[0] in (">", r"\ge"):
-            return Interval(end, r"\infty", ("[" if signs[0] == r"\ge" else "(") + ")", name)
-        if signs[0] == r"\ne":
-            return Union(
-                (Interval(r"-\infty", end, "()", name), Interval(end, r"\infty", "()", name))
-            )
-    orders = tuple(Order(a, sign, b) for a, sign, b in zip(sides, signs, sides[1:]))
+        name, bound = sides
+        below = Interval(r"-\infty", bound, "()", name)
+        above = Interval(bound, r"\infty", "()", name)
+        regions = {
+            "<": below,
+            ">": above,
+            r"\le": replace(below, brackets="(]"),
+            r"\ge": replace(above, brackets="[)"),
+            r"\ne": Union((below, above)),
+        }
+        if signs[0] in regions:
+            return regions[signs[0]]
+    orders = tuple(Order(left, sign, right) for left, sign, right in zip(sides, signs, sides[1:]))
     if len(orders) == 1:
         return orders[0]
     return Listing("", orders, "and")
@@ -276,60 +296,56 @@ def is_name(text: str) -> bool:
     return bool(_NAME.fullmatch(text)) and text not in ("e", "i")
 
 
-def _named(name: str, node: Any) -> Any:
-    if isinstance(node, Interval):
-        return Interval(node.low, node.high, node.brackets, name)
-    return node
-
-
 def _bracketed(text: str) -> Any:
-    both = _both_signs(text)
-    if len(both) > 1:
-        return Listing("", tuple(map(read, both)))
-    inside = _enclosed(text)
-    if inside is None:
+    if values := _read_both_signs(text):
+        return values
+    enclosed = _enclosed(text)
+    if enclosed is None:
         return _quantities(text)
-    brackets, content = inside
+    brackets, content = enclosed
     if _MATRIX.fullmatch(content):
         return read(content)
     if brackets == "{}":
         (name, *condition), separators = split_outside(content, _SUCH_THAT)
         name = re.sub(r"\s*\\in\s*\\mathbb\{R\}$", "", name)
-        if separators and condition and is_name(name):
-            conditions = read(content[separators[0].end() :])
-            return conditions
+        if condition and is_name(name):
+            return read(content[separators[0].end() :])
+        if text[0] == "{":  # group of LaTeX
+            return read(content)
     parts = [part for part in split_outside(content, re.compile("[,;]"))[0] if part]
-    if brackets == "{}" and text[0] == "{":  # group of LaTeX
-        return read(content)
     if len(parts) == 1 and brackets == "()":
         return read(parts[0])
-    items = [
-        read(one) for part in parts for one in (_both_signs(part) if brackets == "{}" else [part])
-    ]
-    return Listing(brackets, tuple(items))
+    if brackets == "{}":
+        parts = [value for part in parts for value in _both_signs(part)]
+    return Listing(brackets, tuple(map(read, parts)))
 
 
 def _quantities(text: str) -> Any:
     """Split a text into quantities by its words: ``2 hours 30 minutes`` are two. Words alone stay a text."""
-    text = re.sub(
-        r"(?<=\d)\s*([€£¥])|([€£¥])\s*(?=\d)", lambda m: rf" \text{{{m[1] or m[2]}}} ", text
-    )
+    text = re.sub(r"(?<=\d)\s*([€£¥])|([€£¥])\s*(?=\d)", _money, text)
     text = re.sub(r"(?<=\d) ([mgslLhNJWVAKCF])$", r" \\text{\1}", text)
     pieces = _WORDS.split(text)
-    words = [words_in(without_text(piece)) for piece in pieces[1::2]]
+    unit_words = [words_in(without_text(piece)) for piece in pieces[1::2]]
     values = [piece.strip() for piece in pieces[::2]]
-    places = [i for i, value in enumerate(values) if re.search(r"[\w\\]", value)]
-    if not words or not places or any(word in NO_UNITS for some in words for word in some):
+    positions = [i for i, value in enumerate(values) if re.search(r"[\w\\]", value)]
+    if not unit_words or not positions or not NO_UNITS.isdisjoint(itertools.chain(*unit_words)):
         return text
-    groups: list[list[str]] = [[] for _ in places]
-    for i, some in enumerate(
-        words
-    ):  # to the quantity before; what stands before the first one, to that
-        groups[max((n for n, at in enumerate(places) if at <= i), default=0)] += some
-    quantities = tuple(Quantity(values[at], tuple(some)) for at, some in zip(places, groups))
+    units: dict[int, list[str]] = {position: [] for position in positions}
+    for i, words in enumerate(unit_words):
+        # to the quantity before; what stands before the first one, to that
+        units[max((position for position in positions if position <= i), default=positions[0])] += (
+            words
+        )
+    quantities = tuple(
+        Quantity(values[position], tuple(words)) for position, words in units.items()
+    )
     if len(quantities) == 1:
         return quantities[0]
     return Listing("", quantities, "and")
+
+
+def _money(match: re.Match[str]) -> str:
+    return rf" \text{{{match[1] or match[2]}}} "
 
 
 def without_text(text: str) -> str:

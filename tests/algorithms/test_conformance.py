@@ -30,17 +30,17 @@ from support.conformance import (
 from support.fakes import FakeStrategy, make_rollout
 from torch import Tensor
 
-from lightppo.algorithms.advantages import advantage_fn, group_normalize
+from lightppo.algorithms.advantages import advantage_fn, compute_token_rewards, group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
 from lightppo.algorithms.option_values import Norm
-from lightppo.algorithms.shaping import compute_token_rewards
 from lightppo.config import PPOConfig
-from lightppo.experience.normalisation import ValueNorm, normalize_by
-from lightppo.experience.scores import (
+from lightppo.experience.normalisation import (
     ScoreShaper,
+    ValueNorm,
     dense_rewards,
+    normalize_by,
     overlong_penalty,
     scale_scores,
     stop_properly,

@@ -33,13 +33,11 @@ from lightppo.algorithms.correction import (
     normalize_weights,
     rejection_mask,
 )
-from lightppo.algorithms.divergences import top_divergence
-from lightppo.algorithms.kl import approx_kl
+from lightppo.algorithms.kl import approx_kl, mismatch_terms, top_divergence
+from lightppo.algorithms.logprobs import log_probs_at, top_log_probs
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.option_values import Rejection
-from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.algorithms.selection import select_clip_cov, select_kl_cov, top_share
-from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
 
 PPO_GRADIENT = """.13135338 -.01782166 .04814349 .0025425 -.0041348  .01261525 -.06863761 .02985963
     -.05409886 0 -.0446803 -.01650256  -.01587824 -.04099957  {} -.03111177 0 0 0  -.03644251"""

@@ -15,8 +15,8 @@ from lightppo.algorithms.correction import (
     rejection_mask,
 )
 from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS
+from lightppo.algorithms.kl import mismatch_terms
 from lightppo.algorithms.option_values import Rejection
-from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.errors import ConfigError
 from lightppo.logging.step_metrics import (
     Summary,

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.divergences import divergence_of, top_divergence
-from lightppo.algorithms.kl import full_kl
-from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
+from lightppo.algorithms.kl import divergence_of, full_kl, top_divergence
+from lightppo.algorithms.logprobs import log_probs_at, top_log_probs
 
 INF = float("inf")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lightppo
-from lightppo.algorithms.lm_loss import GPTLMLoss
+from lightppo.algorithms.losses import GPTLMLoss
 
 
 def randn(*shape: int) -> torch.Tensor:

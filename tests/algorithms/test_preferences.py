@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.preferences import (
+from lightppo.algorithms.losses import (
     answer_log_probs,
     bradley_terry_loss,
     dpo_loss,

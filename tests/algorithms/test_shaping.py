@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightppo.algorithms.shaping import compute_token_rewards
+from lightppo.algorithms.advantages import compute_token_rewards
 
 NAN = float("nan")
 

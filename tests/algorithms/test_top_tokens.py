@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightppo.algorithms.top_tokens import log_probs_at, top_log_probs
+from lightppo.algorithms.logprobs import log_probs_at, top_log_probs
 
 
 def test_the_most_likely_tokens_by_hand():

@@ -13,7 +13,7 @@ from support.ranks import REPO, run_ranks
 from support.runs import fitted
 from support.tiny import read_jsonl, save_causal_lm, write_jsonl
 
-from lightppo.algorithms.preferences import dpo_loss, ipo_loss
+from lightppo.algorithms.losses import dpo_loss, ipo_loss
 from lightppo.config.cli import parse_args
 from lightppo.config.supervised_options import DPOConfig
 

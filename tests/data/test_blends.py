@@ -182,7 +182,7 @@ def test_hub_names_are_asked_for_with_config_and_split(monkeypatch: pytest.Monke
         return Dataset.from_list([{"question": "q"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr("lightppo.data.hub.is_cached", lambda name, kind: kind == "dataset")
+    monkeypatch.setattr("lightppo.data.folders.is_cached", lambda name, kind: kind == "dataset")
     dataset = blending_datasets("openai/gsm8k@main", train_split="test")
     assert asked == [("openai/gsm8k", "main", "test")]
     assert dataset[ORIGIN_COLUMN][0] == "openai/gsm8k@main[test], row 1"
@@ -224,7 +224,7 @@ def test_paths_checked_before_a_run(
     ):
         check_data_paths(f"{a},owner/name", flag="--eval_data")
     monkeypatch.setattr(
-        "lightppo.data.hub.is_cached",
+        "lightppo.data.folders.is_cached",
         lambda name, kind: (name, kind) == ("owner/name", "dataset"),
     )
     check_data_paths(

@@ -10,7 +10,7 @@ from datasets import Dataset
 from support.chats import CHATML, FORGETFUL, TOOLS
 from support.fixtures.data_rows import build_sentence_piece
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX
+from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.blends import blending_datasets
 from lightppo.data.datasets import PromptDataset
 from lightppo.data.examples import SFTDataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from lightppo.data.local_files import read_file
+from lightppo.data.file_formats import read_file
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError
 

@@ -28,7 +28,6 @@ from support.runs import fitted
 
 from lightppo import EnvFailure, PPOTrainer, run_program
 from lightppo.cli.tiny_model import save, small_llama
-from lightppo.episodes import agent_server as door
 from lightppo.episodes import agents, hosts
 from lightppo.episodes.calls import AnsweredEnvironments, description_of
 from lightppo.episodes.chat_format import ChatFormats
@@ -71,12 +70,12 @@ class StandIn:
     """A door without a server: programs of these tests find their episodes here."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, door.Engine] = {}
+        self.engines: dict[str, agents.Engine] = {}
         self.made = 0
 
     def open(self, conversation: Conversation) -> tuple[str, str]:
         self.made += 1
-        self.engines[f"key {self.made}"] = door.Engine(conversation, Refused)
+        self.engines[f"key {self.made}"] = agents.Engine(conversation, Refused)
         return "stand-in", f"key {self.made}"
 
     def close(self, key: str) -> None:
@@ -88,11 +87,11 @@ def opened(request, monkeypatch):
     """A door of the stand-in or of openenv; programs ask by :func:`ask`."""
     if request.param == "openenv":
         pytest.importorskip(f"{CAPTURE}.server")
-        opened = door.Door()
+        opened = agents.AgentServer()
     else:
         monkeypatch.setitem(sys.modules, CAPTURE, types.ModuleType(CAPTURE))
         opened = StandIn()
-    monkeypatch.setattr(door, "the_door", lambda: opened)
+    monkeypatch.setattr(agents, "agent_server", lambda: opened)
     yield opened
     if request.param == "openenv":
         assert not opened.registry.list_ids()
@@ -115,7 +114,7 @@ async def ask(base_url: str, api_key: str, messages: list, tools: list = (), **o
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             body = await client.chat.completions.create(model="any", messages=messages, **others)
         return body.choices[0].message.model_dump(exclude_none=True)
-    engine = door.the_door().engines[api_key]
+    engine = agents.agent_server().engines[api_key]
     body = await engine.completion({"messages": list(messages), "tools": tools, **others})
     return json.loads(json.dumps(body))["choices"][0]["message"]
 
@@ -532,8 +531,8 @@ def test_what_is_refused_at_the_start(opened, monkeypatch):
     ):
         Environments([Guesser], tools=[guess])
     environments = Environments([Guesser])
-    with pytest.raises(ConfigError, match="reset takes n; the row's columns: prompt"):
-        environments.check_row({"prompt": "?"})
+    with pytest.raises(EnvironmentFailed, match="reset takes n; the row's columns: prompt"):
+        asyncio.run(environments.open({"prompt": "?"}, seed=1))
     environments.end()
     monkeypatch.setitem(sys.modules, CAPTURE, None)
     with pytest.raises(
@@ -722,7 +721,7 @@ def test_only_the_key_of_an_episode_is_let_in(play, real):
 
 @pytest.mark.parametrize(("path", "is_raised"), [("count_tokens", False), ("completions", True)])
 def test_messages_that_cannot_be_counted_are_refused(path, is_raised):
-    from lightppo.episodes.agent_server import Counting
+    from lightppo.episodes.agents import Counting
 
     async def openenv(scope, receive, send):
         raise AttributeError("'str' object has no attribute 'get'")
@@ -764,11 +763,11 @@ def test_a_request_has_limits(real, monkeypatch):
         conversation = Conversation()
         url, key = real.open(conversation)
         assert status_of(request_of(url, key, 17 << 20)).startswith("413")  # its body was not read
-        held = [request_of(url, key, 10) for _ in range(door._CONNECTIONS)]
+        held = [request_of(url, key, 10) for _ in range(agents._CONNECTIONS)]
         for one in held:
             one.sendall(b"{")
         deadline = time.monotonic() + 60
-        while list(real._connections._keys.values()).count(key) < door._CONNECTIONS:
+        while list(real._connections._keys.values()).count(key) < agents._CONNECTIONS:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         last = request_of(url, key, 2)
@@ -827,7 +826,7 @@ def test_a_request_without_messages(real):
     ],
 )
 def test_a_request_that_is_no_conversation_is_refused(request_, problem):
-    engine = door.Engine(None, Refused)  # nobody is asked
+    engine = agents.Engine(None, Refused)  # nobody is asked
     with pytest.raises(Refused, match=f"400: {problem}"):
         asyncio.run(engine.completion(request_))
 

@@ -12,9 +12,9 @@ from support.puppet import Puppet
 
 from lightppo.config import PPOConfig
 from lightppo.data.datasets import PromptDataset
-from lightppo.episodes.assembly import check_openings, with_episodes
 from lightppo.episodes.chat_format import ChatFormat
 from lightppo.episodes.episode import PlainText
+from lightppo.episodes.episode_engine import check_openings, with_episodes
 from lightppo.errors import ConfigError
 
 ENVIRONMENTS = '''

@@ -109,7 +109,7 @@ def play(chat: ChatFormat, turns) -> tuple[list[int], list[dict]]:
 @pytest.mark.parametrize("template", WITH_TOOLS.values(), ids=WITH_TOOLS)
 def test_an_episode_has_the_ids_of_its_rendering(template):
     chat = chat_of(template, tool_format="hermes" if template == NEXT else "auto")
-    chat.check([QUESTION])
+    chat.check()
     call = called(Call("guess", {"x": 5}))
     turns = [
         (call, answers("higher\n")),
@@ -145,7 +145,7 @@ def test_several_calls_where_the_template_takes_one():
 @pytest.mark.parametrize("template", [*WITH_TOOLS.values(), *TEXT_ONLY.values()])
 def test_an_episode_of_text(template):
     chat = chat_of(template, tools=())
-    chat.check([QUESTION])
+    chat.check()
     following = [{"role": "user", "content": "No, higher."}]
     ids, messages = play(chat, [(said("5?"), following), (said("6."), following)])
     assert ids == chat.control.encode(rendered(chat, messages))
@@ -429,10 +429,9 @@ def test_observations_cannot_speak_for_the_model(template, role):
         return chat.control.among(chat.continuation(turn, [{"role": role, "content": content}]))
 
     harmless = control("fine")
-    before = chat.escapes
     for text in hostile_texts():
         assert control(text) == harmless, text
-    assert chat.escapes > before
+    assert any(chat.harmless(text)[1] for text in hostile_texts())
     opening = chat.control.among(chat.opening([{"role": "user", "content": "fine"}], observed=1))
     for text in hostile_texts():
         messages = [{"role": "user", "content": text}]
@@ -470,7 +469,6 @@ def test_a_tokenizer_that_reads_other_characters_as_its_control_tokens():
     ids = chat.continuation(turn, [{"role": "tool", "content": hostile}])
     harmless = chat.continuation(turn, [{"role": "tool", "content": "fine"}])
     assert chat.control.among(ids) == chat.control.among(harmless)
-    assert chat.escapes == 1
 
 
 def test_an_observation_may_contain_the_sentinel():
@@ -635,7 +633,7 @@ def test_openings_that_the_template_refuses():
     with pytest.raises(
         ConfigError, match=r"roles system, user with tools: .*no messages of the role"
     ):
-        chat.check([[{"role": "system", "content": "Play."}, *QUESTION]])
+        chat.opening([{"role": "system", "content": "Play."}, *QUESTION])
     with pytest.raises(
         ConfigError, match=r"new messages|go on with messages of the roles user, user"
     ):
@@ -668,4 +666,3 @@ def test_one_object_serves_several_threads():
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda i: episode(chat, i), range(60)))
     assert together == [episode(alone, i) for i in range(60)]
-    assert chat.escapes == alone.escapes

@@ -12,8 +12,7 @@ from support.fixtures.character_models import EOS_ID, ids_by_key, lfm2, mistral,
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.episodes import hf_turns
-from lightppo.episodes.hf_turns import TurnQueue, generate_turns
-from lightppo.episodes.kv_reuse import KeptRows
+from lightppo.episodes.hf_turns import EndedRows, TurnQueue, generate_turns
 from lightppo.models.kernels.invariant import make_invariant
 from lightppo.rollout import decoding as decode
 from lightppo.rollout.cuda_graphs import CUDAGraphs
@@ -125,8 +124,8 @@ class TestTurns:
     def test_nothing_is_copied_where_the_answer_comes_before_the_slot_is_needed(
         self, llama, engine_of, prompts, monkeypatch
     ):
-        copied, copy = [], KeptRows._copy
-        monkeypatch.setattr(KeptRows, "_copy", lambda *args: (copied.append(args), copy(*args)))
+        copied, copy = [], EndedRows._copy
+        monkeypatch.setattr(EndedRows, "_copy", lambda *args: (copied.append(args), copy(*args)))
         stats = {}
         for slots in (64, 4):
             engine = engine_of(llama, slots)
@@ -154,7 +153,7 @@ class TestTurns:
     def test_rows_whose_conversation_has_ended_are_not_copied(
         self, llama, engine_of, prompts, monkeypatch
     ):
-        monkeypatch.setattr(KeptRows, "_copy", None)
+        monkeypatch.setattr(EndedRows, "_copy", None)
         for turns in (
             [Turn(prompt, 0, prompt.token_ids, 5, final=True) for prompt in prompts],
             Conversations(prompts, turns=1),

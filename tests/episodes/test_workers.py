@@ -96,7 +96,7 @@ def wait_for_end(*pids: int) -> None:
 
 
 def server_of(environments: Environments) -> int:
-    return environments._pool._servers[0]._process.pid
+    return environments._workers._servers[0]._process.pid
 
 
 def test_a_worker_is_used_again_and_stays_light(environments):
@@ -117,8 +117,10 @@ def test_a_worker_is_used_again_and_stays_light(environments):
     assert made == "3"  # the constructor runs for every episode
     assert found == ["[]", '["", "1", true]', ""]
     deadline = time.monotonic() + 60
-    while environments.worker_pids != list(pids):  # the server tells it when it comes to it
-        assert time.monotonic() < deadline, f"{environments.worker_pids}, not {pids}"
+    while environments._workers.process_ids != list(
+        pids
+    ):  # the server tells it when it comes to it
+        assert time.monotonic() < deadline, f"{environments._workers.process_ids}, not {pids}"
         time.sleep(0.01)
 
 
@@ -142,7 +144,7 @@ def test_a_killed_worker_harms_no_other(environments):
     error = asyncio.run(run())
     assert (error.kind, error.place) == ("lost", "tool")
     assert environments.counts["lost_workers"] == 1
-    assert len(environments.worker_pids) == 2
+    assert len(environments._workers.process_ids) == 2
 
 
 def test_waiting_for_a_place_does_not_count_for_the_time_out(path):
@@ -310,7 +312,7 @@ def test_the_end(environments):
         child = int((await sessions[0].call("start", {})).text)
         hanging = asyncio.ensure_future(sessions[1].call("hang", {}))
         await asyncio.sleep(0)
-        pids = [*environments.worker_pids, server_of(environments), child]
+        pids = [*environments._workers.process_ids, server_of(environments), child]
         await environments.close()
         with pytest.raises(EnvironmentFailed) as caught:
             await hanging
@@ -354,8 +356,8 @@ async def run():
     session = await environments.open({}, seed=1)
     other = await environments.open({}, seed=1)
     child = (await other.call("start", {})).text
-    server = environments._pool._servers[0]._process.pid
-    print(server, child, *environments.worker_pids, flush=True)
+    server = environments._workers._servers[0]._process.pid
+    print(server, child, *environments._workers.process_ids, flush=True)
     hanging = asyncio.ensure_future(session.call("hang", {}))
     await asyncio.sleep(0)
     if sys.argv[2] == "exception":
@@ -545,7 +547,7 @@ def test_a_machine_without_room_for_a_process(environments, monkeypatch):
     def fork(server):
         raise OSError("too many open files")
 
-    monkeypatch.setattr("lightppo.episodes.workers._Server.fork", fork)
+    monkeypatch.setattr("lightppo.processes.fork_server.Server.fork", fork)
     with pytest.raises(UserError, match="no worker process can be started: too many open files"):
         asyncio.run(environments.open({}, seed=1))
     monkeypatch.undo()
@@ -561,4 +563,4 @@ def test_a_machine_without_room_for_a_process(environments, monkeypatch):
 def test_warming_up_starts_the_server_alone(environments):
     environments.warm_up()
     assert is_running(server_of(environments))
-    assert environments.worker_pids == []
+    assert environments._workers.process_ids == []

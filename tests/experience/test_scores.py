@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightppo.algorithms.shaping import compute_token_rewards
-from lightppo.experience.scores import (
+from lightppo.algorithms.advantages import compute_token_rewards
+from lightppo.experience.normalisation import (
     dense_rewards,
     overlong_penalty,
     scale_scores,

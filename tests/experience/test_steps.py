@@ -7,7 +7,7 @@ import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.config import PPOConfig
-from lightppo.experience.scores import ScoreShaper
+from lightppo.experience.normalisation import ScoreShaper
 
 MAX_LEN = 10
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.processes.groups import default_processes
+from lightppo.processes.fork_server import default_processes
 from lightppo.processes.killable_pool import KillablePool
 from lightppo.processes.user_calls import UserCall
 
@@ -29,9 +29,9 @@ Behave = Callable[..., list[Any]]
 
 
 def workers() -> set[int]:
-    """Process ids of the workers of all pools; multiprocessing has another helper process."""
-    children = psutil.Process().children()
-    return {child.pid for child in children if "spawn_main" in " ".join(child.cmdline())}
+    """Process ids of the workers of all pools: the children of their servers."""
+    servers = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
+    return {worker.pid for server in servers for worker in server.children()}
 
 
 def ended(pid: int, within: float = 60.0) -> bool:
@@ -116,7 +116,7 @@ def test_processor_time_is_no_time_of_waiting() -> None:
     [
         ("exit", r"the worker process died \(exit code 3\)"),
         ("exit_well", r"the worker process died \(exit code 0\)"),
-        ("crash", r"the worker process died \(signal 11\)"),
+        ("crash", r"the worker process died \(signal 11, SIGSEGV\)"),
         ("sys_exit", r"SystemExit: 0 \(.*runner_targets.py:.* sys.exit\(0\),\)"),
         ("raise", r"ZeroDivisionError: division by zero \(.*runner_targets.py:.* 1 / 0,\)"),
         ("recurse", "RecursionError: .*"),
@@ -243,7 +243,8 @@ from lightppo.processes.killable_pool import KillablePool
 from lightppo.processes.user_calls import UserCall
 
 def workers():
-    return [child.pid for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    servers = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
+    return [worker.pid for server in servers for worker in server.children()]
 
 pool = KillablePool(sys.argv[1], workers=2, timeout=300)
 open(sys.argv[3], "a").write("run;")

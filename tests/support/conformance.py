@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.advantages import compute_token_rewards
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.shaping import compute_token_rewards
 
 FLOAT32 = 1e-6
 LENGTHS = [5, 3, 4, 2, 5, 1]  # two prompts, three samples each, no holes

@@ -21,7 +21,7 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.experience import Experience
-from lightppo.experience.token_selection import select_tokens
+from lightppo.experience.token_weights import select_tokens
 from lightppo.logging.step_metrics import METRICS, with_namespace
 from lightppo.models.actor import ActionScores
 from lightppo.rewards.reward_source import RewardOutput

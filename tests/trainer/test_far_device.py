@@ -27,16 +27,15 @@ from lightppo.algorithms.entries import (
     PREFERENCE_LOSSES,
     REJECTIONS,
 )
-from lightppo.algorithms.lm_loss import GPTLMLoss
-from lightppo.algorithms.losses import PolicyLoss, ValueLoss
+from lightppo.algorithms.kl import mismatch_terms
+from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
-from lightppo.algorithms.ratios import mismatch_terms
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
 from lightppo.distributed.averaging import average_into
 from lightppo.distributed.deepspeed import StepOutcome
-from lightppo.experience import entropy_sample
+from lightppo.experience import token_weights
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
 from lightppo.models import batches
@@ -184,7 +183,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     monkeypatch.setattr(batches, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
-        monkeypatch.setattr(entropy_sample, "_ENTROPY_SAMPLE", 2)
+        monkeypatch.setattr(token_weights, "_ENTROPY_SAMPLE", 2)
     record = next(callback.record for callback in run.callbacks if isinstance(callback, Samples))
     for step in (1, 2):  # the first one also tries what a model can do
         run.replay_buffer.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightppo import PPOTrainer
-from lightppo.trainer.moving_average import move_reference
+from lightppo.trainer.run_callbacks import move_reference
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -10,7 +10,7 @@ import torch
 from support.tiny import write_jsonl
 from torch.utils.data import DataLoader
 
-from lightppo.algorithms.lm_loss import IGNORE_INDEX
+from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.config import PPOConfig
 from lightppo.distributed import rank_samples
 from lightppo.distributed.deepspeed import DeepspeedStrategy

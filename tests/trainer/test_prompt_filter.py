@@ -11,13 +11,13 @@ from lightppo.checkpoint.older_states import with_present_names
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.loop import TrainerState
-from lightppo.trainer.prompt_filter import (
+from lightppo.trainer.prompts import (
     PromptFilter,
+    RolloutBatchSampler,
     leave_out,
     prompt_filter,
     too_well_solved,
 )
-from lightppo.trainer.prompts import RolloutBatchSampler
 
 
 def loader(rows: list[int]) -> SimpleNamespace:

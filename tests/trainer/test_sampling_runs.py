@@ -18,8 +18,7 @@ from lightppo.errors import ConfigError, RewardError, TrainingError
 from lightppo.experience.rollout_check import tolerance_of
 from lightppo.logging.step_metrics import METRICS
 from lightppo.trainer.build import eval_sampling_params, sampling_params
-from lightppo.trainer.prompt_filter import PromptFilter
-from lightppo.trainer.prompts import EpisodePrompts
+from lightppo.trainer.prompts import EpisodePrompts, PromptFilter
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -14,8 +14,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
-from lightppo.trainer.distillation import score_top, teacher_pass
-from lightppo.trainer.teacher_servers import TeacherServers
+from lightppo.trainer.distillation import TeacherServers, score_top, teacher_pass
 
 ONE_AT_A_TIME = threading.Lock()  # the servers share a model
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.processes.groups import ONE_THREAD, closer_of, default_processes
+from lightppo.processes.fork_server import ONE_THREAD, closer_of, default_processes
 from lightppo.ranks import asked_to_stop
 
 logger = logging.getLogger(__name__)

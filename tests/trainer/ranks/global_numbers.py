@@ -23,7 +23,7 @@ from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.normalisation import ValueNorm
-from lightppo.experience.token_selection import select_tokens
+from lightppo.experience.token_weights import select_tokens
 from lightppo.logging import step_metrics as m
 from lightppo.models.actor import ActionScores, Actor
 

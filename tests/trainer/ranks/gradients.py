@@ -14,7 +14,7 @@ import torch
 
 from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.lm_loss import GPTLMLoss
+from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.config import PPOConfig
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.distributed.deepspeed import DeepspeedStrategy

@@ -1,0 +1,764 @@
+"""Worker processes that answer questions and can be killed, for environments, reward functions and mathematics.
+
+A server process loads the user's code once and forks the workers, so that a new one costs milliseconds. It runs
+nothing of the user's beside the loading, so it can always fork and kill, and it tells how each worker ended. It ends
+when this process does, however that ends, and with it all workers and what they have started.
+
+A question is pickled, an answer is JSON: ``{"value": …}``, or ``{"kind": …, "text": …}`` for a failure. This process
+unpickles nothing of a worker. It is not a sandbox: workers have this process's rights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lightppo.errors import ConfigError, WorkerStartError
+from lightppo.ranks import ranks_on_node
+from lightppo.user_code import error_text
+
+Answer = dict[str, Any]  # {"value": …} or {"kind": …, "text": …}
+Respond = Callable[..., Answer]
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+MAX_ANSWER_BYTES = 16 << 20
+_START_SECONDS = 120  # until the user's code is loaded; imports are slow on a busy machine
+_START_TRIES = 3
+_END_SECONDS = 5  # until the server has ended by itself
+_ARRIVAL_SECONDS = 0.1  # for an answer on its way
+_REPORT_SECONDS = 5.0  # in which the server says how a worker ended
+_MEMORY_MILLISECONDS = 100  # between looks at the memory of the workers
+_MAX_TRACE = 10_000  # characters
+_PR_SET_PDEATHSIG = 1
+_SERVER_DIED = "the server of worker processes died"
+_QUESTION_HEADER = struct.Struct("!QQ")  # length and number
+_ANSWER_HEADER = struct.Struct("!QQQ")  # length, number of the question, process that answers
+_STARTER = (
+    "import json, sys; orders = json.loads(sys.argv[2]); sys.path[:] = orders['path']; "
+    "from lightppo.processes.fork_server import serve; serve(int(sys.argv[1]), orders)"
+)
+
+
+def default_processes() -> int:
+    """Return how many worker processes suit this rank: its share of the available cores, from 1 to 16."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(max(cores // ranks_on_node(1), 1), 16)
+
+
+def closer_of(owner: Any, parts: Sequence[Any]) -> weakref.finalize:
+    """Return what closes these parts once: when it is called, the owner is collected, or the program ends.
+
+    A forked child closes none of them: they are its parent's.
+    """
+    return weakref.finalize(owner, _close_all, parts, os.getpid())
+
+
+def _close_all(parts: Sequence[Any], process: int) -> None:
+    if os.getpid() == process:
+        for part in parts:
+            part.close()
+
+
+class Once:
+    """Something that happens once, for which any number of threads and loops can wait."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.has_happened = False
+        self._waiting: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+
+    def happen(self, value: Any = None) -> None:
+        """Give the value to all that wait; only the first time counts."""
+        with self._lock:
+            if self.has_happened:
+                return
+            self.value = value
+            self.has_happened = True
+            waiting = self._waiting
+            self._waiting = set()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(value)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Future[Any]]:
+        """Give a future of it, as long as somebody waits."""
+        future: Future[Any] = Future()
+        self.then(future)
+        try:
+            yield future
+        finally:
+            with self._lock:
+                self._waiting.discard(future)
+
+    def then(self, future: Future[Any]) -> None:
+        """Give the value to a future, at once if it is there."""
+        with self._lock:
+            if not self.has_happened:
+                self._waiting.add(future)
+                return
+        future.set_result(self.value)
+
+
+# --- in this process
+
+
+class WorkerPool:
+    """At most ``size`` workers; who finds none idle waits.
+
+    Args:
+        loader: ``module:function``. The server calls it with ``settings``, which JSON can hold. It returns a function
+            that each worker calls once, after the fork, and that returns what answers the questions.
+        subject: what the loader loads, for messages.
+        streams: what the server and the workers write to, as :class:`subprocess.Popen` takes it.
+        memory_mb: a worker with more MiB of resident memory is killed.
+    """
+
+    def __init__(
+        self,
+        loader: str,
+        settings: Mapping[str, Any],
+        size: int,
+        *,
+        subject: str,
+        streams: Mapping[str, int] | None = None,
+        memory_mb: int | None = None,
+    ) -> None:
+        self.size = size
+        self.lost_workers = 0  # that were killed, or ended by themselves
+        self._orders = {
+            **{"loader": loader, "settings": settings, "subject": subject},
+            **{"memory_mb": memory_mb, "folder": os.getcwd()},  # that relative paths start from
+        }
+        self._streams = dict(streams or {})
+        self._lock = threading.Lock()
+        self._places = size
+        self._waiting: deque[Future[None]] = deque()
+        self._idle: list[Worker] = []
+        self._servers: list[Server] = []  # at most one
+        self._closer = closer_of(self, self._servers)
+
+    async def take(self, name: str = "") -> Worker:
+        """Return a worker, preferably one that was taken by this name before; it is started if none is idle."""
+        await self._wait_for_place()
+        try:
+            worker = self._idle_worker(name) or await self._start_worker()
+        except BaseException:
+            self._free_place()
+            raise
+        worker.names.add(name)
+        return worker
+
+    def give_back(self, worker: Worker) -> None:
+        """Keep a worker for the next user; the place of one that is ending is free when it has ended."""
+        if worker.is_ending:
+            self.lost_workers += 1
+            worker.close()
+            free: Future[str] = Future()
+            free.add_done_callback(lambda _: self._free_place())
+            worker.ended.then(free)
+            return
+        with self._lock:
+            self._idle.append(worker)
+        self._free_place()
+
+    def start(self) -> Server:
+        """Return the server, started if there is none."""
+        with self._lock:
+            if not self._closer.alive:
+                raise WorkerStartError("the pool of worker processes is closed")
+            if self._servers and self._servers[0].has_ended:
+                self._servers.clear()
+            if not self._servers:
+                self._servers.append(Server(self._orders, self._streams))
+            return self._servers[0]
+
+    def close(self) -> None:
+        """End all processes; running calls fail. May be called again."""
+        self._closer()
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether no more workers are given."""
+        return not self._closer.alive
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Return those of the workers that run."""
+        return [process for server in self._servers for process in server.process_ids]
+
+    async def _wait_for_place(self) -> None:
+        with self._lock:
+            if self._places:
+                self._places -= 1
+                return
+            granted: Future[None] = Future()
+            self._waiting.append(granted)
+        try:
+            await asyncio.wrap_future(granted)
+        except asyncio.CancelledError:
+            with self._lock:
+                is_waiting = granted in self._waiting
+                if is_waiting:
+                    self._waiting.remove(granted)
+            if not is_waiting and not granted.cancelled():  # granted at that moment
+                self._free_place()
+            raise
+
+    def _free_place(self) -> None:
+        with self._lock:
+            while self._waiting:
+                granted = self._waiting.popleft()
+                if granted.set_running_or_notify_cancel():
+                    granted.set_result(None)
+                    return
+            self._places += 1
+
+    def _idle_worker(self, name: str) -> Worker | None:
+        with self._lock:
+            for worker in [worker for worker in self._idle if worker.ended.has_happened]:
+                self._idle.remove(worker)
+                worker.close()
+            if not self._idle:
+                return None
+            matches = (worker for worker in self._idle if name in worker.names)
+            worker = next(matches, self._idle[0])
+            self._idle.remove(worker)
+            return worker
+
+    async def _start_worker(self) -> Worker:
+        for _ in range(_START_TRIES):
+            server = self.start()
+            problem = await server.wait_until_ready()
+            if problem:
+                continue
+            try:
+                worker = server.fork()
+            except OSError as error:  # too many open files
+                raise WorkerStartError(f"no worker process can be started: {error}") from error
+            try:
+                problem = await worker.wait_until_ready()
+            except BaseException:
+                worker.close()
+                raise
+            if not problem:
+                return worker
+            worker.close()
+        raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {problem}")
+
+
+class Server:
+    """The process that forks workers, seen from here."""
+
+    def __init__(self, orders: Mapping[str, Any], streams: Mapping[str, int]) -> None:
+        self.has_ended = False
+        self._subject = orders["subject"]
+        self._ready = Once()  # {} or {"problem": …} from the server, {"death": …} without it
+        self._workers: dict[int, Worker] = {}
+        self._last_number = 0
+        self._lock = threading.Lock()
+        self._control, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        orders = {**orders, "path": sys.path, "parent": os.getpid()}
+        started: Future[None] = Future()
+        # The kernel ends the server with the thread that started it, as long as it loads the user's code.
+        threading.Thread(
+            target=self._run,
+            args=(channel, orders, streams, started),
+            name="fork-server",
+            daemon=True,
+        ).start()
+        started.result()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Return those of the workers that run."""
+        with self._lock:
+            return [worker.process for worker in self._workers.values() if worker.process]
+
+    async def wait_until_ready(self) -> str:
+        """Wait until it has loaded the user's code; return how it died before, if so."""
+        with self._ready.watched() as ready:
+            report = await asyncio.wrap_future(ready)
+        if report.get("problem"):
+            raise WorkerStartError(report["problem"])
+        return report.get("death", "")
+
+    def fork(self) -> Worker:
+        """Start a worker."""
+        channel, workers_channel = socket.socketpair()
+        with self._lock, workers_channel:
+            self._last_number += 1
+            worker = Worker(self._last_number, channel, self)
+            self._workers[worker.number] = worker
+            if self.has_ended:
+                worker.has_ended(_SERVER_DIED)
+            else:
+                order = json.dumps({"start": worker.number}).encode()
+                try:
+                    socket.send_fds(self._control, [order], [workers_channel.fileno()])
+                except OSError:
+                    worker.has_ended(_SERVER_DIED)
+        return worker
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker with all that it has started."""
+        with contextlib.suppress(OSError):  # it has ended, and the worker with it
+            self._control.send(json.dumps({"kill": worker.number}).encode())
+
+    def close(self) -> None:
+        """Kill all workers and the server."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._end_workers("the pool of worker processes was closed")
+
+    def _run(
+        self,
+        channel: socket.socket,
+        orders: Mapping[str, Any],
+        streams: Mapping[str, int],
+        started: Future[None],
+    ) -> None:
+        try:
+            with channel:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _STARTER, str(channel.fileno()), json.dumps(orders)],
+                    cwd=orders["folder"],
+                    stdin=subprocess.DEVNULL,
+                    **streams,
+                    pass_fds=[channel.fileno()],
+                    env={**ONE_THREAD, **os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                    start_new_session=True,  # a Ctrl-C is this process's
+                )
+        except OSError as error:
+            started.set_exception(WorkerStartError(f"no process could be started: {error}"))
+            return
+        started.set_result(None)
+        with contextlib.suppress(OSError):
+            while message := self._control.recv(1 << 16):
+                self._read_report(json.loads(message))
+        end = _end_text(self._process.wait())
+        with self._lock:
+            self.has_ended = True
+        self._ready.happen(
+            {"death": f"{_SERVER_DIED} before it had loaded {self._subject} ({end})"}
+        )
+        self._end_workers(_SERVER_DIED)
+
+    def _read_report(self, report: Mapping[str, Any]) -> None:
+        number = report.get("worker")
+        if number is None:
+            self._ready.happen(report)
+        elif "process" in report:
+            self._workers[number].process = report["process"]
+        else:
+            with self._lock:
+                worker = self._workers.pop(number)
+            worker.exit_code = report.get("code")
+            worker.has_ended(report["end"])
+
+    def _end_workers(self, end: str) -> None:
+        with self._lock:
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.has_ended(end)
+
+
+class Worker:
+    """A worker process, seen from here: one question and one answer at a time."""
+
+    def __init__(self, number: int, channel: socket.socket, server: Server) -> None:
+        self.number = number
+        self.names: set[str] = set()  # by which it was taken
+        self.process = 0  # as yet unknown
+        self.exit_code: int | None = None
+        self.ended = Once()  # how
+        self.is_ending = False
+        self._answering_process = 0  # the first one that answers is the worker
+        self._questions = 0  # questions so far
+        self._channel = channel
+        self._server = server
+        channel.setblocking(False)
+
+    async def wait_until_ready(self) -> str:
+        """Wait until it has loaded what its server could not; return why it did not start, if so."""
+        answer = await self._within(self._receive(), _START_SECONDS)
+        if answer.get("value"):
+            self.kill()
+            raise WorkerStartError(answer["value"])
+        return answer.get("text", "")
+
+    async def exchange(self, question: bytes, timeout: float) -> Answer:
+        """Return the answer to pickled arguments; after anything else the worker is killed.
+
+        Failures are of the kind ``exception``, ``timeout`` or ``lost``; with ``unread`` it ended before it had read
+        the question.
+        """
+        return await self._within(self._ask(question), timeout)
+
+    def kill(self) -> None:
+        """Kill it at once, with all that it has started."""
+        self.is_ending = True
+        self._server.kill(self)
+
+    def has_ended(self, end: str) -> None:
+        """Tell all that wait for it how it ended."""
+        self.is_ending = True
+        self.ended.happen(end)
+
+    def close(self) -> None:
+        """Ask no more questions; it ends, if it has not yet."""
+        self.is_ending = True
+        self._channel.close()
+
+    async def _within(self, exchange: Coroutine[Any, Any, Answer], timeout: float) -> Answer:
+        task = asyncio.ensure_future(exchange)
+        try:
+            with self.ended.watched() as ended:
+                return await self._first(task, asyncio.wrap_future(ended), timeout)
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:
+            task.cancel()
+            await asyncio.wait({task})  # it leaves the socket alone from here
+
+    async def _first(
+        self, task: asyncio.Task[Answer], ended: asyncio.Future[str], timeout: float
+    ) -> Answer:
+        await asyncio.wait({task, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():  # its last answer; or this loop was late itself
+            await asyncio.wait({task}, timeout=_ARRIVAL_SECONDS)
+        if task.done() and task.exception() is None:
+            return task.result()
+        self.kill()  # also what it has started, or what it sent is nonsense
+        if not task.done() and not ended.done():
+            return {"kind": "timeout", "text": f"no answer within {timeout:g} s"}
+        await asyncio.wait({ended}, timeout=_REPORT_SECONDS)
+        error = task.exception() if task.done() else None
+        is_nonsense = isinstance(error, ValueError)  # then its end says only that it was killed
+        if ended.done() and not is_nonsense:
+            text = ended.result()
+        else:
+            text = f"it broke off: {error_text(error)}"
+        # The kernel resets a connection whose other end was closed with something unread.
+        unread = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        return {"kind": "lost", "text": text, "unread": unread}
+
+    async def _ask(self, question: bytes) -> Answer:
+        self._questions += 1
+        header = _QUESTION_HEADER.pack(len(question), self._questions)
+        await asyncio.get_running_loop().sock_sendall(self._channel, header + question)
+        return await self._receive()
+
+    async def _receive(self) -> Answer:
+        header = await self._read(_ANSWER_HEADER.size)
+        length, number, process = _ANSWER_HEADER.unpack(header)
+        if length > 2 * MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of {length} bytes")
+        self._answering_process = self._answering_process or process
+        if (number, process) != (self._questions, self._answering_process):
+            raise ValueError(
+                f"process {process} answered question {number}, where process {self._answering_process} is to answer "
+                f"question {self._questions}: a process that the environment forks must end with os._exit"
+            )
+        return json.loads(await self._read(length))
+
+    async def _read(self, length: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = bytearray()
+        while len(data) < length:
+            part = await loop.sock_recv(self._channel, min(length - len(data), 1 << 20))
+            if not part:
+                raise ConnectionError("no answer")
+            data += part
+        return bytes(data)
+
+
+def _end_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
+# --- in the server
+
+
+def serve(control_descriptor: int, orders: Mapping[str, Any]) -> None:
+    """Load the user's code, then fork and kill as ordered."""
+    _end_with(orders["parent"])
+    # Go on after a SIGTERM: launchers signal what ranks have started, too, while the trainer ends its step. It is not
+    # ignored, because programs that the user's code starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    control = socket.socket(fileno=control_descriptor)
+    start_worker: Callable[[], Respond] | None = None
+    problem = ""
+    if not orders.get("late"):
+        signal.alarm(_START_SECONDS)
+        open_before = _open_files()
+        start_worker, problem = _load(orders)
+        signal.alarm(0)
+        has_threads = len(os.listdir("/proc/self/task")) > 1
+        if not problem and (has_threads or _open_files() - open_before):
+            # Forks would lack the threads that the user's code has started, and share the connections that it has
+            # opened: workers load it themselves.
+            late_orders = json.dumps({**orders, "late": True})
+            os.set_inheritable(control_descriptor, True)
+            command = [sys.executable, "-c", _STARTER, str(control_descriptor), late_orders]
+            os.execv(sys.executable, command)
+    _end_with(None)  # from here the loop below looks after that
+    gc.freeze()
+    control.send(json.dumps({"problem": problem}).encode())
+    _Forks(control, orders, start_worker).serve()
+
+
+def _end_with(parent: int | None) -> None:
+    """Have the kernel kill this process when the thread that started it ends; ``None``: not any more.
+
+    Without the parent, which may have ended already, this process ends at once.
+    """
+    death_signal = 0 if parent is None else signal.SIGKILL
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def _load(orders: Mapping[str, Any]) -> tuple[Callable[[], Respond] | None, str]:
+    """Return what starts a worker, or why the user's code cannot be loaded."""
+    module, _, name = orders["loader"].partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)(orders["settings"]), ""
+    except BaseException as error:
+        text = str(error) if isinstance(error, ConfigError) else error_text(error)
+        return None, f"{orders['subject']} cannot be loaded in a worker process: {text}"
+
+
+def _open_files() -> set[str]:
+    folder = Path("/proc/self/fd")
+    return {path.name for path in folder.iterdir() if path.is_symlink()}
+
+
+class _Forks:
+    """The loop of the server."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        orders: Mapping[str, Any],
+        start_worker: Callable[[], Respond] | None,
+    ) -> None:
+        self.control = control
+        self.orders = orders
+        self.start_worker = start_worker
+        self.memory_bytes = (orders["memory_mb"] or 0) << 20
+        self.poller = select.poll()
+        self.poller.register(control, select.POLLIN)
+        self.numbers: dict[int, int] = {}  # process → worker
+        self.processes: dict[int, int] = {}  # its file descriptor → process
+        self.too_large: set[int] = set()  # processes
+
+    def serve(self) -> None:
+        wait_milliseconds = _MEMORY_MILLISECONDS if self.memory_bytes else 1000
+        while os.getppid() == self.orders["parent"]:
+            for descriptor, _ in self.poller.poll(wait_milliseconds):
+                if descriptor != self.control.fileno():
+                    self.bury(descriptor)
+                elif not self.obey():
+                    return self.end()
+            if self.memory_bytes:
+                self.check_memory()
+        self.end()
+
+    def obey(self) -> bool:
+        """Obey one order; return False at the end of all."""
+        try:
+            message, descriptors, *_ = socket.recv_fds(self.control, 1 << 12, 1)
+        except OSError:
+            return False
+        if not message:
+            return False
+        order = json.loads(message)
+        if "start" in order:
+            self.fork(order["start"], descriptors[0])
+        else:
+            for process, number in self.numbers.items():
+                if number == order["kill"]:
+                    _kill(process)
+        return True
+
+    def fork(self, number: int, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        server = os.getpid()
+        try:
+            process = os.fork()
+        except OSError as error:  # too many processes, too little memory
+            os.close(descriptor)
+            return self.report({"worker": number, "end": str(error)})
+        if process == 0:
+            code = 1
+            try:
+                self.control.close()
+                for watched in self.processes:
+                    os.close(watched)
+                _end_with(server)
+                _work(socket.socket(fileno=descriptor), self.orders, self.start_worker)
+                code = 0
+            except OSError:  # the trainer has gone
+                pass
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(descriptor)
+        watched = os.pidfd_open(process)
+        self.numbers[process] = number
+        self.processes[watched] = process
+        self.poller.register(watched, select.POLLIN)
+        self.report({"worker": number, "process": process})
+
+    def bury(self, descriptor: int) -> None:
+        process = self.processes.pop(descriptor)
+        self.poller.unregister(descriptor)
+        os.close(descriptor)
+        # With what it has started; before the wait, as its number may be another's afterwards.
+        _kill(process)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if process in self.too_large:
+            self.too_large.remove(process)
+            end = f"more than {self.orders['memory_mb']} MiB of memory"
+        else:
+            end = f"the worker process died ({_end_text(code)})"
+        self.report({"worker": self.numbers.pop(process), "code": code, "end": end})
+
+    def check_memory(self) -> None:
+        for process in self.numbers:
+            resident_pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+            if int(resident_pages) * os.sysconf("SC_PAGE_SIZE") > self.memory_bytes:
+                self.too_large.add(process)
+                _kill(process)
+
+    def report(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # nobody listens: the loop will see
+            self.control.send(json.dumps(message).encode())
+
+    def end(self) -> None:
+        for process in self.numbers:
+            _kill(process)
+        for process in self.numbers:
+            os.waitpid(process, 0)
+        os._exit(0)
+
+
+def _kill(process: int) -> None:
+    """Kill a worker and its process group."""
+    for kill in (os.killpg, os.kill):  # it may not have a group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(process, signal.SIGKILL)
+
+
+# --- in a worker
+
+
+def _work(
+    channel: socket.socket, orders: Mapping[str, Any], start_worker: Callable[[], Respond] | None
+) -> None:
+    """Answer in the main thread until the channel is closed."""
+    os.setsid()
+    with contextlib.suppress(OSError):
+        # If memory is short, the kernel kills this process and not the trainer.
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # one of the user's own
+            stream.reconfigure(line_buffering=True)
+    problem = ""
+    if start_worker is None:
+        start_worker, problem = _load(orders)
+    random.seed()  # not the server's numbers
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    _send(channel, 0, json.dumps({"value": problem}))
+    if start_worker is None:
+        return
+    respond = start_worker()
+    while question := _receive(channel):
+        number, data = question
+        _send(channel, number, _answer(respond, data))
+
+
+def _answer(respond: Respond, question: bytes) -> str:
+    try:
+        return _as_json(respond(*pickle.loads(question)))
+    except BaseException as error:  # SystemExit too: who exits has no answer
+        # The trace is for --debug. No exception leaves a worker.
+        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
+        return json.dumps({"kind": "exception", "text": error_text(error), "trace": trace})
+
+
+def _as_json(answer: Answer) -> str:
+    """Return an answer as text, with numbers and arrays of numpy and torch."""
+    text = json.dumps(answer, default=_plain)
+    if len(text) > MAX_ANSWER_BYTES:
+        raise ValueError(f"the answer has {len(text)} bytes")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a worker process cannot return {type(value).__name__} to the trainer")
+
+
+def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
+    """Return the number of a question, and what it is."""
+    header = _read(channel, _QUESTION_HEADER.size)
+    if not header:
+        return None
+    length, number = _QUESTION_HEADER.unpack(header)
+    question = _read(channel, length)
+    return (number, question) if question else None
+
+
+def _read(channel: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = channel.recv(min(length - len(data), 1 << 20))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)
+
+
+def _send(channel: socket.socket, number: int, answer: str) -> None:
+    data = answer.encode()
+    channel.sendall(_ANSWER_HEADER.pack(len(data), number, os.getpid()) + data)
