@@ -37,10 +37,9 @@ OTHER_FLAGS = {
     "hostfile", "module", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
     "nodes", "ntasks", "gres",  # sbatch
     "signal",  # Slurm
-    "fix",  # ruff
 }  # fmt: skip
-# of commands, examples, deepspeed
-OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "word_limit", "module", "once"}
+# of commands, examples, deepspeed, ruff
+OWN_OTHER_FLAGS = {"fix", "write", "help", "version", "spo_power", "word_limit", "module", "once"}
 PIP_FLAGS = {"no", "only", "platform", "python", "target", "upgrade"}  # as far as a hyphen
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
 # of lightppo serve-vllm, handed on

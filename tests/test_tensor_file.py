@@ -118,7 +118,7 @@ def test_nothing_else_unpickles():
 
 def test_a_model_in_a_pickle_does_not_run(tmp_path):
     """``--pretrain`` and ``load_model`` with ``pytorch_model.bin``, whole and in shards."""
-    from lightppo.checkpoint.weight_files import load_model
+    from lightppo.checkpoint.engine_state import load_model
     from lightppo.errors import UserError
     from lightppo.models.critic import Critic
     from lightppo.models.loading import load_causal_lm

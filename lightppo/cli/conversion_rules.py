@@ -6,73 +6,89 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightppo.cli.their_command import PROGRAMS, Theirs
+from lightppo.cli.other_commands import PROGRAMS, OtherCommand
 
 NOT_HERE, LOOK = "not here", "look"  # what a rule may yield in place of an option, with a text
 SUPERVISED = "sft rm dpo"
 EVERY = f"ppo {SUPERVISED}"
+
+Converted = Iterator[tuple[str, Any]]  # our options with their values
 
 
 class Rule(NamedTuple):
     """A rule for options that say something together."""
 
     trainer: str
-    commands: tuple[str, ...]
-    names: tuple[str, ...]
-    yields: Callable[[Their], Iterator[tuple[str, Any]]]
+    commands: list[str]
+    names: list[str]
+    convert: Callable[[Arguments], Converted]
 
 
 RULES: list[Rule] = []
 
 
 def rule(trainer: str, names: str, commands: str = "ppo") -> Callable[[Any], Any]:
-    """Adds a function of the values of these names, which yields our options with their values.
+    """Add a function of the values of these names, which yields our options with their values.
 
     It takes their place in other_trainers.txt where one of them is given, in these commands.
     """
 
-    def add(function: Any) -> Any:
-        RULES.append(Rule(trainer, tuple(commands.split()), tuple(names.split()), function))
+    def register(function: Any) -> Any:
+        RULES.append(Rule(trainer, commands.split(), names.split(), function))
         return function
 
-    return add
+    return register
 
 
-class Their:
-    """Values of another trainer's options, for rules."""
+class Arguments:
+    """The options of a command of another trainer, for rules. Of several names, the first that is given counts."""
 
-    def __init__(self, values: Mapping[str, Any], theirs: Theirs) -> None:
-        self._values = values
-        self.program = theirs.program
-        self.ranks = theirs.ranks
-        self.command = PROGRAMS[theirs.program].command  # ours
+    def __init__(self, values: Mapping[str, Any], command: OtherCommand) -> None:
+        self.values = values
+        self.program = command.program
+        self.ranks = command.ranks
+        self.command = PROGRAMS[command.program].command  # ours
+
+    def value(self, *names: str) -> Any:
+        """Return the value of the first of these names that is given and not null."""
+        values = (self.values.get(name) for name in names)
+        return next((value for value in values if not is_none(value)), None)
 
     def text(self, *names: str) -> str | None:
-        """The value of the first of these names that is given and not null."""
-        for name in names:
-            if (value := self._values.get(name)) is not None and not is_none(value):
-                return str(value)
-        return None
+        value = self.value(*names)
+        return None if value is None else str(value)
 
     def items(self, *names: str) -> list[str]:
-        """The values of a list."""
-        for name in names:
-            if (value := self._values.get(name)) is not None and not is_none(value):
-                return items_of(value)
-        return []
+        """Return the values of a list."""
+        value = self.value(*names)
+        return [] if value is None else items_of(value)
+
+    def words(self, *names: str) -> list[str]:
+        """Return the values of a list, which may have blanks between them."""
+        return [word for item in self.items(*names) for word in item.split()]
 
     def on(self, *names: str) -> bool:
-        return truth(self.text(*names))
+        return truth(self.value(*names))
 
     def number(self, *names: str) -> float | None:
-        """ValueError for what is no number, such as a variable of the shell."""
-        if (text := self.text(*names)) is None:
-            return None
-        return float(text)
+        """Return a number; ValueError for what is none, such as a variable of the shell."""
+        text = self.text(*names)
+        return None if text is None else float(text)
 
     def whole(self, *names: str, default: int = 1) -> int:
-        found = self.number(*names)
-        return default if found is None else math.ceil(found)
+        number = self.number(*names)
+        return default if number is None else math.ceil(number)
+
+    def copied(self, option: str, *names: str) -> Converted:
+        """Yield an option with the value of these names, if there is one."""
+        if (text := self.text(*names)) is not None:
+            yield option, text
+
+    def counted(self, option: str, *names: str, above: float = -math.inf) -> Converted:
+        """Yield an option with the whole number of these names, if there is one above this."""
+        number = self.number(*names)
+        if number is not None and number > above:
+            yield option, int(number)
 
 
 def truth(value: Any) -> bool:
@@ -80,22 +96,20 @@ def truth(value: Any) -> bool:
 
 
 def is_none(value: Any) -> bool:
-    return value is None or str(value).lower() in ("none", "null", "")
+    return str(value).lower() in ("none", "null", "")
 
 
 def items_of(value: Any) -> list[str]:
-    """A list, also where it is written as text."""
+    """Return a list, also where it is written as text."""
     if isinstance(value, (list, tuple)):
-        return [str(one) for one in value]
+        return [str(item) for item in value]
     text = str(value).strip()
-    inner = text[1:-1] if text[:1] in ("[", "(") else text
-    return [one.strip().strip("'\"") for one in inner.split(",") if one.strip()]
+    if text[:1] in ("[", "("):
+        text = text[1:-1]
+    return [item.strip().strip("'\"") for item in text.split(",") if item.strip()]
 
 
-SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine_with_min_lr"}
-
-
-def precision(text: str | None) -> Iterator[tuple[str, Any]]:
+def precision(text: str | None) -> Converted:
     kind = (text or "").lower().removeprefix("torch.")
     if kind in ("bf16", "bfloat16"):
         yield "bf16", True
@@ -103,23 +117,32 @@ def precision(text: str | None) -> Iterator[tuple[str, Any]]:
         yield "fp16", True
 
 
-def trackers(
-    names: Iterable[str], folder: str | None, project: str | None
-) -> Iterator[tuple[str, Any]]:
+def adam_betas(arguments: Arguments, option: str, first: str, second: str) -> Converted:
+    yield option, (arguments.text(first) or 0.9, arguments.text(second) or 0.999)
+
+
+def clip_range(low: str, high: str | None) -> Converted:
+    if high in (None, low):
+        yield "eps_clip", low
+    else:
+        yield "eps_clip_low", low
+        yield "eps_clip_high", high
+
+
+def trackers(names: Iterable[str], folder: str | None, project: str | None) -> Converted:
+    options = {
+        "wandb": ("use_wandb", True),
+        "tensorboard": ("use_tensorboard", folder or "runs"),
+        "trackio": ("use_trackio", project or "lightppo"),
+    }
     for name in names:
-        if name == "wandb":
-            yield "use_wandb", True
-        elif name == "tensorboard":
-            yield "use_tensorboard", folder or "runs"
-        elif name == "trackio":
-            yield "use_trackio", project or "lightppo"
+        if name in options:
+            yield options[name]
         elif name in ("mlflow", "swanlab", "clearml", "comet_ml", "all"):
             yield LOOK, f"{name}: see --use_wandb, --use_tensorboard, --use_trackio, --use_mlflow"
 
 
-def correction(
-    kind: str | None, low: float | None, high: float | None
-) -> Iterator[tuple[str, Any]]:
+def correction(kind: str | None, low: float | None, high: float | None) -> Converted:
     if kind is not None:
         yield "rollout_correction", kind
         if low:
@@ -131,8 +154,7 @@ def correction(
 KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs"}
 
 
-def kl_estimator(name: str | None) -> Iterator[tuple[str, Any]]:
-    if name is not None:
-        yield "kl_estimator", KL_ESTIMATORS.get(name, name)
-        if name in ("low_var_kl", "k3"):
-            yield "kl_clip", 10
+def kl_estimator(name: str) -> Converted:
+    yield "kl_estimator", KL_ESTIMATORS.get(name, name)
+    if name in ("low_var_kl", "k3"):
+        yield "kl_clip", 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from lightppo.cli import (  # noqa: F401 - they add their rules
@@ -18,126 +17,65 @@ from lightppo.cli.conversion_rules import (
     LOOK,
     NOT_HERE,
     RULES,
-    Their,
+    Arguments,
     is_none,
     items_of,
     truth,
 )
-from lightppo.cli.their_command import PROGRAMS, Program, Theirs
+from lightppo.cli.other_commands import PROGRAMS, OtherCommand, Program
 from lightppo.config.other_trainers import meanings, parts_of
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.plugin import trained_by
 
-
-@dataclass
-class Ours:
-    """What a command of another trainer is here."""
-
-    values: dict[str, Any] = field(default_factory=dict)  # by our options
-    sources: dict[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # the names that each comes from
-    not_here: dict[tuple[str, ...], str] = field(default_factory=dict)  # their names → why
-    look: dict[tuple[str, ...], str] = field(
-        default_factory=dict
-    )  # … → what a person has to decide
+_OF_LAUNCHER = {  # ranks per node: nodes
+    "trainer.n_gpus_per_node": "trainer.nnodes",
+    "actor.num_gpus_per_node": "actor.num_nodes",
+    "actor_num_gpus_per_node": "actor_num_nodes",
+    "cluster.n_gpus_per_node": "cluster.n_nodes",
+}
 
 
-_OF_LAUNCHER = (
-    ("trainer.n_gpus_per_node", "trainer.nnodes"),
-    ("actor.num_gpus_per_node", "actor.num_nodes"),
-    ("actor_num_gpus_per_node", "actor_num_nodes"),
-    ("cluster.n_gpus_per_node", "cluster.n_nodes"),
-)
+def read_ranks(command: OtherCommand) -> None:
+    """Read the ranks of programs whose own options say how many there are."""
+    for per_node, nodes in _OF_LAUNCHER.items():
+        ranks = str(command.values.get(per_node, ""))
+        if ranks.isdigit():
+            count = str(command.values.get(nodes))
+            command.nodes = max(1, int(count)) if count.isdigit() else 1
+            command.ranks = max(1, int(ranks)) * command.nodes
 
 
-def of_launcher(theirs: Theirs) -> None:
-    """The ranks of programs whose own options say how many there are."""
-    for per_node, nodes in _OF_LAUNCHER:
-        if str(theirs.values.get(per_node, "")).isdigit():
-            count = str(theirs.values.get(nodes, "1"))
-            theirs.nodes = int(count) if count.isdigit() else 1
-            theirs.nodes = max(1, theirs.nodes)
-            theirs.ranks = max(1, int(theirs.values[per_node])) * theirs.nodes
-
-
-def convert(values: Mapping[str, Any], theirs: Theirs, defaults: Mapping[str, Any]) -> Ours:
-    """What values of another trainer's options are here.
+def convert(
+    values: Mapping[str, Any], command: OtherCommand, defaults: Mapping[str, Any]
+) -> Conversion:
+    """Return what values of another trainer's options are here.
 
     Args:
         values: by their names; without a default that is to stand.
-        theirs: the program that they are of, and its ranks.
+        command: whose program they are of, and its ranks.
         defaults: of the program, by their names: what equals its default and is not here is not told.
     """
-    program = PROGRAMS[theirs.program]
-    options = {one.name: one for one in trained_by()[program.command].all_options()}
-    ours = Ours()
-    taken = {name for names in _OF_LAUNCHER for name in names}
-    of_program = [
-        one for one in RULES if one.trainer == program.trainer and program.command in one.commands
-    ]
-    for one in of_program:
-        if used := tuple(name for name in one.names if name in values):
-            taken |= set(used)
-            try:
-                found = list(one.yields(Their(values, theirs)))
-            except (ValueError, IndexError) as error:
-                ours.look[used] = f"lightppo cannot read a value: {error}"
-                continue
-            for name, value in found:
-                _take(ours, program, options, name, value, used)
+    conversion = Conversion(PROGRAMS[command.program])
+    program = conversion.program
+    read_names = {*_OF_LAUNCHER, *_OF_LAUNCHER.values()}
+    for rule in RULES:
+        names = tuple(name for name in rule.names if name in values)
+        if rule.trainer != program.trainer or program.command not in rule.commands or not names:
+            continue
+        read_names.update(names)
+        try:
+            options = list(rule.convert(Arguments(values, command)))
+        except (ValueError, IndexError) as error:
+            conversion.look[names] = f"lightppo cannot read a value: {error}"
+            continue
+        for name, value in options:
+            conversion.take(name, value, names)
     for name, value in values.items():
-        if name not in taken:
+        if name not in read_names:
             is_default = name in defaults and str(defaults[name]) == str(value)
-            _by_table(ours, program, options, name, value, is_default)
-    return ours
-
-
-def _take(
-    ours: Ours,
-    program: Program,
-    options: Mapping[str, Option],
-    name: str,
-    value: Any,
-    used: tuple[str, ...],
-) -> None:
-    """Take a value of one of our options; a value that it does not take is for a person to look at."""
-    if name in (NOT_HERE, LOOK):
-        (ours.not_here if name == NOT_HERE else ours.look)[used] = value
-        return
-    if name not in options:
-        ours.not_here[used] = f"lightppo {program.command} has no --{name}"
-        return
-    for title in parts_of(program.command):
-        found = meanings(f"{name}={value}", [title]) if title.split()[0] == program.trainer else []
-        if found and found[0].text.startswith("not here"):
-            ours.look[used] = found[0].text
-            return
-        if found:
-            value = re.match(r"`([^`]+)`", found[0].text)[1]
-    try:
-        ours.values[name] = options[name].conform(_in_type(value, options[name]))
-        ours.sources[name] = used
-    except ConfigError as error:
-        ours.look[used] = str(error)
-
-
-def _in_type(value: Any, one: Option) -> Any:
-    if is_none(value) and one.may_be_none:
-        return None
-    if one.kind is bool:
-        return truth(value)
-    if one.takes_several:
-        return items_of(value)
-    if one.kind is str and (
-        isinstance(value, (list, tuple)) or re.fullmatch(r"\[.*\]", str(value))
-    ):
-        return ",".join(items_of(value))
-    choices = {str(choice): choice for choice in get_args(one.kind)}
-    if get_origin(one.kind) is Literal:
-        return choices.get(str(value), value)
-    return value
+            conversion.take_by_table(name, value, is_default)
+    return conversion
 
 
 # What follows a flag in other_trainers.txt where a value has to be changed, or where more than this flag is meant.
@@ -146,76 +84,109 @@ _CHANGES = re.compile(
     r"which holds|off is)|: (of each rank|samples per|rows per|that|`)| (and|switches|above|for|takes|while|or)\b|"
     r", (and )?`--| alone\b"
 )
+_FLAG = re.compile(r"`--(no_)?(\w+)(?: ([^`]+))?`(?: for (False)\b| for `([^`]+)`)?")
+_OFF = ("", "none", "null", "false", "0", "{}", "[]")
 
 
-def _by_table(
-    ours: Ours,
-    program: Program,
-    options: Mapping[str, Option],
-    name: str,
-    value: Any,
-    is_default: bool,
-) -> None:
-    """What other_trainers.txt says of a name that no rule has taken."""
-    titles = [title for title in parts_of(program.command) if title.split()[0] == program.trainer]
-    own = [title for title in titles if " " in title]
-    found = meanings(name, own) or meanings(name, titles)
-    if not found and name.startswith("no_") and value is True:
-        name = name.removeprefix("no_")
-        value = False
-        return _by_table(ours, program, options, name, value, is_default)
-    text = found[0].text if found else ""
-    if text == "=" or text.startswith("the same") or (not text and name in options):
-        _take(ours, program, options, name, value, (name,))
-    elif not text:
-        ours.look[name,] = f"no option of {program.trainer} that lightppo knows"
-    elif text.startswith("not here"):
-        if not is_default and str(value).lower() not in (
-            "",
-            "none",
-            "null",
-            "false",
-            "0",
-            "{}",
-            "[]",
-        ):
-            ours.not_here[name,] = text.removeprefix("not here").removeprefix(": ")
-    elif not is_none(value):
-        _by_text(ours, program, options, name, value, text)
+class Conversion:
+    """What a command of another trainer is here."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.options = {
+            option.name: option for option in trained_by()[program.command].all_options()
+        }
+        self.values: dict[str, Any] = {}  # by our options
+        self.sources: dict[str, tuple[str, ...]] = {}  # the names that each comes from
+        self.not_here: dict[tuple[str, ...], str] = {}  # their names → why
+        self.look: dict[tuple[str, ...], str] = {}  # … → what a person has to decide
+        self.titles = [
+            title for title in parts_of(program.command) if title.split()[0] == program.trainer
+        ]
+
+    def take(self, name: str, value: Any, names: tuple[str, ...]) -> None:
+        """Take a value of one of our options; a value that it does not take is for a person to look at."""
+        if name == NOT_HERE:
+            self.not_here[names] = value
+            return
+        if name == LOOK:
+            self.look[names] = value
+            return
+        if name not in self.options:
+            self.not_here[names] = f"lightppo {self.program.command} has no --{name}"
+            return
+        for title in self.titles:
+            if answers := meanings(f"{name}={value}", [title]):
+                if answers[0].text.startswith("not here"):
+                    self.look[names] = answers[0].text
+                    return
+                value = re.match(r"`([^`]+)`", answers[0].text)[1]
+        option = self.options[name]
+        try:
+            self.values[name] = option.conform(_in_type(value, option))
+            self.sources[name] = names
+        except ConfigError as error:
+            self.look[names] = str(error)
+
+    def take_by_table(self, name: str, value: Any, is_default: bool) -> None:
+        """Take what other_trainers.txt says of a name that no rule has read."""
+        own_titles = [title for title in self.titles if " " in title]
+        answers = meanings(name, own_titles) or meanings(name, self.titles)
+        if not answers and name.startswith("no_") and value is True:
+            return self.take_by_table(name.removeprefix("no_"), False, is_default)
+        text = answers[0].text if answers else ""
+        if text == "=" or text.startswith("the same") or (not text and name in self.options):
+            self.take(name, value, (name,))
+        elif not text:
+            self.look[name,] = f"no option of {self.program.trainer} that lightppo knows"
+        elif text.startswith("not here"):
+            if not is_default and str(value).lower() not in _OFF:
+                self.not_here[name,] = text.removeprefix("not here").removeprefix(": ")
+        elif not is_none(value):
+            self._take_by_text(name, value, text)
+
+    def _take_by_text(self, name: str, value: Any, text: str) -> None:
+        """Take what a text says, at best a flag: with the value there, with the flag's own, or for one value alone."""
+        match = _FLAG.match(text)
+        if match is None:
+            if str(value).lower() != "false":
+                self.look[name,] = text
+            return
+        negated, option, own_value, if_false, one_value = match.groups()
+        kind = self.options[option].kind if option in self.options else None
+        is_switch = str(value).lower() in ("true", "false", "0", "1")
+        if one_value:
+            if str(value) != one_value:
+                self.look[name,] = text
+            elif own_value or kind is bool:
+                self.take(option, own_value or True, (name,))
+        elif _CHANGES.match(text, match.end()) or re.search(r"[A-Z=…]|--", own_value or ""):
+            if str(value).lower() != "false":
+                self.look[name,] = text
+        elif own_value:
+            if (truth(value) or not is_switch) != bool(if_false):
+                self.take(option, own_value, (name,))
+        elif kind is bool and is_switch:
+            is_on = truth(value) != bool(negated)
+            self.take(option, is_on != bool(if_false), (name,))
+        elif kind is bool or (value is True and kind is not None):
+            self.look[name,] = text
+        else:
+            self.take(option, value, (name,))
 
 
-def _by_text(
-    ours: Ours, program: Program, options: Mapping[str, Option], name: str, value: Any, text: str
-) -> None:
-    """By a text that begins with a flag: with the value there, with the flag's own, or for one value alone."""
-    flag = re.match(r"`--(no_)?(\w+)(?: ([^`]+))?`(?: for (False)\b| for `([^`]+)`)?", text)
-    kind = _kind(options, flag[2]) if flag else None
-    is_switch = str(value).lower() in ("true", "false", "0", "1")
-    if flag and flag[5]:  # for this value
-        if str(value) == flag[5] and (flag[3] or kind is bool):
-            _take(ours, program, options, flag[2], flag[3] or True, (name,))
-        elif str(value) != flag[5]:
-            ours.look[name,] = text
-    elif not flag or _CHANGES.match(text, flag.end()) or re.search(r"[A-Z=…]|--", flag[3] or ""):
-        if str(value).lower() != "false":
-            ours.look[name,] = text
-    elif flag[3]:
-        if (truth(value) or not is_switch) != bool(flag[4]):
-            _take(ours, program, options, flag[2], flag[3], (name,))
-    elif kind is bool and is_switch:
-        _take(
-            ours,
-            program,
-            options,
-            flag[2],
-            (truth(value) != bool(flag[1])) != bool(flag[4]),
-            (name,),
-        )
-    elif kind is bool or (value is True and kind is not None):
-        ours.look[name,] = text
-    else:
-        _take(ours, program, options, flag[2], value, (name,))
-
-
-def _kind(options: Mapping[str, Option], name: str) -> Any:
-    return options[name].kind if name in options else None
+def _in_type(value: Any, option: Option) -> Any:
+    if is_none(value) and option.may_be_none:
+        return None
+    if option.kind is bool:
+        return truth(value)
+    if option.takes_several:
+        return items_of(value)
+    if option.kind is str and (
+        isinstance(value, (list, tuple)) or re.fullmatch(r"\[.*\]", str(value))
+    ):
+        return ",".join(items_of(value))
+    if get_origin(option.kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(option.kind)}
+        return choices.get(str(value), value)
+    return value

@@ -2,199 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 from lightppo.cli.conversion_rules import (
     EVERY,
     LOOK,
-    Their,
+    Arguments,
+    Converted,
+    adam_betas,
+    clip_range,
     correction,
     precision,
     rule,
+    truth,
 )
 
+areal = partial(rule, "AReaL")
 
-@rule("AReaL", "actor.dtype actor.bf16 actor.enable_bf16 actor.enable_fp16", EVERY)
-def _areal_precision(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("actor.enable_fp16"):
+
+@areal("actor.dtype actor.bf16 actor.enable_bf16 actor.enable_fp16", EVERY)
+def areal_precision(arguments: Arguments) -> Converted:
+    if arguments.on("actor.enable_fp16"):
         yield "fp16", True
-    elif their.on("actor.bf16", "actor.enable_bf16"):
+    elif arguments.on("actor.bf16", "actor.enable_bf16"):
         yield "bf16", True
     else:
-        yield from precision(their.text("actor.dtype"))
+        yield from precision(arguments.text("actor.dtype"))
 
 
-@rule("AReaL", "actor.optimizer.beta1 actor.optimizer.beta2", EVERY)
-def _areal_betas(their: Their) -> Iterator[tuple[str, Any]]:
-    yield (
-        "adam_betas",
-        (their.text("actor.optimizer.beta1") or 0.9, their.text("actor.optimizer.beta2") or 0.999),
+@areal("actor.optimizer.beta1 actor.optimizer.beta2", EVERY)
+def areal_betas(arguments: Arguments) -> Converted:
+    return adam_betas(arguments, "adam_betas", "actor.optimizer.beta1", "actor.optimizer.beta2")
+
+
+@areal("critic.optimizer.beta1 critic.optimizer.beta2")
+def areal_critic_betas(arguments: Arguments) -> Converted:
+    return adam_betas(
+        arguments, "critic_adam_betas", "critic.optimizer.beta1", "critic.optimizer.beta2"
     )
 
 
-@rule("AReaL", "critic.optimizer.beta1 critic.optimizer.beta2")
-def _areal_critic_betas(their: Their) -> Iterator[tuple[str, Any]]:
-    yield (
-        "critic_adam_betas",
-        (
-            their.text("critic.optimizer.beta1") or 0.9,
-            their.text("critic.optimizer.beta2") or 0.999,
-        ),
-    )
+@areal("actor.eps_clip actor.eps_clip_higher ppo.eps_clip")
+def areal_clip(arguments: Arguments) -> Converted:
+    low = arguments.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
+    return clip_range(low, arguments.text("actor.eps_clip_higher"))
 
 
-@rule("AReaL", "actor.eps_clip actor.eps_clip_higher ppo.eps_clip")
-def _areal_clip(their: Their) -> Iterator[tuple[str, Any]]:
-    low = their.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
-    high = their.text("actor.eps_clip_higher")
-    if high is None or high == low:
-        yield "eps_clip", low
-    else:
-        yield "eps_clip_low", low
-        yield "eps_clip_high", high
-
-
-@rule("AReaL", "gconfig.top_k gconfig.greedy eval_gconfig.top_k")
-def _areal_top_k(their: Their) -> Iterator[tuple[str, Any]]:
+@areal("gconfig.top_k gconfig.greedy eval_gconfig.top_k")
+def areal_top_k(arguments: Arguments) -> Converted:
     for name, option in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
-        if (count := their.number(name)) is not None:
+        if (count := arguments.number(name)) is not None:
             yield option, int(count) if 0 < count < 1e6 else -1
-    if their.on("gconfig.greedy"):
+    if arguments.on("gconfig.greedy"):
         yield "do_sample", False
 
 
-def _areal_norm(their: Their, start: str) -> list[str]:
-    """``mean=… std=…`` of a NormConfig."""
-    found = []
-    for part in ("mean", "std"):
-        if (level := their.text(f"{start}.{part}_level")) is not None:
-            found.append(f"{part}={level}")
-    if their.on(f"{start}.mean_leave1out"):
-        found.append("leave_one_out")
-    if found and (their.text(f"{start}.std_unbiased") is None or their.on(f"{start}.std_unbiased")):
-        found.append("unbiased")
-    if found and (eps := their.text(f"{start}.eps")) is not None:
-        found.append(f"eps={eps}")
-    return found
+def normalisation(arguments: Arguments, prefix: str) -> list[str]:
+    """Return ``mean=… std=…`` of a NormConfig."""
+    settings = []
+    for statistic in ("mean", "std"):
+        if (level := arguments.text(f"{prefix}.{statistic}_level")) is not None:
+            settings.append(f"{statistic}={level}")
+    if arguments.on(f"{prefix}.mean_leave1out"):
+        settings.append("leave_one_out")
+    if settings and truth(arguments.text(f"{prefix}.std_unbiased") or True):
+        settings.append("unbiased")
+    if settings and (epsilon := arguments.text(f"{prefix}.eps")) is not None:
+        settings.append(f"eps={epsilon}")
+    return settings
 
 
-def _norm_names(start: str) -> str:
-    lasts = ("mean_level", "std_level", "mean_leave1out", "std_unbiased", "eps", "group_size")
-    return " ".join([start, *(f"{start}.{last}" for last in lasts)])
+def _norm_names(prefix: str) -> str:
+    keys = ("mean_level", "std_level", "mean_leave1out", "std_unbiased", "eps", "group_size")
+    return " ".join([prefix, *(f"{prefix}.{key}" for key in keys)])
 
 
-@rule("AReaL", _norm_names("actor.adv_norm"))
-def _areal_advantages(their: Their) -> Iterator[tuple[str, Any]]:
-    if found := _areal_norm(their, "actor.adv_norm"):
-        yield "adv_norm_by", found
+@areal(_norm_names("actor.adv_norm"))
+def areal_advantages(arguments: Arguments) -> Converted:
+    if settings := normalisation(arguments, "actor.adv_norm"):
+        yield "adv_norm_by", settings
     else:
         yield "adv_norm", False
 
 
-@rule("AReaL", _norm_names("actor.reward_norm"))
-def _areal_rewards(their: Their) -> Iterator[tuple[str, Any]]:
-    if found := _areal_norm(their, "actor.reward_norm"):
-        yield "reward_norm_by", found
+@areal(_norm_names("actor.reward_norm"))
+def areal_rewards(arguments: Arguments) -> Converted:
+    if settings := normalisation(arguments, "actor.reward_norm"):
+        yield "reward_norm_by", settings
 
 
-@rule("AReaL", "critic.path actor.path")
-def _areal_estimator(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "pretrain", their.text("actor.path")
-    has_critic = their.text("critic.path") is not None
-    yield "advantage_estimator", "gae" if has_critic else "reinforce"
-    if has_critic:
-        yield "critic_pretrain", their.text("critic.path")
+@areal("critic.path actor.path")
+def areal_estimator(arguments: Arguments) -> Converted:
+    yield "pretrain", arguments.text("actor.path")
+    critic = arguments.text("critic.path")
+    if critic is None:
+        yield "advantage_estimator", "reinforce"
+    else:
+        yield "advantage_estimator", "gae"
+        yield "critic_pretrain", critic
 
 
-@rule("AReaL", "actor.discount ppo.discount actor.gae_lambda ppo.gae_lambda")
-def _areal_discount(their: Their) -> Iterator[tuple[str, Any]]:
-    if (discount := their.text("actor.discount", "ppo.discount")) is not None:
-        yield "gamma", discount
-    if (share := their.text("actor.gae_lambda", "ppo.gae_lambda")) is not None and their.text(
-        "critic.path"
-    ):
-        yield "lambd", share
+@areal("actor.discount ppo.discount actor.gae_lambda ppo.gae_lambda")
+def areal_discount(arguments: Arguments) -> Converted:
+    yield from arguments.copied("gamma", "actor.discount", "ppo.discount")
+    if arguments.text("critic.path"):
+        yield from arguments.copied("lambd", "actor.gae_lambda", "ppo.gae_lambda")
 
 
-@rule("AReaL", "actor.reward_bias actor.reward_clip ppo.max_reward_clip")
-def _areal_scores(their: Their) -> Iterator[tuple[str, Any]]:
-    if bias := their.number("actor.reward_bias"):
+@areal("actor.reward_bias actor.reward_clip ppo.max_reward_clip")
+def areal_scores(arguments: Arguments) -> Converted:
+    if bias := arguments.number("actor.reward_bias"):
         yield "reward_bias", -bias
-    if (most := their.number("actor.reward_clip", "ppo.max_reward_clip")) is not None:
-        yield "reward_clip_range", (-most, most)
+    if (bound := arguments.number("actor.reward_clip", "ppo.max_reward_clip")) is not None:
+        yield "reward_clip_range", (-bound, bound)
 
 
-@rule("AReaL", "actor.overlong_reward_penalty actor.overlong_tokens actor.overlong_penalty_factor")
-def _areal_overlong(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("actor.overlong_reward_penalty"):
-        yield "overlong_buffer_len", their.whole("actor.overlong_tokens", default=1)
-        yield "overlong_penalty_factor", their.text("actor.overlong_penalty_factor") or 1
+@areal("actor.overlong_reward_penalty actor.overlong_tokens actor.overlong_penalty_factor")
+def areal_overlong(arguments: Arguments) -> Converted:
+    if arguments.on("actor.overlong_reward_penalty"):
+        yield "overlong_buffer_len", arguments.whole("actor.overlong_tokens")
+        yield "overlong_penalty_factor", arguments.text("actor.overlong_penalty_factor") or 1
 
 
-@rule("AReaL", "actor.kl_ctl actor.kl_estimator ppo.kl_ctl")
-def _areal_kl(their: Their) -> Iterator[tuple[str, Any]]:
-    coef = their.number("actor.kl_ctl", "ppo.kl_ctl")
-    if coef is not None:
-        yield "init_kl_coef", coef
-    if coef != 0 and (kind := their.text("actor.kl_estimator")) is not None:
-        yield "kl_estimator", kind
+@areal("actor.kl_ctl actor.kl_estimator ppo.kl_ctl")
+def areal_kl(arguments: Arguments) -> Converted:
+    coefficient = arguments.number("actor.kl_ctl", "ppo.kl_ctl")
+    if coefficient is not None:
+        yield "init_kl_coef", coefficient
+    if coefficient != 0 and (estimator := arguments.text("actor.kl_estimator")) is not None:
+        yield "kl_estimator", estimator
         yield "kl_clip", 10
 
 
-@rule("AReaL", "actor.recompute_logprob ppo.recompute_logprob")
-def _areal_old_log_probs(their: Their) -> Iterator[tuple[str, Any]]:
-    yield (
-        "old_log_probs",
-        "forward" if their.on("actor.recompute_logprob", "ppo.recompute_logprob") else "rollout",
-    )
+@areal("actor.recompute_logprob ppo.recompute_logprob")
+def areal_old_log_probs(arguments: Arguments) -> Converted:
+    is_recomputed = arguments.on("actor.recompute_logprob", "ppo.recompute_logprob")
+    yield "old_log_probs", "forward" if is_recomputed else "rollout"
 
 
-@rule("AReaL", "ref.mb_spec.max_tokens_per_mb critic.mb_spec.max_tokens_per_mb")
-def _areal_passes(their: Their) -> Iterator[tuple[str, Any]]:
+@areal("ref.mb_spec.max_tokens_per_mb critic.mb_spec.max_tokens_per_mb")
+def areal_passes(arguments: Arguments) -> Converted:
     sizes = []
-    if their.text("actor.kl_ctl") is None or their.number("actor.kl_ctl"):
-        sizes += [f"reference={size}t" for size in their.items("ref.mb_spec.max_tokens_per_mb")]
-    sizes += [f"critic_train={size}t" for size in their.items("critic.mb_spec.max_tokens_per_mb")]
+    if arguments.number("actor.kl_ctl") != 0:
+        sizes += [f"reference={size}t" for size in arguments.items("ref.mb_spec.max_tokens_per_mb")]
+    critic_sizes = arguments.items("critic.mb_spec.max_tokens_per_mb")
+    sizes += [f"critic_train={size}t" for size in critic_sizes]
     if sizes:
         yield "micro_batch_specs", sizes
 
 
-@rule(
-    "AReaL",
+@areal(
     "saver.fileroot evaluator.fileroot recover.fileroot rollout.fileroot cluster.fileroot "
     "stats_logger.fileroot perf_tracer.fileroot",
     EVERY,
 )
-def _areal_folder(their: Their) -> Iterator[tuple[str, Any]]:
-    if (folder := their.text("saver.fileroot", "cluster.fileroot", "recover.fileroot")) is not None:
-        yield "save_path", folder
+def areal_folder(arguments: Arguments) -> Converted:
+    return arguments.copied("save_path", "saver.fileroot", "cluster.fileroot", "recover.fileroot")
 
 
-_REJECTED = "actor.rejection_sampling"
-
-
-@rule(
-    "AReaL",
-    f"actor.use_decoupled_loss ppo.use_decoupled_loss {_REJECTED} {_REJECTED}.metric {_REJECTED}.upper {_REJECTED}.lower "
-    f"{_REJECTED}.level {_REJECTED}.action {_REJECTED}.agg actor.behav_imp_weight_cap "
-    f"actor.behave_imp_weight_cap ppo.behav_imp_weight_cap",
+_REJECTION = "actor.rejection_sampling"
+_WEIGHT_CAPS = (
+    "actor.behav_imp_weight_cap",
+    "actor.behave_imp_weight_cap",
+    "ppo.behav_imp_weight_cap",
 )
-def _areal_correction(their: Their) -> Iterator[tuple[str, Any]]:
-    metric = their.text(f"{_REJECTED}.metric") or "ratio"
-    upper = their.number(f"{_REJECTED}.upper")
-    level = their.text(f"{_REJECTED}.level") or "token"
-    action = their.text(f"{_REJECTED}.action") or "mask"
-    cap = their.number(
-        "actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap", "ppo.behav_imp_weight_cap"
-    )
+
+
+@areal(
+    f"actor.use_decoupled_loss ppo.use_decoupled_loss {_REJECTION} {_REJECTION}.metric {_REJECTION}.upper "
+    f"{_REJECTION}.lower {_REJECTION}.level {_REJECTION}.action {_REJECTION}.agg {' '.join(_WEIGHT_CAPS)}",
+)
+def areal_correction(arguments: Arguments) -> Converted:
+    metric = arguments.text(f"{_REJECTION}.metric") or "ratio"
+    upper = arguments.number(f"{_REJECTION}.upper")
+    cap = arguments.number(*_WEIGHT_CAPS)
     if metric != "ratio":
         yield (
             LOOK,
             f"metric {metric}: --rollout_rejection, with --rollout_correction tis --correction_high 1e9",
         )
     elif upper is None:
-        if their.on("actor.use_decoupled_loss", "ppo.use_decoupled_loss"):
+        if arguments.on("actor.use_decoupled_loss", "ppo.use_decoupled_loss"):
             yield from correction("decoupled", None, cap)
     else:
         kinds = {
@@ -202,36 +190,37 @@ def _areal_correction(their: Their) -> Iterator[tuple[str, Any]]:
             ("sequence", "clamp"): "geo_tis",
             ("sequence", "mask"): "geo_mis",
         }
-        decoupled = "decoupled" if their.on("actor.use_decoupled_loss") else "icepop"
-        yield from correction(
-            kinds.get((level, action), decoupled), their.number(f"{_REJECTED}.lower"), upper
-        )
+        level = arguments.text(f"{_REJECTION}.level") or "token"
+        action = arguments.text(f"{_REJECTION}.action") or "mask"
+        default = "decoupled" if arguments.on("actor.use_decoupled_loss") else "icepop"
+        lower = arguments.number(f"{_REJECTION}.lower")
+        yield from correction(kinds.get((level, action), default), lower, upper)
 
 
-@rule("AReaL", "stats_logger.wandb.mode wandb.mode")
-def _areal_wandb(their: Their) -> Iterator[tuple[str, Any]]:
-    if (their.text("stats_logger.wandb.mode", "wandb.mode") or "disabled") != "disabled":
+@areal("stats_logger.wandb.mode wandb.mode")
+def areal_wandb(arguments: Arguments) -> Converted:
+    if arguments.text("stats_logger.wandb.mode", "wandb.mode") not in (None, "disabled"):
         yield "use_wandb", True
 
 
-@rule("AReaL", "recover.mode recover_mode")
-def _areal_resume(their: Their) -> Iterator[tuple[str, Any]]:
-    mode = their.text("recover.mode", "recover_mode")
-    yield "resume", "never" if mode in ("disabled", "off") else "auto"
+@areal("recover.mode recover_mode")
+def areal_resume(arguments: Arguments) -> Converted:
+    is_off = arguments.text("recover.mode", "recover_mode") in ("disabled", "off")
+    yield "resume", "never" if is_off else "auto"
 
 
-@rule("AReaL", "actor.loss_type", "dpo")
-def _areal_pairs(their: Their) -> Iterator[tuple[str, Any]]:
-    name = their.text("actor.loss_type")
+@areal("actor.loss_type", "dpo")
+def areal_pairs(arguments: Arguments) -> Converted:
+    name = arguments.text("actor.loss_type")
     yield "preference_loss", "dpo" if name == "sigmoid" else name
 
 
-@rule("AReaL", "actor.use_lora actor.lora_rank")
-def _areal_lora(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("actor.use_lora"):
-        yield "lora_rank", their.whole("actor.lora_rank", default=32)
+@areal("actor.use_lora actor.lora_rank")
+def areal_lora(arguments: Arguments) -> Converted:
+    if arguments.on("actor.use_lora"):
+        yield "lora_rank", arguments.whole("actor.lora_rank", default=32)
 
 
-@rule("AReaL", "gconfig.temperature actor.temperature")
-def _areal_temperature(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "temperature", their.text("gconfig.temperature", "actor.temperature")
+@areal("gconfig.temperature actor.temperature")
+def areal_temperature(arguments: Arguments) -> Converted:
+    yield "temperature", arguments.text("gconfig.temperature", "actor.temperature")

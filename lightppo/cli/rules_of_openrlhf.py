@@ -2,219 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 from lightppo.cli.conversion_rules import (
     EVERY,
     LOOK,
-    Their,
+    Arguments,
+    Converted,
     correction,
     precision,
     rule,
     truth,
 )
 
+openrlhf = partial(rule, "OpenRLHF")
+lightrft = partial(rule, "LightRFT")
 
-@rule("OpenRLHF", "ds.param_dtype param_dtype bf16 fp16", EVERY)
-def _openrlhf_precision(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("fp16"):
+
+@openrlhf("ds.param_dtype param_dtype bf16 fp16", EVERY)
+def openrlhf_precision(arguments: Arguments) -> Converted:
+    if arguments.on("fp16"):
         yield "fp16", True
-    elif their.on("bf16"):
+    elif arguments.on("bf16"):
         yield "bf16", True
     else:
-        yield from precision(their.text("ds.param_dtype", "param_dtype"))
+        yield from precision(arguments.text("ds.param_dtype", "param_dtype"))
 
 
-@rule(
-    "OpenRLHF",
+@openrlhf(
     "data.max_len max_len rollout.max_new_tokens max_new_tokens generate_max_len prompt_max_len",
 )
-def _openrlhf_lengths(their: Their) -> Iterator[tuple[str, Any]]:
-    total = their.number("data.max_len", "max_len")
-    new = their.number("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
-    prompt = their.number("prompt_max_len")
-    if new is None and total is not None:
-        yield (
-            LOOK,
-            f"{total:g} tokens for prompt and answer together: half of it for each is set, choose other shares",
-        )
-        new = total / 2
-    if prompt is None and total is not None and new is not None:
-        prompt = max(1, total - new)
-    if new is not None:
-        yield "generate_max_len", int(new)
+def openrlhf_lengths(arguments: Arguments) -> Converted:
+    total = arguments.number("data.max_len", "max_len")
+    answer = arguments.number("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
+    prompt = arguments.number("prompt_max_len")
+    if total is not None:
+        if answer is None:
+            yield (
+                LOOK,
+                f"{total:g} tokens for prompt and answer together: half of it for each is set, choose other shares",
+            )
+            answer = total / 2
+        if prompt is None:
+            prompt = max(1, total - answer)
+    if answer is not None:
+        yield "generate_max_len", int(answer)
     if prompt is not None:
         yield "prompt_max_len", int(prompt)
 
 
-@rule("OpenRLHF", "actor.eps_clip_low_high eps_clip_low_high actor.eps_clip eps_clip")
-def _openrlhf_clip(their: Their) -> Iterator[tuple[str, Any]]:
-    bounds = [
-        one
-        for text in their.items("actor.eps_clip_low_high", "eps_clip_low_high")
-        for one in text.split()
-    ]
+@openrlhf("actor.eps_clip_low_high eps_clip_low_high actor.eps_clip eps_clip")
+def openrlhf_clip(arguments: Arguments) -> Converted:
+    bounds = arguments.words("actor.eps_clip_low_high", "eps_clip_low_high")
     if len(bounds) == 2:
         yield "eps_clip_low", bounds[0]
         yield "eps_clip_high", bounds[1]
-    elif (both := their.text("actor.eps_clip", "eps_clip")) is not None:
-        yield "eps_clip", both
+    else:
+        yield from arguments.copied("eps_clip", "actor.eps_clip", "eps_clip")
 
 
-@rule(
-    "OpenRLHF",
+@openrlhf(
     "algo.advantage.is_correction_level algo.advantage.is_correction_mode algo.advantage.is_correction_threshold "
     "algo.advantage.is_correction_enable algo.advantage.is_correction_type enable_vllm_is_correction "
     "vllm_is_correction_type vllm_is_truncated_threshold use_icepop",
 )
-def _openrlhf_correction(their: Their) -> Iterator[tuple[str, Any]]:
-    level = their.text("algo.advantage.is_correction_level") or "off"
-    mode = their.text("algo.advantage.is_correction_mode") or "mask"
+def openrlhf_correction(arguments: Arguments) -> Converted:
+    level = arguments.text("algo.advantage.is_correction_level") or "off"
     kind = None
-    if level != "off":
-        if level == "seq":
-            kind = "seq_mask_tis"
-        elif mode == "clip":
-            kind = "tis"
-        else:
+    if level == "seq":
+        kind = "seq_mask_tis"
+    elif level != "off":
+        is_clipped = arguments.text("algo.advantage.is_correction_mode") == "clip"
+        kind = "tis" if is_clipped else "icepop"
+    elif arguments.on("algo.advantage.is_correction_enable", "enable_vllm_is_correction"):
+        kind = arguments.text("algo.advantage.is_correction_type", "vllm_is_correction_type")
+        kind = (kind or "tis").replace("-", "_")
+        if arguments.on("use_icepop"):
             kind = "icepop"
-    elif their.on("algo.advantage.is_correction_enable", "enable_vllm_is_correction"):
-        named = their.text("algo.advantage.is_correction_type", "vllm_is_correction_type") or "tis"
-        kind = "icepop" if their.on("use_icepop") else named.replace("-", "_")
-    bounds = their.items("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold")
-    numbers = [float(one) for text in bounds for one in text.split()]
-    low = numbers[0] if len(numbers) == 2 else None
-    yield from correction(kind, low, numbers[-1] if numbers else None)
+    bounds = arguments.words(
+        "algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"
+    )
+    *_, low, high = [None, None, *map(float, bounds)]
+    yield from correction(kind, low, high)
 
 
-@rule(
-    "OpenRLHF",
+@openrlhf(
     "algo.kl.init_coef init_kl_coef algo.kl.use_loss use_kl_loss algo.kl.estimator kl_estimator algo.kl.unbiased_gradient",
 )
-def _openrlhf_kl(their: Their) -> Iterator[tuple[str, Any]]:
-    coef = their.number("algo.kl.init_coef", "init_kl_coef")
-    if coef is not None:
-        yield "init_kl_coef", coef
-    if coef == 0:
+def openrlhf_kl(arguments: Arguments) -> Converted:
+    coefficient = arguments.number("algo.kl.init_coef", "init_kl_coef")
+    if coefficient is not None:
+        yield "init_kl_coef", coefficient
+    if coefficient == 0:
         return
-    kind = their.text("algo.kl.estimator", "kl_estimator")
-    in_loss = their.text("algo.kl.use_loss", "use_kl_loss")
+    in_loss = arguments.text("algo.kl.use_loss", "use_kl_loss")
     if in_loss is not None:
         yield "use_kl_loss", truth(in_loss)
-    if kind is not None:
-        yield (
-            "kl_estimator",
-            f"{kind}_ratio" if their.on("algo.kl.unbiased_gradient") and kind != "k2" else kind,
-        )
+    estimator = arguments.text("algo.kl.estimator", "kl_estimator")
+    if estimator is not None:
+        if arguments.on("algo.kl.unbiased_gradient") and estimator != "k2":
+            estimator = f"{estimator}_ratio"
+        yield "kl_estimator", estimator
         yield "kl_clip", 10
 
 
-@rule("OpenRLHF", "ckpt.load_enable load_checkpoint", EVERY)
-def _openrlhf_resume(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "resume", "auto" if their.on("ckpt.load_enable", "load_checkpoint") else "never"
+@openrlhf("ckpt.load_enable load_checkpoint", EVERY)
+@lightrft("load_checkpoint")
+def resume(arguments: Arguments) -> Converted:
+    yield "resume", "auto" if arguments.on("ckpt.load_enable", "load_checkpoint") else "never"
 
 
-@rule("LightRFT", "load_checkpoint")
-def _lightrft_resume(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "resume", "auto" if their.on("load_checkpoint") else "never"
-
-
-@rule(
-    "OpenRLHF",
+@openrlhf(
     "vllm.num_engines vllm_num_engines vllm.tensor_parallel_size vllm_tensor_parallel_size",
 )
-def _openrlhf_engine(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.whole("vllm.num_engines", "vllm_num_engines", default=0) > 0:
+def openrlhf_engine(arguments: Arguments) -> Converted:
+    if arguments.whole("vllm.num_engines", "vllm_num_engines", default=0) > 0:
         yield "rollout_engine", "vllm"
-        yield (
-            "tensor_parallel_size",
-            their.whole("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"),
-        )
+        names = ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size")
+        yield "tensor_parallel_size", arguments.whole(*names)
 
 
-@rule(
-    "OpenRLHF",
+@openrlhf(
     "use_dynamic_batch train.dynamic_batch_enable train_max_tokens_per_gpu "
     "train.max_tokens_per_gpu rollout_max_tokens_per_gpu rollout.max_tokens_per_gpu",
 )
-def _openrlhf_tokens(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("train.dynamic_batch_enable", "use_dynamic_batch"):
+def openrlhf_tokens(arguments: Arguments) -> Converted:
+    if arguments.on("train.dynamic_batch_enable", "use_dynamic_batch"):
         names = ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu")
-        yield "max_tokens_per_micro_batch", their.whole(*names, default=16192)
+        yield "max_tokens_per_micro_batch", arguments.whole(*names, default=16192)
 
 
-@rule("OpenRLHF", "train.agent_func_path agent_func_path")
-def _openrlhf_agent(their: Their) -> Iterator[tuple[str, Any]]:
-    if (path := their.text("train.agent_func_path", "agent_func_path")) is not None:
+@openrlhf("train.agent_func_path agent_func_path")
+def openrlhf_agent(arguments: Arguments) -> Converted:
+    if (path := arguments.text("train.agent_func_path", "agent_func_path")) is not None:
         yield "env", [f"openrlhf:{path}"]
         yield "reward_source", ["environment"]
 
 
-@rule(
-    "OpenRLHF",
+@openrlhf(
     "algo.dynamic_filtering_enable dynamic_filtering algo.dynamic_filtering_range dynamic_filtering_reward_range",
 )
-def _openrlhf_filter(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("algo.dynamic_filtering_enable", "dynamic_filtering"):
+def openrlhf_filter(arguments: Arguments) -> Converted:
+    if arguments.on("algo.dynamic_filtering_enable", "dynamic_filtering"):
         yield "dynamic_sampling", True
-        bounds = their.items("algo.dynamic_filtering_range", "dynamic_filtering_reward_range")
-        yield "filter_range", [one for text in bounds for one in text.split()] or [0, 1]
+        names = ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range")
+        yield "filter_range", arguments.words(*names) or [0, 1]
 
 
-@rule("OpenRLHF", "logger.wandb.key use_wandb", EVERY)
-@rule("LightRFT", "use_wandb")
-def _wandb(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.text("logger.wandb.key", "use_wandb") is not None:
+@openrlhf("logger.wandb.key use_wandb", EVERY)
+@lightrft("use_wandb")
+def wandb(arguments: Arguments) -> Converted:
+    if arguments.text("logger.wandb.key", "use_wandb") is not None:
         yield "use_wandb", True  # a key stays out of what is printed
 
 
-@rule("OpenRLHF", "reward_clip_range reward.clip_range")
-def _openrlhf_reward_clip(their: Their) -> Iterator[tuple[str, Any]]:
-    yield (
-        "reward_clip_range",
-        [
-            one
-            for text in their.items("reward.clip_range", "reward_clip_range")
-            for one in text.split()
-        ],
-    )
+@openrlhf("reward_clip_range reward.clip_range")
+def openrlhf_reward_clip(arguments: Arguments) -> Converted:
+    yield "reward_clip_range", arguments.words("reward.clip_range", "reward_clip_range")
 
 
-@rule("LightRFT", "reward_clip")
-def _lightrft_reward_clip(their: Their) -> Iterator[tuple[str, Any]]:
-    most = their.number("reward_clip") or 0
-    yield "reward_clip_range", (-most, most) if most else None
+@lightrft("reward_clip")
+def lightrft_reward_clip(arguments: Arguments) -> Converted:
+    bound = arguments.number("reward_clip")
+    yield "reward_clip_range", (-bound, bound) if bound else None
 
 
-@rule("LightRFT", "overlong_buffer overlong_buffer_len overlong_buffer_penalty_factor")
-def _lightrft_overlong(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("overlong_buffer"):
-        yield "overlong_buffer_len", their.whole("overlong_buffer_len", default=1024)
-        yield "overlong_penalty_factor", their.number("overlong_buffer_penalty_factor") or 1
+@lightrft("overlong_buffer overlong_buffer_len overlong_buffer_penalty_factor")
+def lightrft_overlong(arguments: Arguments) -> Converted:
+    if arguments.on("overlong_buffer"):
+        yield "overlong_buffer_len", arguments.whole("overlong_buffer_len", default=1024)
+        factor = arguments.number("overlong_buffer_penalty_factor")
+        yield "overlong_penalty_factor", factor or 1
 
 
-@rule("LightRFT", "engine_type engine_tp_size")
-def _lightrft_engine(their: Their) -> Iterator[tuple[str, Any]]:
+@lightrft("engine_type engine_tp_size")
+def lightrft_engine(arguments: Arguments) -> Converted:
     yield "rollout_engine", "vllm"
-    yield "tensor_parallel_size", their.whole("engine_tp_size")
-    if their.text("engine_type") == "sglang":
+    yield "tensor_parallel_size", arguments.whole("engine_tp_size")
+    if arguments.text("engine_type") == "sglang":
         yield LOOK, "sglang is not here: vllm is set"
 
 
-@rule("LightRFT", "max_len reward_pretrain remote_rm_url")
-def _lightrft_lists(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.text("max_len") is not None:
+@lightrft("max_len reward_pretrain remote_rm_url")
+def lightrft_lists(arguments: Arguments) -> Converted:
+    if arguments.text("max_len") is not None:
         yield LOOK, "--prompt_max_len and --generate_max_len are set for themselves"
     for name in ("reward_pretrain", "remote_rm_url"):
-        if found := [one for one in their.items(name) if one not in ("{}", "")]:
-            yield name, found
+        if items := [item for item in arguments.items(name) if item not in ("{}", "")]:
+            yield name, items
 
 
-@rule("OpenRLHF", "eval.steps eval_steps", EVERY)
-def _openrlhf_evaluation(their: Their) -> Iterator[tuple[str, Any]]:
-    count = their.number("eval.steps", "eval_steps")
+@openrlhf("eval.steps eval_steps", EVERY)
+def openrlhf_evaluation(arguments: Arguments) -> Converted:
+    count = arguments.number("eval.steps", "eval_steps")
     if count is not None and count > 0:
         yield "eval_steps", int(count)
-    elif count is not None and their.text("eval.dataset", "eval_dataset") is not None:
+    elif count is not None and arguments.text("eval.dataset", "eval_dataset") is not None:
         yield LOOK, "no evaluation while it trains there; here one per pass over the rows"

@@ -2,101 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 from lightppo.cli.conversion_rules import (
     KL_ESTIMATORS,
     LOOK,
-    Their,
+    Arguments,
+    Converted,
+    adam_betas,
     correction,
     rule,
 )
 
-
-@rule("slime", "kl_coef use_kl_loss kl_loss_coef kl_loss_type use_unbiased_kl")
-def _slime_kl(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("use_kl_loss"):
-        coef = their.number("kl_loss_coef") or 0.0
-        yield "init_kl_coef", coef
-        if coef:
-            yield "use_kl_loss", True
-            kind = KL_ESTIMATORS.get(name := their.text("kl_loss_type") or "k1", name)
-            is_ratio = their.on("use_unbiased_kl") and kind in ("k1", "k3")
-            yield "kl_estimator", f"{kind}_ratio" if is_ratio else kind
-            if name == "low_var_kl":
-                yield "kl_clip", 10
-    else:
-        coef = their.number("kl_coef") or 0.0
-        yield "init_kl_coef", coef
-        if coef:
-            yield "use_kl_in_reward", True
+slime = partial(rule, "slime")
 
 
-@rule("slime", "adam_beta1 adam_beta2")
-def _slime_betas(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "adam_betas", (their.text("adam_beta1") or 0.9, their.text("adam_beta2") or 0.999)
+@slime("kl_coef use_kl_loss kl_loss_coef kl_loss_type use_unbiased_kl")
+def slime_kl(arguments: Arguments) -> Converted:
+    in_loss = arguments.on("use_kl_loss")
+    coefficient = arguments.number("kl_loss_coef" if in_loss else "kl_coef") or 0.0
+    yield "init_kl_coef", coefficient
+    if coefficient and not in_loss:
+        yield "use_kl_in_reward", True
+    elif coefficient:
+        yield "use_kl_loss", True
+        name = arguments.text("kl_loss_type") or "k1"
+        estimator = KL_ESTIMATORS.get(name, name)
+        if arguments.on("use_unbiased_kl") and estimator in ("k1", "k3"):
+            estimator = f"{estimator}_ratio"
+        yield "kl_estimator", estimator
+        if name == "low_var_kl":
+            yield "kl_clip", 10
 
 
-@rule("slime", "lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction")
-def _slime_rates(their: Their) -> Iterator[tuple[str, Any]]:
-    peak = their.number("lr")
-    least = their.number("min_lr") or 0.0
+@slime("adam_beta1 adam_beta2")
+def slime_betas(arguments: Arguments) -> Converted:
+    return adam_betas(arguments, "adam_betas", "adam_beta1", "adam_beta2")
+
+
+@slime("lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction")
+def slime_rates(arguments: Arguments) -> Converted:
+    peak = arguments.number("lr")
+    lowest = arguments.number("min_lr") or 0.0
     if peak:
         yield "actor_learning_rate", peak
-        yield "min_lr_ratio", least / peak
-    style = their.text("lr_decay_style")
+        yield "min_lr_ratio", lowest / peak
+    style = arguments.text("lr_decay_style")
+    if style == "cosine" and lowest:
+        style = "cosine_with_min_lr"
     if style is not None:
-        yield "lr_scheduler", "cosine_with_min_lr" if style == "cosine" and least else style
-    if (steps := their.number("lr_warmup_iters")) is not None and steps > 0:
-        yield "lr_warmup_steps", int(steps)
+        yield "lr_scheduler", style
+    if steps := [*arguments.counted("lr_warmup_steps", "lr_warmup_iters", above=0)]:
+        yield from steps
     else:
-        yield "lr_warmup_ratio", their.number("lr_warmup_fraction") or 0
+        yield "lr_warmup_ratio", arguments.number("lr_warmup_fraction") or 0
 
 
-@rule("slime", "calculate_per_token_loss")
-def _slime_loss(their: Their) -> Iterator[tuple[str, Any]]:
-    yield (
-        "loss_agg_mode",
-        "token-mean" if their.on("calculate_per_token_loss") else "seq-mean-token-mean",
-    )
+@slime("calculate_per_token_loss")
+def slime_loss(arguments: Arguments) -> Converted:
+    by_token = arguments.on("calculate_per_token_loss")
+    yield "loss_agg_mode", "token-mean" if by_token else "seq-mean-token-mean"
 
 
-@rule("slime", "use_tis tis_clip tis_clip_low")
-def _slime_correction(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("use_tis"):
-        yield from correction("tis", their.number("tis_clip_low"), their.number("tis_clip") or 2.0)
+@slime("use_tis tis_clip tis_clip_low")
+def slime_correction(arguments: Arguments) -> Converted:
+    if arguments.on("use_tis"):
+        low = arguments.number("tis_clip_low")
+        yield from correction("tis", low, arguments.number("tis_clip") or 2.0)
 
 
-@rule("slime", "use_dynamic_batch_size max_tokens_per_gpu micro_batch_size")
-def _slime_micro_batches(their: Their) -> Iterator[tuple[str, Any]]:
-    if their.on("use_dynamic_batch_size"):
-        yield "max_tokens_per_micro_batch", their.whole("max_tokens_per_gpu", default=4096)
-    elif (rows := their.number("micro_batch_size")) is not None:
-        yield "micro_train_batch_size", int(rows)
+@slime("use_dynamic_batch_size max_tokens_per_gpu micro_batch_size")
+def slime_micro_batches(arguments: Arguments) -> Converted:
+    if arguments.on("use_dynamic_batch_size"):
+        yield "max_tokens_per_micro_batch", arguments.whole("max_tokens_per_gpu", default=4096)
+    else:
+        yield from arguments.counted("micro_train_batch_size", "micro_batch_size")
 
 
-@rule("slime", "num_rollout num_epoch")
-def _slime_length(their: Their) -> Iterator[tuple[str, Any]]:
-    if (steps := their.number("num_rollout")) is not None:
-        yield "total_training_steps", int(steps)
-        yield "num_episodes", int(steps)  # it goes round the prompts until then
-    elif (epochs := their.number("num_epoch")) is not None:
-        yield "num_episodes", int(epochs)
+@slime("num_rollout num_epoch")
+def slime_length(arguments: Arguments) -> Converted:
+    yield from arguments.counted("total_training_steps", "num_rollout")
+    # It goes round the prompts until then.
+    yield from arguments.counted("num_episodes", "num_rollout", "num_epoch")
 
 
-@rule("slime", "eval_prompt_data eval_interval")
-def _slime_evaluation(their: Their) -> Iterator[tuple[str, Any]]:
-    names = [one for text in their.items("eval_prompt_data") for one in text.split()]
-    if files := names[1::2]:  # a name before each file
+@slime("eval_prompt_data eval_interval")
+def slime_evaluation(arguments: Arguments) -> Converted:
+    if files := arguments.words("eval_prompt_data")[1::2]:  # a name before each file
         yield "eval_data", ",".join(files)
-        if (count := their.number("eval_interval")) is not None:
-            yield "eval_steps", int(count)
+        yield from arguments.counted("eval_steps", "eval_interval")
 
 
-@rule("slime", "rm_type")
-def _slime_reward(their: Their) -> Iterator[tuple[str, Any]]:
-    kind = their.text("rm_type")
+@slime("rm_type")
+def slime_reward(arguments: Arguments) -> Converted:
+    kind = arguments.text("rm_type")
     if kind in ("math", "deepscaler", "dapo", "boxed_math"):
         yield "reward_source", ["math"]
     elif kind is not None:
@@ -106,26 +105,26 @@ def _slime_reward(their: Their) -> Iterator[tuple[str, Any]]:
         )
 
 
-@rule("slime", "load hf_checkpoint")
-def _slime_model(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "pretrain", their.text("hf_checkpoint", "load")
+@slime("load hf_checkpoint")
+def slime_model(arguments: Arguments) -> Converted:
+    yield "pretrain", arguments.text("hf_checkpoint", "load")
 
 
-@rule("slime", "recompute_granularity recompute_method recompute_num_layers")
-def _slime_checkpointing(their: Their) -> Iterator[tuple[str, Any]]:
-    yield "gradient_checkpointing", their.text("recompute_granularity") is not None
+@slime("recompute_granularity recompute_method recompute_num_layers")
+def slime_checkpointing(arguments: Arguments) -> Converted:
+    yield "gradient_checkpointing", arguments.text("recompute_granularity") is not None
 
 
-@rule("slime", "attention_backend")
-def _slime_attention(their: Their) -> Iterator[tuple[str, Any]]:
-    if (name := their.text("attention_backend")) not in (None, "auto"):
+@slime("attention_backend")
+def slime_attention(arguments: Arguments) -> Converted:
+    if (name := arguments.text("attention_backend")) not in (None, "auto"):
         yield "attn_implementation", "flash_attention_2" if name == "flash" else name
 
 
-@rule("slime", "advantage_estimator")
-def _slime_estimator(their: Their) -> Iterator[tuple[str, Any]]:
-    name = their.text("advantage_estimator") or "grpo"
+@slime("advantage_estimator")
+def slime_estimator(arguments: Arguments) -> Converted:
+    name = arguments.text("advantage_estimator") or "grpo"
     if name in ("gspo", "cispo"):  # losses here
         yield "policy_loss", name
-    kinds = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
-    yield "advantage_estimator", kinds.get(name, name.replace("_plus_plus", "++"))
+    names = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
+    yield "advantage_estimator", names.get(name, name.replace("_plus_plus", "++"))

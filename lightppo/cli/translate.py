@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightppo.cli.conversions import Ours, convert, of_launcher
-from lightppo.cli.their_command import PROGRAMS, REMARKS, Theirs, read
+from lightppo.cli.conversions import Conversion, convert, read_ranks
+from lightppo.cli.other_commands import PROGRAMS, REMARKS, OtherCommand, read
 from lightppo.config.arguments import CommandParser
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.option_needs import condition_text, facts_of, holds, source_facts
@@ -53,14 +53,18 @@ def main(argv: Sequence[str], prog: str = "lightppo translate") -> None:
         parser.error(f"--ranks {options.ranks}: must be at least 1")
     if not any(word.strip() for word in options.command):
         parser.error("a command is missing: give it in quotes, or a script or YAML file")
-    text = options.command[0] if len(options.command) == 1 else shlex.join(options.command)
+    text = shlex.join(options.command)
+    if len(options.command) == 1:
+        (text,) = options.command
+    if text == "-":
+        text = sys.stdin.read()
     with exit_on_mistakes(prog):
-        theirs = read(sys.stdin.read() if text == "-" else text, options.program)
-        of_launcher(theirs)
-        theirs.ranks = options.ranks or theirs.ranks
-        lines, is_whole = translated(theirs)
+        command = read(text, options.program)
+        read_ranks(command)
+        command.ranks = options.ranks or command.ranks
+        lines, is_complete = translated(command)
     print(plain(without_secrets("\n".join(lines))))
-    raise SystemExit(0 if is_whole else 1)
+    raise SystemExit(0 if is_complete else 1)
 
 
 class Defaults(NamedTuple):
@@ -72,180 +76,176 @@ class Defaults(NamedTuple):
 
 @functools.cache
 def defaults() -> dict[str, Defaults]:
-    """Of each program, by the names that --from takes."""
+    """Return those of each program, by the names that --from takes."""
     text = Path(__file__).with_name("defaults_of_other_trainers.txt").read_text(encoding="utf-8")
     parts = re.split(r"^\[([\w -]+)\] (.*)\n", text, flags=re.MULTILINE)[1:]
-    found: dict[str, Defaults] = {}
+    programs: dict[str, Defaults] = {}
     for titles, version, lines in zip(parts[::3], parts[1::3], parts[2::3]):
         pairs = (line.partition(" ") for line in lines.strip().split("\n"))
         values = {name: value for name, _, value in pairs}
         for title in titles.split():
-            earlier = found.get(title, Defaults()).values
-            found[title] = Defaults(version, {**earlier, **values})
-    return found
+            earlier = programs.get(title, Defaults()).values
+            programs[title] = Defaults(version, {**earlier, **values})
+    return programs
 
 
-def translated(theirs: Theirs) -> tuple[list[str], bool]:
-    """The lines of our script, and whether all of the command is here."""
-    kind = trained_by()[PROGRAMS[theirs.program].command]
-    known = defaults()[theirs.program]
-    ours = convert({**known.values, **theirs.values}, theirs, known.values)
-    options = {one.name: one for one in kind.all_options()}
-    ours.values |= PROGRAMS[theirs.program].means
-    said = {name for name, used in ours.sources.items() if theirs.values.keys() & set(used)}
-    said |= {*PROGRAMS[theirs.program].means}
-    if ours.values.get("advantage_estimator", "gae") != "gae":
-        said.add("advantage_estimator")  # what a program is for
-    given = {name: value for name, value in ours.values.items() if name in said}
-    idle = _idle(kind, given)
-    given = {name: value for name, value in given.items() if name not in idle}
+def translated(command: OtherCommand) -> tuple[list[str], bool]:
+    """Return the lines of our script, and whether all of the command is here."""
+    program = PROGRAMS[command.program]
+    kind = trained_by()[program.command]
+    theirs = defaults()[command.program]
+    conversion = convert({**theirs.values, **command.values}, command, theirs.values)
+    conversion.values |= program.means
+    chosen = {*program.means}  # and not defaults
+    for name, names in conversion.sources.items():
+        if command.values.keys() & set(names):
+            chosen.add(name)
+    if conversion.values.get("advantage_estimator", "gae") != "gae":
+        chosen.add("advantage_estimator")  # what a program is for
+    values = {name: value for name, value in conversion.values.items() if name in chosen}
+    idle = _idle(kind, values)
+    values = {name: value for name, value in values.items() if name not in idle}
     lines = [
-        f"# {PROGRAMS[theirs.program].trainer} ({theirs.program}), {_ranks(theirs)}",
-        *_command(theirs, options, given),
+        f"# {program.trainer} ({command.program}), {_ranks(command)}",
+        *_command(command, conversion.options, values),
     ]
     parts = {
-        "Not here:": _told(ours.not_here, theirs),
-        "For you to decide:": [*_told(ours.look, theirs), *theirs.notes],
+        "Not here:": _by_reason(conversion.not_here, command),
+        "For you to decide:": [*_by_reason(conversion.look, command), *command.notes],
         "Without effect in such a run:": [
-            f"{_names(ours.sources[name], theirs)}: --{name} needs {needed}"
-            for name, needed in idle.items()
+            f"{_names(conversion.sources[name], command)}: --{name} needs {condition}"
+            for name, condition in idle.items()
         ],
-        "What lightppo would say of this command line:": _problems(kind, given, theirs.ranks),
+        "What lightppo would say of this command line:": _problems(kind, values, command.ranks),
     }
-    for title, found in parts.items():
-        if found:
-            lines += ["", f"# {title}", *(line for text in found for line in _wrapped(text))]
-    lines += _differences(kind, given, ours, said, known)
-    option, remark = REMARKS.get(PROGRAMS[theirs.program].trainer, ("", ""))
-    if remark and option not in given:
+    for title, texts in parts.items():
+        if texts:
+            lines += ["", f"# {title}", *(line for text in texts for line in _wrapped(text))]
+    lines += _differences(kind.from_flat(values), conversion, chosen, theirs)
+    option, remark = REMARKS.get(program.trainer, ("", ""))
+    if remark and option not in values:
         lines += ["", f"# {remark}"]
     return lines, not any(parts.values())
 
 
 def _wrapped(text: str) -> list[str]:
-    """The lines of a comment."""
-    more = {"initial_indent": "#   ", "subsequent_indent": "#     ", "break_on_hyphens": False}
-    return textwrap.wrap(text, 110, break_long_words=False, **more)
+    """Return the lines of a comment."""
+    return textwrap.wrap(
+        text,
+        110,
+        initial_indent="#   ",
+        subsequent_indent="#     ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def _ranks(theirs: Theirs) -> str:
-    ranks = "1 process" if theirs.ranks == 1 else f"{theirs.ranks} processes"
-    return ranks + (f" on {theirs.nodes} nodes" if theirs.nodes > 1 else "")
+def _ranks(command: OtherCommand) -> str:
+    text = "1 process" if command.ranks == 1 else f"{command.ranks} processes"
+    return f"{text} on {command.nodes} nodes" if command.nodes > 1 else text
 
 
 def _command(
-    theirs: Theirs, options: Mapping[str, Option], given: Mapping[str, Any]
+    command: OtherCommand, options: Mapping[str, Option], values: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Our command line, an option a line."""
-    command = PROGRAMS[theirs.program].command
-    start = f"lightppo {command}"
-    if theirs.nodes > 1:
-        per_node = max(1, theirs.ranks // theirs.nodes)
-        meeting = '--rdzv_backend=c10d --rdzv_endpoint="$HEAD:29400" --rdzv_id=run1'
-        start = f"torchrun --nnodes={theirs.nodes} --nproc_per_node={per_node} {meeting} -m {start}"
-    elif theirs.ranks > 1:
-        start = f"deepspeed --num_gpus {theirs.ranks} --module {start}"
-    flags = [_flag(options[name], given[name]) for name in options if name in given]
-    *first, last = [start, *(f"    {flag}" for flag in flags)]
-    yield from (f"{line} \\" for line in first)
-    yield last
+    """Yield our command line, an option a line."""
+    words = f"lightppo {PROGRAMS[command.program].command}"
+    if command.nodes > 1:
+        per_node = max(1, command.ranks // command.nodes)
+        rendezvous = '--rdzv_backend=c10d --rdzv_endpoint="$HEAD:29400" --rdzv_id=run1'
+        words = (
+            f"torchrun --nnodes={command.nodes} --nproc_per_node={per_node} {rendezvous} -m {words}"
+        )
+    elif command.ranks > 1:
+        words = f"deepspeed --num_gpus {command.ranks} --module {words}"
+    flags = [_flag(options[name], values[name]) for name in options if name in values]
+    yield from " \\\n    ".join([words, *flags]).split("\n")
 
 
-def _flag(one: Option, value: Any) -> str:
-    """An option as the command line takes it."""
-    if one.kind is bool and value is not None:
-        return f"--{one.name}" if value else f"--no_{one.name}"
+def _flag(option: Option, value: Any) -> str:
+    """Return an option as the command line takes it."""
+    if option.kind is bool and value is not None:
+        return f"--{option.name}" if value else f"--no_{option.name}"
     values = value if isinstance(value, tuple) else (value,)
-    return " ".join([f"--{one.name}", *map(_word, values)])
+    return " ".join([f"--{option.name}", *map(_word, values)])
 
 
 def _word(value: Any) -> str:
-    """In single quotes where needed; a variable of the shell stays one."""
+    """Return a word in single quotes where needed; a variable of the shell stays one."""
     text = shown_default(value) if isinstance(value, bool) else str(value)
     if re.search(r"\$[{(]?\w", text) and '"' not in text:
         return f'"{text}"'
     return shlex.quote(text)
 
 
-def _names(used: Sequence[str], theirs: Theirs) -> str:
-    return ", ".join(name for name in used if name in theirs.values) or ", ".join(used)
+def _names(names: Sequence[str], command: OtherCommand) -> str:
+    return ", ".join(name for name in names if name in command.values) or ", ".join(names)
 
 
-def _told(found: Mapping[tuple[str, ...], str], theirs: Theirs) -> list[str]:
-    """A line for each reason, behind the names that the command says; values may be keys, and are not shown."""
-    names: dict[str, list[str]] = {}
-    for used, text in found.items():
-        if theirs.values.keys() & set(used):
-            names.setdefault(plain_text(text), []).append(_names(used, theirs))
-    return [f"{', '.join(of_text)}{': ' * bool(text)}{text}" for text, of_text in names.items()]
-
-
-def _config(kind: type[OptionSet], given: Mapping[str, Any]) -> OptionSet:
-    return kind.from_flat(given)
+def _by_reason(reasons: Mapping[tuple[str, ...], str], command: OtherCommand) -> list[str]:
+    """Return a line for each reason, behind the names that the command says; values may be keys, and are not shown."""
+    names_by_text: dict[str, list[str]] = {}
+    for names, text in reasons.items():
+        if command.values.keys() & set(names):
+            names_by_text.setdefault(plain_text(text), []).append(_names(names, command))
+    return [
+        ": ".join(filter(None, (", ".join(names), text))) for text, names in names_by_text.items()
+    ]
 
 
 def _facts(config: OptionSet) -> dict[str, Any]:
-    """Values with what None stands for, and which conditions hold."""
-    values = config.known() if hasattr(config, "known") else config.flat()
+    """Return values with what None stands for, and which conditions hold."""
+    values = config.known()
     with suppress(ConfigError):
         values |= source_facts(config)
     return values | facts_of(config)
 
 
-def _idle(kind: type[OptionSet], given: Mapping[str, Any]) -> dict[str, str]:
-    """Options that would be refused, because what they need is not there: their name → what that is, in words."""
-    values = _facts(_config(kind, given))
+def _idle(kind: type[OptionSet], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return options that would be refused, because what they need is not there: name → what that is, in words."""
+    facts = _facts(kind.from_flat(values))
     return {
-        one.name: condition_text(unmet[0])
-        for one in kind.all_options()
-        if one.name in given and one.is_set(given[one.name])
-        if (unmet := [need for need in one.needs if not holds(need, values)])
+        option.name: condition_text(unmet[0])
+        for option in kind.all_options()
+        if option.name in values and option.is_set(values[option.name])
+        if (unmet := [condition for condition in option.needs if not holds(condition, facts)])
     }
 
 
-def _problems(kind: type[OptionSet], given: Mapping[str, Any], ranks: int) -> list[str]:
-    """What our command line would still say of these options."""
+def _problems(kind: type[OptionSet], values: Mapping[str, Any], ranks: int) -> list[str]:
+    """Return what our command line would still say of these options."""
     try:
-        _config(kind, given).validate(world_size=ranks)
+        kind.from_flat(values).validate(world_size=ranks)
     except ConfigError as error:
         return [line for line in str(error).split("\n") if "None is required" not in line]
     return []
 
 
 def _differences(
-    kind: type[OptionSet],
-    given: Mapping[str, Any],
-    ours: Ours,
-    said: set[str],
-    known: Defaults,
+    config: OptionSet, conversion: Conversion, chosen: set[str], theirs: Defaults
 ) -> list[str]:
-    """Comments for defaults that differ, where the command says nothing: the option that makes them equal."""
-    facts = _facts(_config(kind, given))
+    """Return comments for defaults that differ, where the command says nothing: the option that makes them equal."""
+    facts = _facts(config)
+    if facts.get("eps_clip_low") == facts.get("eps_clip_high"):
+        facts["eps_clip"] = facts.get("eps_clip_low")
+    evaluates = facts.get("eval_data") or facts.get("eval_dataset")
     lines = []
-    for one in kind.all_options():
-        if one.name not in ours.values or one.name in said:
+    for name, option in conversion.options.items():
+        if name not in conversion.values or name in chosen:
             continue
-        value = ours.values[one.name]
-        here = facts[one.name]
-        if one.name.startswith("eval_") and not (
-            facts.get("eval_data") or facts.get("eval_dataset")
-        ):
+        if name.startswith("eval_") and not evaluates:
             continue
-        if one.name == "eps_clip" and facts["eps_clip_low"] == facts["eps_clip_high"]:
-            here = facts["eps_clip_low"]
-        if value == here or (not one.is_set(value) and not one.is_set(here)):
+        value = conversion.values[name]
+        default = facts[name]
+        if value == default or not (option.is_set(value) or option.is_set(default)):
             continue
-        if any(not holds(need, facts | ours.values) for need in one.needs):
+        if any(not holds(condition, facts | conversion.values) for condition in option.needs):
             continue
-        names = [name for name in ours.sources[one.name] if name in known.values]
-        theirs = [f"{name} {known.values[name]}" for name in names]
-        more = ", …" * (len(theirs) > 2)
-        lines.append(
-            f"#   {_flag(one, value)}    # there {', '.join(theirs[:2])}{more}; the default here is {_shown(here)}"
-        )
-    title = f"# Defaults of {known.version} that differ, where the command says nothing; to train as there, add:"
+        names = [source for source in conversion.sources[name] if source in theirs.values]
+        there = ", ".join(f"{source} {theirs.values[source]}" for source in names[:2])
+        if len(names) > 2:
+            there += ", …"
+        here = "none" if default is None else shown_default(default)
+        lines.append(f"#   {_flag(option, value)}    # there {there}; the default here is {here}")
+    title = f"# Defaults of {theirs.version} that differ, where the command says nothing; to train as there, add:"
     return ["", title, *lines] if lines else []
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else shown_default(value)

@@ -60,7 +60,7 @@ class PreparedDataset(TorchDataset):
     def __init__(
         self, dataset: Dataset, template: PromptTemplate, fields: Any, **options: Any
     ) -> None:
-        """Encode the rows by ``RowFields``; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
+        """Encode the rows; ``options`` are those of :func:`lightppo.data.prepared_rows.prepare_rows`."""
         self.dataset = dataset
         self.template = template
         self.fields = fields

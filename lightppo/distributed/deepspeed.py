@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
-from lightppo.checkpoint import export, weight_files
+from lightppo.checkpoint import export
 from lightppo.distributed import averaging, rank_samples
 from lightppo.distributed.device import on_cuda, report_memory
 from lightppo.distributed.distributed import DistributedStrategy
@@ -525,4 +525,4 @@ class DeepspeedStrategy(DistributedStrategy):
     load_ckpt = checkpoint.load_checkpoint
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
-    load_model = weight_files.load_model
+    load_model = checkpoint.load_model

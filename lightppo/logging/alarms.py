@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import fmean, median
 from typing import Any
 
@@ -35,10 +35,11 @@ class Alarm:
     goes_on: Callable[..., bool] | None = None
 
 
-def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
+def lasting(is_bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
     """Return whether numbers are bad in each of the last steps."""
     return lambda *series: (
-        len(series[0]) >= steps and all(bad(*now) for now in zip(*(s[-steps:] for s in series)))
+        len(series[0]) >= steps
+        and all(is_bad(*values) for values in zip(*(numbers[-steps:] for numbers in series)))
     )
 
 
@@ -46,15 +47,14 @@ def falling(values: Sequence[float], already: bool = False) -> bool:
     """Return whether the medians of the last steps, as many in a row, are below the best one, by half of the rise before it
     and by more than four times what usually lies between two steps; ``already``: whether the last one is, by half of
     that. The last step of an episode may be a small, odd one."""
-    middles = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
-    if len(middles) <= WINDOW:
+    medians = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+    if len(medians) <= WINDOW:
         return False
-    best = max(middles)
-    usual = median(abs(a - b) for a, b in pairwise(values))
-    lost = max((best - middles[0]) / 2, 4 * usual)
+    usual_change = median(abs(a - b) for a, b in pairwise(values))
+    limit = max((max(medians) - medians[0]) / 2, 4 * usual_change)
     if already:
-        return best - middles[-1] > lost / 2
-    return best - max(middles[-WINDOW:]) > lost
+        return max(medians) - medians[-1] > limit / 2
+    return max(medians) - max(medians[-WINDOW:]) > limit
 
 
 LIKELIHOOD = 1e-6  # of what is no chance
@@ -68,17 +68,16 @@ def at_its_worst(
 ) -> bool:
     """Return whether scores were better, and the last steps' means are within 5% of the worst so far: in more steps and
     prompts than chance explains, if the scores of a prompt were as before or the worst."""
-    best = max(highest)
     worst = min(lowest)
-    if not best > worst:
+    scale = max(highest) - worst
+    if not scale > 0:
         return False
-    near = worst + 0.05 * (best - worst)
-    last = next((i for i, mean in enumerate(reversed(means)) if not mean <= near), len(means))
-    before = means[: len(means) - last][-LASTING:]
-    if not last or not before:
+    bad_steps = list(takewhile(lambda mean: mean <= worst + 0.05 * scale, reversed(means)))
+    earlier = means[: len(means) - len(bad_steps)][-LASTING:]
+    if not bad_steps or not earlier:
         return False
-    share = min(1 - 1e-9, (fmean(before) - worst) / (best - worst))
-    return math.log1p(-share) * sum(prompts[-last:]) < math.log(LIKELIHOOD)
+    share = min(1 - 1e-9, (fmean(earlier) - worst) / scale)
+    return math.log1p(-share) * sum(prompts[-len(bad_steps) :]) < math.log(LIKELIHOOD)
 
 
 SCORES = ("rollout/reward", "rollout/reward_max", "rollout/reward_min")
@@ -237,48 +236,58 @@ class Alarms:
         self.prompts = prompts
         self.series: dict[str, list[float]] = defaultdict(list)
         self.ringing: set[str] = set()
-        self.told: set[str] = set()  # of those that ring
+        self.announced: set[str] = set()  # of those that ring
         self.rang: dict[str, list[int]] = defaultdict(list)  # in which steps
 
     def look(self, status: Mapping[str, float], step: int) -> tuple[dict[str, float], list[str]]:
-        """``alarm/<name>``, 1 or 0, of what the step has numbers for; and a line for each alarm that begins."""
+        """Return ``alarm/<name>``, 1 or 0, of what the step has numbers for; and a line for each alarm that begins."""
+        status = dict(status)
         if self.vocabulary and "train/entropy" in status:
-            status = {**status, SHARE: status["train/entropy"] / math.log(self.vocabulary)}
+            status[SHARE] = status["train/entropy"] / math.log(self.vocabulary)
         if self.prompts and SCORES[0] in status:
-            status = {**status, PROMPTS: self.prompts}
-        for name in {name for alarm in ALARMS.values() for name in alarm.metrics if name in status}:
-            self.series[name].append(status[name])
-        is_solved = solved(*(self.series[name] for name in SCORES))
-        seen = {}
+            status[PROMPTS] = self.prompts
+        for metric in {metric for alarm in ALARMS.values() for metric in alarm.metrics}:
+            if metric in status:
+                self.series[metric].append(status[metric])
+        is_solved = solved(*(self.series[metric] for metric in SCORES))
+        numbers: dict[str, float] = {}
         lines = []
         for name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
-            is_one = (name in self.ringing and alarm.goes_on) or alarm.rings
-            rings = not (alarm.unless_solved and is_solved)
-            rings = rings and is_one(*(self.series[metric] for metric in alarm.metrics))
-            seen[f"alarm/{name}"] = float(rings)
-            if rings and name not in self.told:
+            rings = alarm.rings
+            if name in self.ringing and alarm.goes_on:
+                rings = alarm.goes_on
+            is_ringing = not (alarm.unless_solved and is_solved) and rings(
+                *(self.series[metric] for metric in alarm.metrics)
+            )
+            numbers[f"alarm/{name}"] = float(is_ringing)
+            if not is_ringing:
+                self.ringing.discard(name)
+                self.announced.discard(name)
+                continue
+            if name not in self.announced:
                 value = status[alarm.metrics[0]]
                 lines.append(
                     f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
                 )
-            for names in (self.ringing, self.told):
-                (names.add if rings else names.discard)(name)
-            if rings:
-                self.rang[name].append(step)
-        return seen, lines
+            self.ringing.add(name)
+            self.announced.add(name)
+            self.rang[name].append(step)
+        return numbers, lines
 
     def summary(self) -> str:
         """Return which have rung, and when; empty if none has."""
-        told = [
-            f"{name} in {len(steps)} steps ({steps[0]} to {steps[-1]})"
-            if len(steps) > 1
-            else f"{name} in step {steps[0]}"
-            for name, steps in sorted(self.rang.items(), key=lambda item: item[1][0])
-        ]
-        more = "the log at the first of these steps says what to do, as does the report"
-        return f"ALARMS: {', '.join(told)}: {more}" if told else ""
+        texts = []
+        for name, steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
+            if len(steps) > 1:
+                texts.append(f"{name} in {len(steps)} steps ({steps[0]} to {steps[-1]})")
+            else:
+                texts.append(f"{name} in step {steps[0]}")
+        if not texts:
+            return ""
+        advice = "the log at the first of these steps says what to do, as does the report"
+        return f"ALARMS: {', '.join(texts)}: {advice}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of all steps so far: a resumed run rings as an uninterrupted one."""
@@ -295,7 +304,7 @@ class Alarms:
         self.series = defaultdict(list, state["series"])
         self.ringing = set(state["ringing"])
         self.rang = defaultdict(list, state["rang"])
-        self.told.clear()
+        self.announced.clear()
 
 
 class AlarmBell(Callback):
@@ -310,10 +319,10 @@ class AlarmBell(Callback):
         run.register_state("alarms", self.alarms)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        seen, lines = self.alarms.look(metrics, step)
+        numbers, lines = self.alarms.look(metrics, step)
         for line in lines:
             run.strategy.print(f"[step {step}] {line}")
-        return seen
+        return numbers
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if (error is None or isinstance(error, SystemExit)) and (summary := self.alarms.summary()):

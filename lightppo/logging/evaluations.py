@@ -55,17 +55,22 @@ def write_evaluation(
 
 def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the metrics of :func:`eval_metrics` by data source; "all": of all samples."""
-    each = [name[len("eval/") : -len("/samples")] for name in metrics if name.endswith("/samples")]
-    # The name of a source may begin with the name of another one.
-    sources = sorted(filter(None, each), key=len, reverse=True)
-    found: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
-    for name, value in metrics.items():
-        source = next((s for s in sources if name.startswith(f"eval/{s}/")), None)
-        found[source or "all"][name.removeprefix(f"eval/{source}/" if source else "eval/")] = value
-    return found
+    sources = [
+        name.removeprefix("eval/").removesuffix("/samples")
+        for name in metrics
+        if name.endswith("/samples") and name != "eval/samples"
+    ]
+    tables: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
+    for full_name, value in metrics.items():
+        name = full_name.removeprefix("eval/")
+        # The name of a source may begin with the name of another one.
+        matches = [source for source in sources if name.startswith(f"{source}/")]
+        source = max(matches, key=len, default="all")
+        tables[source][name.removeprefix(f"{source}/") if matches else name] = value
+    return tables
 
 
-_IN_TABLE = (
+_COLUMNS = (
     "accuracy",
     "reward",
     "mean@",
@@ -81,17 +86,18 @@ _IN_TABLE = (
 
 def table(metrics: Mapping[str, float]) -> list[str]:
     """Return lines that show :func:`eval_metrics`, one per data source."""
-    found = by_source({name: value for name, value in metrics.items() if name.startswith("eval/")})
+    sources = by_source(
+        {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    )
     names = [
         name
-        for kind in _IN_TABLE
-        for name in found["all"]
-        if re.fullmatch(rf"{kind}(?<=@)\d+|{kind}", name)
+        for column in _COLUMNS
+        for name in sources["all"]
+        if re.fullmatch(rf"{column}(?<=@)\d+|{column}", name)
     ]
     cells = [["", *names]]
-    cells += [
-        [plain(source), *(f"{of[name]:.4g}" if name in of else "" for name in names)]
-        for source, of in found.items()
-    ]
+    for source, values in sources.items():
+        texts = [f"{values[name]:.4g}" if name in values else "" for name in names]
+        cells.append([plain(source), *texts])
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]

@@ -14,115 +14,130 @@ from lightppo.plugin import METRICS
 
 OURS = "lightppo"
 
-# Our name → theirs; <…> stands for any text, the same on both sides.
-VERL: dict[str, tuple[str, ...]] = {
-    "rollout/reward": ("critic/score/mean",),
-    "rollout/reward_max": ("critic/score/max",),
-    "rollout/reward_min": ("critic/score/min",),
-    "rollout/return": ("critic/rewards/mean",),
-    "rollout/advantage_mean": ("critic/advantages/mean",),
-    "rollout/advantage_max": ("critic/advantages/max",),
-    "rollout/advantage_min": ("critic/advantages/min",),
-    "rollout/return_token_mean": ("critic/returns/mean",),
-    "rollout/return_token_max": ("critic/returns/max",),
-    "rollout/return_token_min": ("critic/returns/min",),
-    "rollout/value_mean": ("critic/values/mean",),
-    "rollout/value_max": ("critic/values/max",),
-    "rollout/value_min": ("critic/values/min",),
-    "rollout/vf_explained_var": ("critic/vf_explained_var",),
-    "rollout/response_length": ("response_length/mean",),
-    "rollout/response_length_max": ("response_length/max",),
-    "rollout/response_length_min": ("response_length/min",),
-    "rollout/response_clip_ratio": ("response_length/clip_ratio",),
-    "rollout/prompt_length": ("prompt_length/mean",),
-    "rollout/prompt_length_max": ("prompt_length/max",),
-    "rollout/prompt_length_min": ("prompt_length/min",),
-    "rollout/prompt_clip_ratio": ("prompt_length/clip_ratio",),
-    "rollout/kl": ("actor/reward_kl_penalty",),
-    "rollout/mismatch_kl": ("rollout_corr/kl",),
-    "rollout/mismatch_k3_kl": ("rollout_corr/k3_kl",),
-    "rollout/mismatch_ppl_ratio": ("rollout_corr/ppl_ratio",),
-    "rollout/mismatch_chi2_token": ("rollout_corr/chi2_token",),
-    "rollout/mismatch_chi2_seq": ("rollout_corr/chi2_seq",),
-    "rollout/mismatch_ess_token": ("rollout_corr/rollout_is_eff_sample_size",),
-    "rollout/num_gen_batches": ("train/num_gen_batches",),
-    "train/kl_coef": ("actor/reward_kl_penalty_coeff", "actor/kl_coef"),
-    "train/policy_loss": ("actor/pg_loss",),
-    "train/clip_ratio": ("actor/pg_clipfrac",),
-    "train/approx_kl": ("actor/ppo_kl",),
-    "train/entropy": ("actor/entropy",),
-    "train/kl_loss": ("actor/kl_loss",),
-    "train/actor_grad_norm": ("actor/grad_norm",),
-    "train/actor_lr": ("actor/lr",),
-    "train/critic_loss": ("critic/vf_loss",),
-    "train/value_clip_ratio": ("critic/vf_clipfrac",),
-    "train/values": ("critic/vpred_mean",),
-    "train/critic_grad_norm": ("critic/grad_norm",),
-    "train/critic_lr": ("critic/lr",),
-    "perf/time_rollout": ("timing_s/gen",),
-    "perf/time_greedy": ("timing_s/gen_max",),
-    "perf/time_reward": ("timing_s/reward",),
-    "perf/time_old_log_probs": ("timing_s/old_log_prob",),
-    "perf/time_reference": ("timing_s/ref",),
-    "perf/time_values": ("timing_s/values",),
-    "perf/time_advantages": ("timing_s/adv",),
-    "perf/time_actor_update": ("timing_s/update_actor",),
-    "perf/time_critic_update": ("timing_s/update_critic",),
-    "perf/time_sync": ("timing_s/update_weights",),
-    "perf/time_eval": ("timing_s/testing",),
-    "perf/time_save": ("timing_s/save_checkpoint",),
-    "perf/time_step": ("timing_s/step", "perf/time_per_step"),
-    "perf/gpu_memory_gb": ("perf/max_memory_allocated_gb",),
-    "perf/gpu_memory_reserved_gb": ("perf/max_memory_reserved_gb",),
-    "perf/time_start_profile": ("timing_s/start_profile",),
-    "perf/time_stop_profile": ("timing_s/stop_profile",),
-    "perf/time_<part>": ("timing_s/<part>",),
-    "perf/rollout_ms_per_token": ("timing_per_token_ms/gen",),
-    "perf/reference_ms_per_token": ("timing_per_token_ms/ref",),
-    "perf/values_ms_per_token": ("timing_per_token_ms/values",),
-    "perf/advantages_ms_per_token": ("timing_per_token_ms/adv",),
-    "perf/actor_update_ms_per_token": ("timing_per_token_ms/update_actor",),
-    "perf/critic_update_ms_per_token": ("timing_per_token_ms/update_critic",),
-    "perf/mfu": ("perf/mfu/actor",),
-    "eval/<source>/mean@<n>": ("val-core/<source>/reward/mean@<n>",),
-    "eval/<source>/std@<n>": ("val-aux/<source>/reward/std@<n>",),
-    "eval/<source>/best@<n>": ("val-core/<source>/reward/best@<n>/mean",),
-    "eval/<source>/worst@<n>": ("val-aux/<source>/reward/worst@<n>/mean",),
-    "eval/<source>/maj@<n>": ("val-core/<source>/reward/maj@<n>/mean",),
-}
-OPENRLHF: dict[str, tuple[str, ...]] = {
-    "rollout/reward": ("rollout/reward", "train/reward"),
-    "rollout/response_length": ("rollout/response_length", "train/response_length"),
-    "rollout/total_length": ("train/total_length",),
-    "rollout/return": ("train/return",),
-    "rollout/kl": ("train/kl",),
-    "rollout/advantage_mean": ("train/advantages_mean",),
-    "rollout/advantage_max": ("train/advantages_max",),
-    "rollout/advantage_min": ("train/advantages_min",),
-    "rollout/return_token_mean": ("train/returns_mean",),
-    "reward/<name>": ("reward_metrics/<name>", "rollout/<name>"),
-    "perf/time_rollout": ("perf/experience_maker/generate_time",),
-    "perf/time_experience": ("perf/experience_maker/actor_value_rm_time",),
-    "perf/time_reward": ("perf/experience_maker/wait_time",),
-}
+
+def _table(rows: str) -> dict[str, list[str]]:
+    return {ours: theirs for ours, *theirs in map(str.split, rows.strip().splitlines())}
+
+
+# Our name, then theirs; <…> stands for any text, the same on both sides.
+VERL = _table(
+    """
+rollout/reward critic/score/mean
+rollout/reward_max critic/score/max
+rollout/reward_min critic/score/min
+rollout/return critic/rewards/mean
+rollout/advantage_mean critic/advantages/mean
+rollout/advantage_max critic/advantages/max
+rollout/advantage_min critic/advantages/min
+rollout/return_token_mean critic/returns/mean
+rollout/return_token_max critic/returns/max
+rollout/return_token_min critic/returns/min
+rollout/value_mean critic/values/mean
+rollout/value_max critic/values/max
+rollout/value_min critic/values/min
+rollout/vf_explained_var critic/vf_explained_var
+rollout/response_length response_length/mean
+rollout/response_length_max response_length/max
+rollout/response_length_min response_length/min
+rollout/response_clip_ratio response_length/clip_ratio
+rollout/prompt_length prompt_length/mean
+rollout/prompt_length_max prompt_length/max
+rollout/prompt_length_min prompt_length/min
+rollout/prompt_clip_ratio prompt_length/clip_ratio
+rollout/kl actor/reward_kl_penalty
+rollout/mismatch_kl rollout_corr/kl
+rollout/mismatch_k3_kl rollout_corr/k3_kl
+rollout/mismatch_ppl_ratio rollout_corr/ppl_ratio
+rollout/mismatch_chi2_token rollout_corr/chi2_token
+rollout/mismatch_chi2_seq rollout_corr/chi2_seq
+rollout/mismatch_ess_token rollout_corr/rollout_is_eff_sample_size
+rollout/num_gen_batches train/num_gen_batches
+train/kl_coef actor/reward_kl_penalty_coeff actor/kl_coef
+train/policy_loss actor/pg_loss
+train/clip_ratio actor/pg_clipfrac
+train/approx_kl actor/ppo_kl
+train/entropy actor/entropy
+train/kl_loss actor/kl_loss
+train/actor_grad_norm actor/grad_norm
+train/actor_lr actor/lr
+train/critic_loss critic/vf_loss
+train/value_clip_ratio critic/vf_clipfrac
+train/values critic/vpred_mean
+train/critic_grad_norm critic/grad_norm
+train/critic_lr critic/lr
+perf/time_rollout timing_s/gen
+perf/time_greedy timing_s/gen_max
+perf/time_reward timing_s/reward
+perf/time_old_log_probs timing_s/old_log_prob
+perf/time_reference timing_s/ref
+perf/time_values timing_s/values
+perf/time_advantages timing_s/adv
+perf/time_actor_update timing_s/update_actor
+perf/time_critic_update timing_s/update_critic
+perf/time_sync timing_s/update_weights
+perf/time_eval timing_s/testing
+perf/time_save timing_s/save_checkpoint
+perf/time_step timing_s/step perf/time_per_step
+perf/gpu_memory_gb perf/max_memory_allocated_gb
+perf/gpu_memory_reserved_gb perf/max_memory_reserved_gb
+perf/time_start_profile timing_s/start_profile
+perf/time_stop_profile timing_s/stop_profile
+perf/time_<part> timing_s/<part>
+perf/rollout_ms_per_token timing_per_token_ms/gen
+perf/reference_ms_per_token timing_per_token_ms/ref
+perf/values_ms_per_token timing_per_token_ms/values
+perf/advantages_ms_per_token timing_per_token_ms/adv
+perf/actor_update_ms_per_token timing_per_token_ms/update_actor
+perf/critic_update_ms_per_token timing_per_token_ms/update_critic
+perf/mfu perf/mfu/actor
+eval/<source>/mean@<n> val-core/<source>/reward/mean@<n>
+eval/<source>/std@<n> val-aux/<source>/reward/std@<n>
+eval/<source>/best@<n> val-core/<source>/reward/best@<n>/mean
+eval/<source>/worst@<n> val-aux/<source>/reward/worst@<n>/mean
+eval/<source>/maj@<n> val-core/<source>/reward/maj@<n>/mean
+"""
+)
+OPENRLHF = _table(
+    """
+rollout/reward rollout/reward train/reward
+rollout/response_length rollout/response_length train/response_length
+rollout/total_length train/total_length
+rollout/return train/return
+rollout/kl train/kl
+rollout/advantage_mean train/advantages_mean
+rollout/advantage_max train/advantages_max
+rollout/advantage_min train/advantages_min
+rollout/return_token_mean train/returns_mean
+reward/<name> reward_metrics/<name> rollout/<name>
+perf/time_rollout perf/experience_maker/generate_time
+perf/time_experience perf/experience_maker/actor_value_rm_time
+perf/time_reward perf/experience_maker/wait_time
+"""
+)
 # It tells rewards and lengths once.
-LIGHTRFT: dict[str, tuple[str, ...]] = {
-    "rollout/kl": ("train/kl",),
-    "reward/<name>": ("rollout/<name>",),
-    **{ours: theirs for ours, theirs in OPENRLHF.items() if ours.startswith("perf/")},
-}
+LIGHTRFT = _table(
+    """
+rollout/kl train/kl
+reward/<name> rollout/<name>
+perf/time_rollout perf/experience_maker/generate_time
+perf/time_experience perf/experience_maker/actor_value_rm_time
+perf/time_reward perf/experience_maker/wait_time
+"""
+)
 # Of sft, rm and dpo; a row of pairs has other names for the loss.
 OF_EXAMPLES = {
-    "train/loss": ("train/gpt_loss", "train/loss_mean"),
-    "eval/loss": ("eval/eval gpt_loss",),
+    "train/loss": ["train/gpt_loss", "train/loss_mean"],
+    "eval/loss": ["eval/eval gpt_loss"],
 }
-OF_PAIRS = {
-    "train/loss": ("train/loss", "train/loss_mean"),
-    "train/accuracy": ("train/acc", "train/acc_mean"),
-    "train/rejected_reward": ("train/reject_reward",),
-    "eval/loss": ("eval/eval_loss",),
-    "eval/accuracy": ("eval/acc_mean",),
-}
+OF_PAIRS = _table(
+    """
+train/loss train/loss train/loss_mean
+train/accuracy train/acc train/acc_mean
+train/rejected_reward train/reject_reward
+eval/loss eval/eval_loss
+eval/accuracy eval/acc_mean
+"""
+)
 NAMES = {"verl": VERL, "openrlhf": OPENRLHF, "lightrft": LIGHTRFT}
 # that log a global_step of their own
 STEPS = {
@@ -139,41 +154,31 @@ def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
         return dict(metrics)
     table = NAMES[names]
     if names in OWN_AXES:
-        pairs = any(f"{namespace}/pairs" in metrics for namespace in ("train", "eval"))
-        examples = any(f"{namespace}/tokens" in metrics for namespace in ("train", "eval"))
-        table = table | (OF_PAIRS if pairs else OF_EXAMPLES if examples else {})
+        if "train/pairs" in metrics or "eval/pairs" in metrics:
+            table = table | OF_PAIRS
+        elif "train/tokens" in metrics or "eval/tokens" in metrics:
+            table = table | OF_EXAMPLES
     return {theirs: value for ours, value in metrics.items() for theirs in names_of(ours, table)}
 
 
-def names_of(metric: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def names_of(metric: str, table: Mapping[str, list[str]]) -> list[str]:
     """Return what a table calls a metric: by its name, else by the first pattern that fits, else as it is called here."""
     if metric in table:
         return table[metric]
     for pattern, names in table.items():
-        if "<" in pattern and (found := _expression(pattern).fullmatch(metric)):
-            return tuple(_filled(name, found.groupdict()) for name in names)
-    return (metric,)
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"<(\w+)>", pattern)  # every second one is a name
-    return re.compile(
-        "".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-    )
-
-
-def _filled(name: str, values: Mapping[str, str]) -> str:
-    for part, value in values.items():
-        name = name.replace(f"<{part}>", value)
-    return name
+        expression = re.sub(r"<(\w+)>", r"(?P<\1>.+)", pattern)
+        if match := re.fullmatch(expression, metric):
+            return [re.sub(r"<(\w+)>", lambda part: match[part[1]], name) for name in names]
+    return [metric]
 
 
 def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, float]:
     """Return the step under the names that ``--metric_names`` has for it, for Weights & Biases."""
-    namespaces = STEPS.get(names, ())
-    if names in OWN_AXES:
-        namespaces = [one for one in namespaces if any(name.startswith(f"{one}/") for name in row)]
-    return {f"{namespace}/global_step": float(step) for namespace in namespaces}
+    return {
+        f"{namespace}/global_step": float(step)
+        for namespace in STEPS.get(names, ())
+        if names not in OWN_AXES or any(name.startswith(f"{namespace}/") for name in row)
+    }
 
 
 def page_section() -> str:

@@ -1,30 +1,118 @@
-"""What a step takes: seconds of its phases, speeds, memory of GPUs, and traces of torch's profiler."""
+"""How far a run is and what its steps take: lines, progress bars, seconds of phases, speeds, memory, profiler traces."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import get_terminal_size
+from statistics import fmean
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from lightppo.callbacks import Callback
 from lightppo.errors import ConfigError
+from lightppo.experience.experience import Experience
 from lightppo.files import local_folder
-from lightppo.metric_names import TIMED
-from lightppo.ranks import heartbeat
+from lightppo.metric_names import ON_BARS, SHOWN, TIMED
+from lightppo.ranks import Ranks, heartbeat
 from lightppo.zero3 import parameter_count
 
+# -- the line of a step, and bars ------------------------------------------------------------------------------------
 
-@dataclass
+
+class Pace:
+    """One line per step, with the time that the last steps took and that the others will."""
+
+    def __init__(self, start_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.ends = deque([(start_step, clock())], maxlen=21)  # number and end of the last steps
+
+    def line(self, step: int, total: int | None, status: Mapping[str, float]) -> str:
+        """Return ``step 12/100 · reward 0.61 · … · 0.9 s · ETA 1:20``; the time left counts evaluations and saving too."""
+        now = self.clock()
+        previous_step, previous_end = self.ends[-1]
+        self.ends.append((step, now))
+        first_step, first_end = self.ends[0]
+        seconds = (now - previous_end) / max(step - previous_step, 1)
+        texts = [f"step {step}" if total is None else f"step {step}/{total}"]
+        for short, name in (SHOWN | {"len": "rollout/response_length"}).items():
+            if name in status:
+                texts.append(f"{short} {round(status[name], 4) + 0.0:.3g}")
+        texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
+        if total is not None and step > first_step:
+            seconds_left = (now - first_end) / (step - first_step) * (total - step)
+            texts.append(f"ETA {clock_text(seconds_left)}")
+        return " · ".join(texts)
+
+
+def clock_text(seconds: float) -> str:
+    """Return ``1:20`` or ``4:10:00``."""
+    return tqdm.format_interval(round(seconds)).removeprefix("0")
+
+
+def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
+    """Return a bar as wide as the terminal, with numbers behind it; silent elsewhere."""
+    return tqdm(
+        items,
+        desc=desc,
+        ncols=get_terminal_size().columns,
+        bar_format="{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}<{remaining}{postfix}",
+        disable=None if shown else True,
+        **options,
+    )
+
+
+def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the steps of a run, with a bar; how many there are may change with each episode."""
+    is_shown = run.strategy.is_rank_0()
+    with progress_bar(None, run.unit, shown=is_shown, initial=run.state.global_step) as run.bar:
+        for step in steps:
+            run.bar.total = run.total_steps
+            yield step
+            run.bar.update()
+
+
+def bar_of_part(items: Iterable, text: str, ranks: Ranks) -> Iterable:
+    """Return the items of a part of a step, with a bar that goes when it ends."""
+    return progress_bar(items, text, shown=ranks.is_rank_0(), leave=False)
+
+
+def on_bar(status: Mapping[str, float]) -> dict[str, float]:
+    """Return what a progress bar shows of a status, by the names there."""
+    return {short: status[name] for short, name in ON_BARS.items() if name in status}
+
+
+def minibatch_on_bar(
+    samples: Sequence[Experience], statuses: Iterable[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the same of one optimizer step on this rank alone; a KL is the mean over tokens."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for status in statuses:
+        for name, value in status.items():
+            numbers[name].append(value)
+    means = {name: fmean(values) for name, values in numbers.items()}
+    lengths = torch.cat([experience.response_lengths.double() for experience in samples])
+    shared_names = set.intersection(*(set(experience.info) for experience in samples))
+    for name in shared_names & set(ON_BARS.values()):
+        values = torch.cat([experience.info[name].double() for experience in samples])
+        weights = lengths if name == "kl" else torch.ones_like(lengths)
+        means[name] = (values @ weights / weights.sum()).item()
+    return on_bar(means)
+
+
+# -- seconds and speeds ----------------------------------------------------------------------------------------------
+
+
 class PhaseTimer:
     """Seconds per phase of a step; on a GPU between two marks in its stream, so that no phase waits for it."""
 
-    passed: list[tuple[str, Any, Any]] = field(default_factory=list)  # phase, start and end
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, Any, Any]] = []  # name, start and end
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -33,19 +121,18 @@ class PhaseTimer:
         start = now()
         with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace
             yield
-        self.passed.append((phase, start, now()))
+        self.phases.append((phase, start, now()))
 
     def reset(self) -> dict[str, float]:
         """Return the seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
-        passed = self.passed
-        self.passed = []
         seconds = Counter()
-        for phase, start, end in passed:
-            if not isinstance(end, float):
+        for phase, start, end in self.phases:
+            if isinstance(end, float):
+                seconds[f"time_{phase}"] += end - start
+            else:
                 end.synchronize()
-            seconds[f"time_{phase}"] += (
-                end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
-            )
+                seconds[f"time_{phase}"] += start.elapsed_time(end) / 1000
+        self.phases = []
         return dict(seconds)
 
 
@@ -59,24 +146,14 @@ class Speeds(Callback):
     """Adds the speeds of a step whose samples come from rollouts."""
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        epochs = {
-            "actor_update": run.max_epochs,
-            "critic_update": run.critic_max_epochs,
-        }
-        models = {"actor_update": run.actor, "critic_update": run.critic}
-        passes = sum(
-            epochs[part] * parameter_count(model)
-            for part, model in models.items()
-            if model is not None
-        )
-
-        def of(namespace: str) -> dict[str, float]:
-            names = [name for name in metrics if name.startswith(f"{namespace}/")]
-            return {name.removeprefix(f"{namespace}/"): metrics[name] for name in names}
-
+        epochs = {"actor_update": run.max_epochs}
+        passes = run.max_epochs * parameter_count(run.actor)  # weights times epochs
+        if run.critic is not None:
+            epochs["critic_update"] = run.critic_max_epochs
+            passes += run.critic_max_epochs * parameter_count(run.critic)
         speeds = perf_metrics(
-            of("perf"),
-            of("rollout"),
+            {name.removeprefix("perf/"): value for name, value in metrics.items()},
+            {name.removeprefix("rollout/"): value for name, value in metrics.items()},
             epochs=epochs,
             world_size=run.strategy.world_size,
             parameters=passes / max(epochs.values()),
@@ -99,24 +176,26 @@ def perf_metrics(
     ``status`` is of the rollout (samples, generated_tokens, total_length), ``parameters`` of all models that an epoch
     trains, ``peak_tflops`` of one device; ``epochs`` by the part in ``TIMED``.
     """
-    perf: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     generated = status.get("generated_tokens", 0.0)
     tokens = status.get("samples", 0.0) * status.get("total_length", 0.0)
     trained = tokens * max(epochs.values())
-    if generated and seconds.get("time_rollout"):
-        perf["rollout_tokens_per_second"] = generated / seconds["time_rollout"]
-        perf["rollout_ms_per_token"] = 1000 * seconds["time_rollout"] / generated
+    rollout_seconds = seconds.get("time_rollout")
+    train_seconds = seconds.get("time_train")
+    if generated and rollout_seconds:
+        speeds["rollout_tokens_per_second"] = generated / rollout_seconds
+        speeds["rollout_ms_per_token"] = 1000 * rollout_seconds / generated
     for part in TIMED:
         if tokens and f"time_{part}" in seconds:
-            passed = tokens * epochs.get(part, 1)
-            perf[f"{part}_ms_per_token"] = 1000 * seconds[f"time_{part}"] / passed
-    if trained and (train := seconds.get("time_train")):
-        perf["train_tokens_per_second"] = trained / train
-        perf["train_ms_per_token"] = 1000 * train / trained
-        perf["train_tflops"] = 6 * parameters * trained / train / world_size / 1e12
+            tokens_of_part = tokens * epochs.get(part, 1)
+            speeds[f"{part}_ms_per_token"] = 1000 * seconds[f"time_{part}"] / tokens_of_part
+    if trained and train_seconds:
+        speeds["train_tokens_per_second"] = trained / train_seconds
+        speeds["train_ms_per_token"] = 1000 * train_seconds / trained
+        speeds["train_tflops"] = 6 * parameters * trained / train_seconds / world_size / 1e12
         if peak_tflops is not None:
-            perf["mfu"] = perf["train_tflops"] / peak_tflops
-    return perf
+            speeds["mfu"] = speeds["train_tflops"] / peak_tflops
+    return speeds
 
 
 class GPUMemory(Callback):

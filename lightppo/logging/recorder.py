@@ -33,7 +33,7 @@ from lightppo.logging.trackers import TensorBoardSink, Tracker, WandbSink, open_
 
 logger = logging.getLogger(__name__)
 
-_TOLD = 5  # files that are named in one line
+_NAMED_FILES = 5  # files that are named in one line
 
 
 # -- where metrics go ------------------------------------------------------------------------------------------------
@@ -78,19 +78,14 @@ class JsonlSink:
 def _cut(path: Path, last: int) -> None:
     """Keep the rows up to step ``last``, in place: what another process has open stays the file."""
     with path.open("r+b") as file:
-        rows = file.read().splitlines(keepends=True)
-        kept = [row.rstrip(b"\n") + b"\n" for row in rows if _step_of(row) <= last]
-        same = next(
-            (i for i, (old, new) in enumerate(zip(rows, kept)) if old != new),
-            min(len(rows), len(kept)),
-        )
-        file.seek(sum(map(len, rows[:same])))
-        file.writelines(kept[same:])
+        rows = [row.rstrip(b"\n") + b"\n" for row in file if _step_of(row) <= last]
+        file.seek(0)
+        file.writelines(rows)
         file.truncate()
 
 
 def _step_of(row: bytes) -> float:
-    """Step of a row; infinity for a row that a crash tore, or that was altered."""
+    """Return the step of a row; infinity for a row that a crash tore, or that was altered."""
     try:
         step = json.loads(row)["step"]
     except (ValueError, TypeError, KeyError):
@@ -139,42 +134,34 @@ class Trackers:
         self.run_ids = dict(state)
 
 
-class Recorded:
-    """Sizes and sums of what is recorded until a checkpoint, as it keeps them. Saving puts metrics.jsonl on disk."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.sums: dict[str, tuple[int, str]] = {}
-
-    def state_dict(self) -> dict[str, tuple[int, str]]:
-        """Return sizes and sums of what is recorded. Collective."""
-        recorder = self.recorder
-
-        def take() -> None:
-            for sink in recorder.sinks:
-                if isinstance(sink, JsonlSink):
-                    sink.sync()
-            self.sums = recorder.records.take()
-
-        recorder.run.strategy.on_rank_0(take, "put metrics.jsonl on disk")
-        return self.sums
-
-    def load_state_dict(self, state: Mapping[str, tuple[int, str]]) -> None:
-        self.sums = dict(state)
-
-
 class Recorder(Callback):
     """Writes what a run did into its folder and into trackers. Rank 0 writes."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
-        self.trackers, self.recorded = Trackers(), Recorded(self)
+        self.trackers = Trackers()
         run.register_state("trackers", self.trackers)
-        run.register_state("recorded", self.recorded)
+        run.register_state("recorded", self)
         self.sinks: list[Sink] = []
         self.locks: dict[Path, str] = {}  # of the folders of the run
         self.path = metrics_file(run.config)
         self.records = RecordSums(run.config.checkpoint.save_path, self.path)
+        self.sums: dict[str, tuple[int, str]] = {}  # what is recorded until the last checkpoint
+
+    def state_dict(self) -> dict[str, tuple[int, str]]:
+        """Return sizes and sums of what is recorded; metrics.jsonl is on disk then. Collective."""
+
+        def take() -> None:
+            for sink in self.sinks:
+                if isinstance(sink, JsonlSink):
+                    sink.sync()
+            self.sums = self.records.take()
+
+        self.run.strategy.on_rank_0(take, "put metrics.jsonl on disk")
+        return self.sums
+
+    def load_state_dict(self, state: Mapping[str, tuple[int, str]]) -> None:
+        self.sums = dict(state)
 
     def on_start(self, run: Any) -> None:
         config = run.config
@@ -191,7 +178,7 @@ class Recorder(Callback):
         if strategy.is_rank_0():
             # Only where the run goes on in its own folder: another one's records are elsewhere.
             if step > 0 and config.checkpoint.resume == "auto" and not run.only_evaluates:
-                self._tell_lost(step)
+                self._warn_of_lost(step)
             if step > 0:
                 cut_samples(folder, step)
             self.sinks = open_sinks(
@@ -206,17 +193,18 @@ class Recorder(Callback):
             sink.name: sink.run_id for sink in self.sinks if hasattr(sink, "run_id")
         }
 
-    def _tell_lost(self, step: int) -> None:
-        """Of the records, what the checkpoint of this step knows and the folder has no longer."""
-        if lost := self.records.lost(self.recorded.sums):
-            more = f"; {len(lost) - _TOLD} more files" if len(lost) > _TOLD else ""
+    def _warn_of_lost(self, step: int) -> None:
+        """Warn of records that the checkpoint of this step knows and the folder has no longer."""
+        texts = self.records.lost(self.sums)
+        if len(texts) > _NAMED_FILES:
+            texts[_NAMED_FILES:] = [f"{len(texts) - _NAMED_FILES} more files"]
+        if texts:
             logger.warning(
-                "%s: of what was recorded until step %d, %s%s. The run goes on without it; to have it back, stop, "
+                "%s: of what was recorded until step %d, %s. The run goes on without it; to have it back, stop, "
                 "restore the files from a copy, and start again",
                 self.run.config.checkpoint.save_path,
                 step,
-                "; ".join(lost[:_TOLD]),
-                more,
+                "; ".join(texts),
             )
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
@@ -227,9 +215,11 @@ class Recorder(Callback):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a row to the file, and a point to the trackers."""
-        names_of_trackers = renamed(metrics, self.run.config.logging.metric_names)
         for sink in self.sinks:
-            sink.log(step, metrics if isinstance(sink, JsonlSink) else names_of_trackers)
+            if isinstance(sink, JsonlSink):
+                sink.log(step, metrics)
+            else:
+                sink.log(step, renamed(metrics, self.run.config.logging.metric_names))
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         self.write(step, result)

@@ -70,9 +70,8 @@ SFT_PANELS = (
 # of a picture at the end of a run: two points are no curve, and the table has them
 FEWEST_STEPS = 3
 PICTURE = "plot.png"
-NO_MATPLOTLIB = "no picture: pip install 'lightppo[plots]'"
 REPORT = "report.html"
-NO_PLOTLY = "no report: pip install 'lightppo[plots]'"
+INSTALL = "pip install 'lightppo[plots]'"
 ROLLOUTS_MB = 50.0  # of samples in a report
 
 
@@ -132,46 +131,46 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
     Raises:
         ReportError: fewer than two steps with an evaluation.
     """
-    found = [row for row in rows if row.get(metric) is not None]
-    if len({row["step"] for row in found}) < 2:
+    evaluated = [row for row in rows if row.get(metric) is not None]
+    if len({row["step"] for row in evaluated}) < 2:
         raise ReportError(
-            f"{len(found)} evaluations in the metrics, two are needed: run with --eval_data and --val_before_train"
+            f"{len(evaluated)} evaluations in the metrics, two are needed: run with --eval_data and --val_before_train"
         )
-    return found
+    return evaluated
 
 
 def before_and_after(rows: Sequence[Row]) -> str:
     """Return a table: the evaluations, if there are two, and of the training the first and last tenth of steps, the best."""
-    names = sorted({name for row in rows for name in row if name.startswith("eval/")})
-    names = [
-        name for name in names if len(series(rows, name)[0]) > 1 and not name.endswith("/samples")
-    ]
+    evaluated = sorted({name for row in rows for name in row if name.startswith("eval/")})
+    names = [name for name in evaluated if not name.endswith("/samples")]
+    names = [name for name in names if len(series(rows, name)[0]) > 1]
     names += [name for panel in (*PANELS, *SFT_PANELS) for name in panel.curves]
-    if not any(series(rows, name)[0] for name in names):  # an evaluation
+    names = [name for name in names if series(rows, name)[0]]
+    if not names:  # an evaluation
         return single_values(rows)
     lines = [f"{'':<32}{'first':>12}{'last':>12}{'best':>12}   steps"]
-    for name, (steps, values) in {name: series(rows, name) for name in names}.items():
-        if not steps:
-            continue
+    for name in names:
+        steps, values = series(rows, name)
         # One step alone is noise.
         window = 1 if name.startswith("eval/") else max(1, len(steps) // 10)
-        best = at = ""
+        first = sum(values[:window]) / window
+        last = sum(values[-window:]) / window
+        best = best_step = ""
         if name.endswith(("reward", "accuracy", "loss")):
-            value = (min if name.endswith("loss") else max)(values)
+            value = min(values) if name.endswith("loss") else max(values)
             best = f"{value:.4g}"
-            at = f", best at {steps[values.index(value)]}"
-        ends = f"{sum(values[:window]) / window:>12.4g}{sum(values[-window:]) / window:>12.4g}"
-        lines.append(f"{plain(name):<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
+            best_step = f", best at {steps[values.index(value)]}"
+        lines.append(
+            f"{plain(name):<32}{first:>12.4g}{last:>12.4g}{best:>12}   {steps[0]} → {steps[-1]}{best_step}"
+        )
     return "\n".join(lines)
 
 
 def single_values(rows: Sequence[Row]) -> str:
     """Return the numbers of an evaluation without a training."""
-    last = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    return (
-        "\n".join(f"{plain(name):<32}{value:>12.4g}" for name, value in last.items())
-        or "no numbers were recorded"
-    )
+    values = {name: value for row in rows for name, value in row.items() if name[:5] == "eval/"}
+    lines = [f"{plain(name):<32}{value:>12.4g}" for name, value in values.items()]
+    return "\n".join(lines) or "no numbers were recorded"
 
 
 def summary(path: Path) -> str:
@@ -181,28 +180,31 @@ def summary(path: Path) -> str:
         rows = read_metrics(path)
     except ReportError as error:
         return str(error)
-    told = [before_and_after(rows)]
-    drawn = {
-        ("curves", "picture", path.with_name(PICTURE)): lambda file: plot_training(
-            rows, file, _name_of(path)
-        ),
-        ("report", "report", path.with_name(REPORT)): lambda file: write_report([path], file),
-    }
-    for (title, kind, file), draw in (
-        drawn.items() if len({row["step"] for row in rows}) >= FEWEST_STEPS else ()
-    ):
+    lines = [before_and_after(rows)]
+    if len({row["step"] for row in rows}) < FEWEST_STEPS:
+        return lines[0]
+    picture = path.with_name(PICTURE)
+    page = path.with_name(REPORT)
+
+    def write_kind(kind: str) -> str:
+        if kind == "picture":
+            plot_training(rows, picture, path.resolve().parent.name)
+            return f"curves: {picture}"
+        write_report([path], page)
+        return f"report: {page}"
+
+    for kind in ("picture", "report"):
         try:
-            draw(file)
-            told.append(f"{title}: {file}")
+            lines.append(write_kind(kind))
         except ModuleNotFoundError:
-            told.append({"picture": NO_MATPLOTLIB, "report": NO_PLOTLY}[kind])
+            lines.append(f"no {kind}: {INSTALL}")
         except (ReportError, OSError) as error:
-            told.append(f"no {kind}: {error}")
+            lines.append(f"no {kind}: {error}")
         except Exception as error:  # the run is trained and saved: a page is no reason to fail it
-            told.append(
+            lines.append(
                 f"no {kind}: {type(error).__name__}: {error}; lightppo report {path.parent} shows where"
             )
-    return "\n".join(told)
+    return "\n".join(lines)
 
 
 class RunSummary(Callback):
@@ -228,25 +230,21 @@ def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
     from matplotlib.figure import Figure
 
     panels = SFT_PANELS if series(rows, "train/loss")[0] else PANELS
-    panels = [panel for panel in panels if _is_logged(panel, rows)] or panels[:1]
-    across = len(panels) if len(panels) < 4 else 2
-    down = len(panels) // across
+    logged = [
+        panel
+        for panel in panels
+        if any(series(rows, name)[0] for name in (*panel.curves, *panel.points))
+    ]
+    logged = logged or panels[:1]
+    across = 2 if len(logged) == 4 else len(logged)
+    down = len(logged) // across
     figure = Figure(figsize=(5.5 * across, 3.5 * down), layout="constrained")
     FigureCanvasAgg(figure)  # its own canvas: pyplot's global state and backend stay as they are
-    for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, panels):
+    for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, logged):
         _draw_panel(axes, panel, rows)
     if title:
         figure.suptitle(title)
     return figure
-
-
-def _is_logged(panel: Panel, rows: Sequence[Row]) -> bool:
-    return any(series(rows, name)[0] for name in (*panel.curves, *panel.points))
-
-
-def _name_of(metrics: Path) -> str:
-    """Return the name of the run with this file of metrics."""
-    return metrics.resolve().parent.name
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
@@ -289,22 +287,24 @@ KINDS = {"ppo": PPOConfig, **COMMANDS}
 def command_of(options: Mapping[str, Any]) -> str:
     """Return the command whose options a run's are the most like; other versions have some more or fewer."""
 
-    def unlike(name: str) -> tuple[int, int]:
-        known = KINDS[name]().flat().keys()
-        return len(options.keys() - known), len(known - options.keys())
+    def differences(name: str) -> tuple[int, int]:
+        names = KINDS[name]().flat().keys()
+        return len(options.keys() - names), len(names - options.keys())
 
-    return min(KINDS, key=unlike) if options else "ppo"
+    return min(KINDS, key=differences) if options else "ppo"
 
 
 def recorded_path(run: Path, option: str) -> Path | None:
     """Return the folder that an option of the run names, if it is there; both may have been moved."""
     options = options_of(run)
-    if (value := options.get(option)) is None:
+    value = options.get(option)
+    if value is None:
         return None
-    beside = run / (
-        Path(value).name if "://" in value else os.path.relpath(value, options["save_path"])
-    )
-    return next((path for path in (beside, Path(value)) if path.is_dir()), None)
+    if "://" in value:
+        name = Path(value).name
+    else:
+        name = os.path.relpath(value, options["save_path"])
+    return next((path for path in (run / name, Path(value)) if path.is_dir()), None)
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
@@ -315,23 +315,17 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
 
 def facts_of(run: Path) -> dict[str, str]:
     """Return versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for start in starts_of(run):
-        content = {
-            f"content of --{name}": mark
-            for name, mark in start["content"].items()
-            if name != "save_path"
-        }
-        for name, value in {
-            **start["versions"],
-            "ranks": start["ranks"],
-            "device": start["device"],
-            **content,
-        }.items():
-            seen = found.setdefault(name, [str(value)])
-            if seen[-1].partition(" from step ")[0] != str(value):
-                seen.append(f"{value} from step {start['step'] + 1} on")
-    return {name: ", ".join(values) for name, values in found.items()}
+        facts = start["versions"] | {"ranks": start["ranks"], "device": start["device"]}
+        for name, mark in start["content"].items():
+            if name != "save_path":
+                facts[f"content of --{name}"] = mark
+        for name, value in facts.items():
+            previous = texts.setdefault(name, [str(value)])
+            if previous[-1].partition(" from step ")[0] != str(value):
+                previous.append(f"{value} from step {start['step'] + 1} on")
+    return {name: ", ".join(values) for name, values in texts.items()}
 
 
 # -- report.html -------------------------------------------------------------------------------------------------------
@@ -399,63 +393,67 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
     """
     from plotly.offline import get_plotlyjs
 
-    page = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8")
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     blocks = []
-    shown = []
+    contents = []
     for number, path in enumerate(runs):
-        shown.append(run := _run(path))
+        content = _run(path)
         files = _sample_files(path.parent)
-        for kind, step in _evenly(files, rollouts_mb * 1e6 / len(runs)):
-            run["samples"].setdefault(kind, []).append(step)
+        chosen = _evenly(files, rollouts_mb * 1e6 / len(runs))
+        for kind, step in chosen:
+            content["samples"].setdefault(kind, []).append(step)
             blocks.append(_block(f"{kind}-{number}-{step}", files[kind, step]))
-        run["left_out"] = len(files) - sum(map(len, run["samples"].values()))
+        content["left_out"] = len(files) - len(chosen)
+        contents.append(content)
     data = {
         "version": __version__,
         "time": time.time(),
-        "runs": shown,
+        "runs": contents,
         "charts": CHARTS,
         "phases": PHASES,
+        "differing": {},
     }
-    data["differing"] = {
-        what: _differing([run[what] for run in shown])
-        for what in ("options", "facts")
-        if len(shown) > 1
-    }
+    if len(runs) > 1:
+        for kind in ("options", "facts"):
+            data["differing"][kind] = _differing([content[kind] for content in contents])
     blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
     blocks.append(_block("plotly", _packed(get_plotlyjs())))
-    title = html.escape(", ".join(run["name"] for run in shown))
-    write_text(
-        out, page.replace("<!--TITLE-->", title, 1).replace("<!--DATA-->", "\n".join(blocks), 1)
-    )
+    title = html.escape(", ".join(content["name"] for content in contents))
+    page = page.replace("<!--TITLE-->", title, 1)
+    write_text(out, page.replace("<!--DATA-->", "\n".join(blocks), 1))
 
 
 def _run(path: Path) -> dict[str, Any]:
     """Return what the page shows of a run, beside its samples."""
     rows = read_metrics(path)
     run = path.parent
-    names = sorted({name for row in rows for name in row} - {"step", "time"})
-    curves = {name: (steps, [float(f"{x:.6g}") for x in values]) for name in names
-              for steps, values in [series(rows, name)] if steps and not name.startswith("alarm/")}  # fmt: skip
+    curves = {}
+    for name in sorted({name for row in rows for name in row} - {"step", "time"}):
+        steps, values = series(rows, name)
+        if steps and not name.startswith("alarm/"):
+            curves[name] = (steps, [float(f"{value:.6g}") for value in values])
     times = [row["time"] for row in rows if isinstance(row.get("time"), float)]
     options = options_of(run)
-    given = options_of(run, "run_config.yaml") or options
-    command = command_of(given)
-    defaults = {one.name: one.default for one in KINDS[command].all_options()}
-    plain = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()
-    }
+    set_options = dict(options_of(run, "run_config.yaml") or options)
+    command = command_of(set_options)
+    for option in KINDS[command].all_options():
+        default = option.default
+        if isinstance(default, tuple):
+            default = list(default)
+        if option.name in set_options and set_options[option.name] == default:
+            del set_options[option.name]
+    is_evaluation = command == "ppo" and not series(rows, "rollout/reward")[0]
     return {
         "name": run.resolve().name,
-        # An evaluation has no command to repeat.
-        "command": command if series(rows, "rollout/reward")[0] or command != "ppo" else None,
+        "command": None if is_evaluation else command,  # one to repeat
         "folder": str(run),  # as it was given
         "steps": [rows[0]["step"], rows[-1]["step"]],
         "times": [min(times), max(times)] if times else [],
         "starts": [start["step"] for start in starts_of(run)],
         "series": curves,
         "alarms": list(_alarms(rows)),
-        "options": {n: v for n, v in options.items() if v is not None},
-        "set": [name for name, value in given.items() if name not in plain or value != plain[name]],
+        "options": {name: value for name, value in options.items() if value is not None},
+        "set": list(set_options),
         "facts": facts_of(run),
         "samples": {},
     }
@@ -464,52 +462,57 @@ def _run(path: Path) -> dict[str, Any]:
 def _alarms(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield the alarms that rang, with the first and the last step of each time."""
     for name, alarm in ALARMS.items():
-        steps, values = series(rows, f"alarm/{name}")
-        rings = [
-            [step for step, _ in part]
-            for on, part in groupby(zip(steps, values), lambda pair: pair[1] > 0)
-            if on
-        ]
-        if rings:
-            yield {"name": name, "metrics": alarm.metrics, "condition": alarm.condition, "remedy": alarm.remedy,
-                   "spans": [[part[0], part[-1]] for part in rings]}  # fmt: skip
+        points = zip(*series(rows, f"alarm/{name}"))
+        spans = []
+        for rings, group in groupby(points, lambda point: point[1] > 0):
+            steps = [step for step, _ in group]
+            if rings:
+                spans.append([steps[0], steps[-1]])
+        if spans:
+            yield {
+                "name": name,
+                "metrics": alarm.metrics,
+                "condition": alarm.condition,
+                "remedy": alarm.remedy,
+                "spans": spans,
+            }
 
 
 def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return what is not the same in all runs, by name; None where a run has none."""
     names = dict.fromkeys(name for run in runs for name in run)
-    values = {name: [run.get(name) for run in runs] for name in names}
+    values_of_runs = {name: [run.get(name) for run in runs] for name in names}
     return {
-        name: found for name, found in values.items() if any(value != found[0] for value in found)
+        name: values
+        for name, values in values_of_runs.items()
+        if any(value != values[0] for value in values)
     }
 
 
 def _sample_files(run: Path) -> dict[tuple[str, int], bytes]:
-    """By kind and step, what a run kept of its samples, as gzip: those with numbers per token where there are any."""
-    found: dict[tuple[str, int], bytes] = {}
-    for kind, folder in (
-        ("rollouts", recorded_path(run, "rollout_data_dir")),
-        ("eval", run / "eval"),
-    ):
-        for path in folder.glob("step*.jsonl") if folder is not None else ():
-            found[kind, _step_of(path)] = gzip.compress(path.read_bytes(), 6)
+    """Return what a run kept of its samples, as gzip, by kind and step: with numbers per token where there are any."""
+    rollouts = recorded_path(run, "rollout_data_dir") or run / "rollouts"
+    files: dict[tuple[str, int], bytes] = {}
+    for kind, folder in (("rollouts", rollouts), ("eval", run / "eval")):
+        for path in folder.glob("step*.jsonl"):
+            files[kind, _step_of(path)] = gzip.compress(path.read_bytes(), 6)
     for path in (run / "rollouts").glob("step*.jsonl.gz"):
-        found["rollouts", _step_of(path)] = path.read_bytes()
-    return dict(sorted(found.items()))
+        files["rollouts", _step_of(path)] = path.read_bytes()
+    return dict(sorted(files.items()))
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name[4:].partition(".")[0])
+    return int(path.name.removeprefix("step").partition(".")[0])
 
 
 def _evenly(files: Mapping[tuple[str, int], bytes], limit: float) -> list[tuple[str, int]]:
     """Return as many files as there is room for, steps left out evenly; the last step of each kind is always there."""
-    last = [max(keys) for _, keys in groupby(files, lambda key: key[0])]
+    last_keys = [max(keys) for _, keys in groupby(files, lambda key: key[0])]
     for stride in range(1, len(files) + 1):
-        kept = sorted({*list(files)[::stride], *last})
-        if sum(len(files[key]) for key in kept) <= limit:
-            return kept
-    return sorted(last)
+        keys = sorted({*list(files)[::stride], *last_keys})
+        if sum(len(files[key]) for key in keys) <= limit:
+            return keys
+    return sorted(last_keys)
 
 
 def _packed(text: str) -> bytes:
@@ -517,9 +520,8 @@ def _packed(text: str) -> bytes:
 
 
 def _block(name: str, content: bytes) -> str:
-    return (
-        f'<script type="application/gzip" id="{name}">{base64.b64encode(content).decode()}</script>'
-    )
+    text = base64.b64encode(content).decode()
+    return f'<script type="application/gzip" id="{name}">{text}</script>'
 
 
 # -- lightppo report ---------------------------------------------------------------------------------------------------
@@ -528,10 +530,12 @@ def _block(name: str, content: bytes) -> str:
 def named_run(path: str) -> str:
     """Return the folder of a run, also where somebody names its file of metrics."""
     folder, _, name = path.rpartition("/")
-    return folder or "." if name == "metrics.jsonl" else path
+    if name != "metrics.jsonl":
+        return path
+    return folder or "."
 
 
-def brought(run: str) -> Path:
+def downloaded(run: str) -> Path:
     """Return the folder of a run; of a URL its records, brought to a folder that goes at the end."""
     if is_url(run):
         from lightppo.logging.run_paths import RECORDS
@@ -567,39 +571,36 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     )
     parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="maximum MB of samples in the page; if "
                         "there are more, steps are left out evenly; default: %(default)g")  # fmt: skip
-    args = parser.parse_args(argv)
-    out = (
-        args.out
-        or (Path() if len(args.runs) > 1 or is_url(args.runs[0]) else local_folder(args.runs[0]))
-        / REPORT
-    )
-    for flag, path, kinds in (
-        ("--out", args.out, (".html", ".htm")),
-        ("--picture", args.picture, (".png",)),
+    options = parser.parse_args(argv)
+    runs = options.runs
+    for flag, path, kind, endings in (
+        ("--out", options.out, "a page of HTML", (".html", ".htm")),
+        ("--picture", options.picture, "a PNG picture", (".png",)),
     ):
-        if path is not None and path.suffix.lower() not in kinds:
-            what = "a page of HTML" if flag == "--out" else "a PNG picture"
-            parser.error(f"{flag} {path}: it is {what}: give a name that ends in {kinds[0]}")
-    if args.picture is not None and len(args.runs) > 1:
+        if path is not None and path.suffix.lower() not in endings:
+            parser.error(f"{flag} {path}: it is {kind}: give a name that ends in {endings[0]}")
+    if options.picture is not None and len(runs) > 1:
         parser.error("--picture shows one run: name one, or leave it out")
-    if not (math.isfinite(args.rollouts_mb) and args.rollouts_mb >= 0):
+    if not 0 <= options.rollouts_mb < math.inf:
         parser.error("--rollouts_mb must be a number of at least 0")
+    page = options.out
+    if page is None:
+        page = Path(REPORT)
+        if len(runs) == 1 and not is_url(runs[0]):
+            page = local_folder(runs[0]) / REPORT
     try:
-        paths = [brought(run) / "metrics.jsonl" for run in args.runs]
+        paths = [downloaded(run) / "metrics.jsonl" for run in runs]
         for path in paths:
-            print(
-                *([plain(f"\n{path.parent}")] if len(paths) > 1 else []),
-                before_and_after(read_metrics(path)),
-                sep="\n",
-            )
-        if args.picture is not None:
-            plot_training(read_metrics(paths[0]), args.picture, title=str(args.runs[0]))
-        write_report(paths, out, args.rollouts_mb)
+            if len(paths) > 1:
+                print(plain(f"\n{path.parent}"))
+            print(before_and_after(read_metrics(path)))
+        if options.picture is not None:
+            plot_training(read_metrics(paths[0]), options.picture, title=str(runs[0]))
+        write_report(paths, page, options.rollouts_mb)
     except (ReportError, StagingError, OSError) as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
-        parser.exit(
-            message=f"{NO_PLOTLY if (error.name or '').startswith('plotly') else NO_MATPLOTLIB}\n"
-        )
+        kind = "report" if (error.name or "").startswith("plotly") else "picture"
+        parser.exit(message=f"no {kind}: {INSTALL}\n")
     else:
-        print(out)
+        print(page)

@@ -76,18 +76,6 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def refuse_overlaps(config: OptionSet, ranks: Ranks) -> None:
-    """Raise ConfigError if a run, of a resolved config, would write over what it reads. Collective."""
-    problem = None
-    if ranks.is_rank_0():
-        try:
-            check_places(config)
-        except ConfigError as error:
-            problem = str(error)
-    if problem := ranks.broadcast_object(problem):
-        raise ConfigError(problem)
-
-
 def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     """Make the folders, by their flags, and keep other processes out of them until this one ends. Collective.
 
@@ -96,33 +84,42 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     Raises:
         ConfigError: another process holds one, it cannot be written, or a node does not see what rank 0 writes there.
     """
-    if ranks.is_rank_0():
+
+    def claim_on_rank_0() -> None:
         _warn_of_memory(folders)
-    steps = (do(flag, folder) for do in (_claim, _prepare) for flag, folder in folders.items())
-    problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
-    if problem := ranks.broadcast_object(problem):
-        raise ConfigError(problem)
+        for flag, folder in folders.items():
+            _claim(flag, folder)
+        for flag, folder in folders.items():
+            _download(flag, folder)
+
+    ranks.on_rank_0(claim_on_rank_0, "claim the folders")
     # A name that no node has looked for before.
     name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")
     for flag, folder in folders.items():
         mark = local_folder(folder) / name
-        before = mark.parent.stat() if ranks.is_rank_0() else None
+        times = mark.parent.stat() if ranks.is_rank_0() else None
         ranks.on_rank_0(mark.touch, f"write into {folder}")
         hosts = ranks.all_gather_object((socket.gethostname(), mark.exists()))
 
-        def remove(mark: Path = mark, before: Any = before) -> None:
+        def remove(mark: Path = mark, times: Any = times) -> None:
             mark.unlink()  # and the folder of a run that is complete is as it was
-            os.utime(mark.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
+            os.utime(mark.parent, ns=(times.st_atime_ns, times.st_mtime_ns))
 
         ranks.on_rank_0(remove, f"remove {mark}")
-        if blind := [
-            f"rank {rank} on {host}" for rank, (host, seen) in enumerate(hosts) if not seen
-        ]:
-            remedy = "set LIGHTPPO_CACHE to a folder" if is_url(folder) else "name one"
+        blind_ranks = [
+            f"rank {rank} on {host}"
+            for rank, (host, sees_mark) in enumerate(hosts)
+            if not sees_mark
+        ]
+        if blind_ranks:
+            destination = "there"
+            remedy = "name one"
+            if is_url(folder):
+                destination = "here first"
+                remedy = "set LIGHTPPO_CACHE to a folder"
             raise ConfigError(
-                f"{flag} {folder}: {blind[0]} does not see what rank 0 on {hosts[0][0]} writes "
-                f"{'here first' if is_url(folder) else 'there'} ({len(blind)} of {len(hosts)} ranks do not): {remedy} "
-                "that all nodes share"
+                f"{flag} {folder}: {blind_ranks[0]} does not see what rank 0 on {hosts[0][0]} writes "
+                f"{destination} ({len(blind_ranks)} of {len(hosts)} ranks do not): {remedy} that all nodes share"
             )
 
 
@@ -139,41 +136,39 @@ def _warn_of_memory(folders: Mapping[str, str]) -> None:
             )
 
 
-def _claim(flag: str, folder: str) -> str | None:
-    """Make a folder and lock it; what is in the way."""
+def _claim(flag: str, folder: str) -> None:
+    """Make a folder and lock it; ConfigError says what is in the way."""
     local = local_folder(folder)
-    made = [path for path in (local, *local.parents) if not path.exists()]
+    new_folders = [path for path in (local, *local.parents) if not path.exists()]
     try:
         local.mkdir(parents=True, exist_ok=True)
-        problem = _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
+        _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
     except OSError as error:
-        return f"{flag} {folder}: cannot be written ({error.strerror})"
-    if made and not problem:
-        atexit.register(_leave_nothing, made, os.getpid())
-    return problem
+        raise ConfigError(f"{flag} {folder}: cannot be written ({error.strerror})") from error
+    if new_folders:
+        atexit.register(_leave_nothing, new_folders, os.getpid())
 
 
-def _leave_nothing(made: Sequence[Path], owner: int) -> None:
+def _leave_nothing(new_folders: Sequence[Path], owner: int) -> None:
     """Remove the folders that a run has made which was refused before it wrote a file, the deepest one first."""
     if os.getpid() != owner:
         return
     with suppress(OSError):  # others write there, too
-        if [path.name for path in made[0].iterdir()] == [_LOCK]:
-            (made[0] / _LOCK).unlink()
-            for path in made:
-                path.rmdir()
+        if [path.name for path in new_folders[0].iterdir()] == [_LOCK]:
+            (new_folders[0] / _LOCK).unlink()
+            for folder in new_folders:
+                folder.rmdir()
 
 
-def _prepare(flag: str, folder: str) -> str | None:
-    """Bring what is needed to go on from a URL; what is in the way."""
+def _download(flag: str, folder: str) -> None:
+    """Bring what is needed to go on from a URL; ConfigError says what is in the way."""
     if not is_url(folder):
-        return None
+        return
     try:
         probe(folder)
+        reason = "could not send all it wrote"
         if is_forgotten(folder):
             reason = "ended, and its memory with it"
-        else:
-            reason = "could not send all it wrote"
         # These files belong to no run any more: only what is at the URL counts.
         if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:
             logger.warning(
@@ -183,37 +178,39 @@ def _prepare(flag: str, folder: str) -> str | None:
         kinds = tuple(name.partition(".")[0] for name in RECORDS)
         download(folder, lambda name: name.startswith(kinds))
     except OSError as error:
-        return f"{flag} {folder}: cannot be written ({error if isinstance(error, StagingError) else error.strerror})"
-    return None
+        reason = error if isinstance(error, StagingError) else error.strerror
+        raise ConfigError(f"{flag} {folder}: cannot be written ({reason})") from error
 
 
-def _lock(file: IO[str], name: str) -> str | None:
+def _lock(file: IO[str], name: str) -> None:
     import fcntl
 
     path = Path(file.name).resolve()
     if path in _held:
-        return None
+        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        return f"{name} is in use by {file.read() or 'another process'}: wait for it, or choose another --save_path"
+        holder = file.read() or "another process"
+        raise ConfigError(
+            f"{name} is in use by {holder}: wait for it, or choose another --save_path"
+        ) from None
     except OSError as error:
         logger.warning(
             "%s: no locks on this file system (%s): nothing keeps another run out",
             name,
             error.strerror,
         )
-        return None
+        return
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     _held[path] = file
-    return None
 
 
 def is_at(path: Path, file: IO[str]) -> bool:
-    """Return whether an open file is still the one of that name."""
+    """Tell whether an open file is still the one of that name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -238,8 +235,7 @@ def hold(locks: Mapping[Path, str]) -> None:
                 folder,
             )
             _held.pop(path).close()
-            if problem := _claim("the folder", folder):
-                raise ConfigError(problem)
+            _claim("the folder", folder)
 
 
 def release(folders: Iterable[str]) -> None:
@@ -254,42 +250,43 @@ def release(folders: Iterable[str]) -> None:
 
 def set_aside(*paths: Path) -> None:
     """Number what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
-    found = [
-        path
-        for path in dict.fromkeys(paths)
-        if path.is_file() or (path.is_dir() and any(path.iterdir()))
-    ]
 
     def numbered(path: Path, number: int) -> Path:
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
     number = next(
-        i for i in itertools.count(1) if not any(numbered(path, i).exists() for path in paths)
+        number
+        for number in itertools.count(1)
+        if not any(numbered(path, number).exists() for path in paths)
     )
-    for path in found:
+    leftovers = [
+        path
+        for path in dict.fromkeys(paths)
+        if path.is_file() or (path.is_dir() and any(path.iterdir()))
+    ]
+    texts = [f"{path.name} → {numbered(path, number).name}" for path in leftovers]
+    for path in leftovers:
         path.rename(numbered(path, number))
-    if found:
-        names = [f"{path.name} → {numbered(path, number).name}" for path in found]
-        more = f", … ({len(names)} in all)" if len(names) > 6 else ""
-        print(
-            f"{found[0].parent}: an earlier run's files are kept apart: {', '.join(names[:6])}{more}",
-            flush=True,
-        )
+    if len(texts) > 6:
+        texts[6:] = [f"… ({len(texts)} in all)"]
+    if texts:
+        folder = leftovers[0].parent
+        print(f"{folder}: an earlier run's files are kept apart: {', '.join(texts)}", flush=True)
 
 
 def set_records_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
-    logs = config.logging
     folder = config.checkpoint.save_path
     paths = [local_folder(folder).absolute() / name for name in RECORDS]
-    if logs.use_tensorboard:
-        paths.append(Path(logs.use_tensorboard).absolute() / run_name(logs, folder))
+    if config.logging.use_tensorboard:
+        events = Path(config.logging.use_tensorboard).absolute()
+        paths.append(events / run_name(config.logging, folder))
     if (rollout_data_dir := config.flat().get("rollout_data_dir")) is not None:
         rollouts = Path(rollout_data_dir).absolute()
         steps = sorted(rollouts.glob("step*.jsonl"))
         # The folder may hold other things too.
-        alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
-        paths += [rollouts] if alone or rollouts in paths else steps
+        has_steps_alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
+        paths += [rollouts] if has_steps_alone or rollouts in paths else steps
     set_aside(*paths)
     upload(folder, *RECORDS)  # what is no longer here goes there, too
     upload_records(folder)
@@ -306,10 +303,10 @@ class RecordSums:
         self.folder = local_folder(folder).absolute()
         self.metrics = metrics.absolute()
         # (size, time of the last change) and digest of each file.
-        self._known: dict[Path, tuple[tuple[int, int], Digest]] = {}
+        self._digests: dict[Path, tuple[tuple[int, int], Digest]] = {}
 
     def take(self) -> dict[str, tuple[int, str]]:
-        """(size, SHA-256) of each file, by its name in the run's folder."""
+        """Return (size, SHA-256) of each file, by its name in the run's folder."""
         below = [path for kind in ("eval", SAMPLES) for path in (self.folder / kind).rglob("*")]
         files = [path for path in (self.metrics, self.folder / METADATA, *below) if path.is_file()]
         return {os.path.relpath(path, self.folder): tuple(self._digest(path)) for path in files}
@@ -317,17 +314,17 @@ class RecordSums:
     def _digest(self, path: Path) -> Digest:
         stat = path.stat()
         mark = (stat.st_size, stat.st_mtime_ns)
-        if self._known.get(path, (None,))[0] != mark:
-            self._known[path] = (mark, digest(path))
-        return self._known[path][1]
+        if self._digests.get(path, (None,))[0] != mark:
+            self._digests[path] = (mark, digest(path))
+        return self._digests[path][1]
 
     def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return what is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
-        found = []
-        for name, (size, sha256) in taken.items():
-            written = Digest(size, sha256)
-            found.append(change(self.folder, name, written, grows=name.endswith(".jsonl")))
-        return [text for text in found if text is not None]
+        changes = (
+            change(self.folder, name, Digest(*sums), grows=name.endswith(".jsonl"))
+            for name, sums in taken.items()
+        )
+        return [text for text in changes if text is not None]
 
 
 def upload_records(folder: str) -> None:
@@ -339,14 +336,12 @@ def upload_records(folder: str) -> None:
 
 def cut_samples(folder: str, last: int) -> None:
     """Remove the samples of steps after ``last``, which a resumed run does again."""
-    steps = {
-        path: int(path.name[4:-9])
-        for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz")
-    }
-    late = [path for path, step in steps.items() if step > last]
-    for path in late:
-        path.unlink()
-    upload(folder, *(f"{SAMPLES}/{path.name}" for path in late))
+    names = []
+    for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz"):
+        if int(path.name.removeprefix("step").removesuffix(".jsonl.gz")) > last:
+            path.unlink()
+            names.append(f"{SAMPLES}/{path.name}")
+    upload(folder, *names)
 
 
 def run_name(config: LoggingConfig, folder: str) -> str:
@@ -364,49 +359,50 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
         config: resolved.
         rows: the rows of a run, by the option that names their files.
     """
-    flat = config.flat()
-    marks = {}
-    is_answered = bool(flat.get("tape_from"))  # then files of code outside may be gone
-    if ranks.is_rank_0():
-        for name, spec in _code_of(config).items():
-            if is_answered and isinstance(spec, str) and _is_gone(spec):
-                continue
-            if not is_object(spec):
-                marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
-            elif (source := source_of(spec)) is not None:
-                marks[name] = _digest(source.encode())
-        if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
-            marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
-        for name in () if is_answered else WORLDS:
-            contents = filter(None, map(_content_of_world, flat.get(name, ())))
-            if given := [_digest(content) for content in contents]:
-                marks[name] = " ".join(given)
-        own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
-        models = {name: (flat.get(name),) for name in own}
-        for name, paths in (models | {"reward_pretrain": flat.get("reward_pretrain", ())}).items():
-            if given := [
-                checkpoint_mark(stage_to_local(path)) for path in paths if path is not None
-            ]:
-                marks[name] = " ".join(given)
-        marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
-        # Where one folder lies from the other: both may have been moved together.
-        checkpoint = config.checkpoint
-        if is_url(checkpoint.save_path):
-            marks["save_path"] = shown_url(checkpoint.save_path)
-        else:
-            marks["save_path"] = os.path.relpath(checkpoint.save_path, checkpoint.ckpt_path)
+    marks = _content_marks(config, rows) if ranks.is_rank_0() else None
     return ranks.broadcast_object(marks)
 
 
+def _content_marks(config: OptionSet, rows: Mapping[str, Any]) -> dict[str, str]:
+    values = config.flat()
+    has_tape = bool(values.get("tape_from"))  # then files of code outside may be gone
+    contents: dict[str, list[bytes | None]] = {}
+    for name, code in _code_of(config).items():
+        if is_object(code):
+            contents[name] = [source_of(code)]
+        elif not has_tape or Path(code.rpartition(".py")[0] + ".py").expanduser().is_file():
+            contents[name] = [split_python_spec(code, name)[0].read_bytes()]
+    if (routes := values.get("reward_routes")) and not routes.lstrip().startswith("{"):
+        contents["reward_routes"] = [Path(routes).expanduser().read_bytes()]
+    for name in () if has_tape else WORLDS:
+        contents[name] = [_content_of_world(entry) for entry in values.get(name, ())]
+    marks = {
+        name: " ".join(_digest(content) for content in parts if content is not None)
+        for name, parts in contents.items()
+    }
+    models = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
+    for name in models:
+        paths = values.get(name) or ()
+        if isinstance(paths, str):
+            paths = [paths]
+        marks[name] = " ".join(checkpoint_mark(stage_to_local(path)) for path in paths)
+    marks = {name: mark for name, mark in marks.items() if mark}
+    marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
+    # Where one folder lies from the other: both may have been moved together.
+    save_path = config.checkpoint.save_path
+    if is_url(save_path):
+        marks["save_path"] = shown_url(save_path)
+    else:
+        marks["save_path"] = os.path.relpath(save_path, config.checkpoint.ckpt_path)
+    return marks
+
+
 def _content_of_world(entry: Any) -> bytes | None:
-    """Of an entry of ``--env`` or ``--tools``: its file, or an object's source; None where there is neither."""
+    """Return the file of an entry of ``--env`` or ``--tools``, or an object's source; None where there is neither."""
     if is_object(entry):
-        source = source_of(entry)
-        return None if source is None else source.encode()
+        return source_of(entry)
     file = file_of_world(entry)
-    if file is None:
-        return None
-    return Path(file).expanduser().read_bytes()
+    return None if file is None else Path(file).expanduser().read_bytes()
 
 
 def _rows_mark(rows: Any, batch: int = 1000) -> str:
@@ -423,33 +419,31 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
 
 def _code_of(config: OptionSet) -> dict[str, Any]:
     """Return the functions, objects and files with them that a resumed run must find unchanged, by option."""
-    flat = config.flat()
-    given = {
-        one.name: flat[one.name]
-        for one in config.all_options()
-        if one.may_be_object and not one.resume_safe
+    values = config.flat()
+    code = {
+        option.name: values[option.name]
+        for option in config.all_options()
+        if option.may_be_object and not option.resume_safe
     }
-    urls = flat.get("remote_rm_url", ())
-    given |= {"remote_rm_url": urls[0] if len(urls) == 1 and "://" not in urls[0] else None}
+    urls = values.get("remote_rm_url", ())
+    if len(urls) == 1 and "://" not in urls[0]:
+        code["remote_rm_url"] = urls[0]
     return {
         name: spec
-        for name, spec in given.items()
+        for name, spec in code.items()
         if is_object(spec) or (isinstance(spec, str) and ".py" in spec)
     }
 
 
-def _is_gone(spec: str) -> bool:
-    """Return whether the file of ``path.py:name`` is not there any more."""
-    return not Path(spec.rpartition(".py")[0] + ".py").expanduser().is_file()
-
-
-def source_of(value: Any) -> str | None:
+def source_of(value: Any) -> bytes | None:
     """Return the source of a function, or of the class of an object; None where Python does not have it."""
     while isinstance(value, functools.partial):
         value = value.func
-    definition = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    definition = value
+    if not inspect.isroutine(value) and not inspect.isclass(value):
+        definition = type(value)
     try:
-        return inspect.getsource(definition)
+        return inspect.getsource(definition).encode()
     except (OSError, TypeError):  # typed at a prompt, or built in
         return None
 
@@ -467,15 +461,19 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
     Cheap for any size, and the same wherever and whenever the files were copied.
     """
     folder = Path(path).expanduser()
-    folder = folder if folder.is_dir() else Path(cached_file(path, "config.json")).parent
+    if not folder.is_dir():
+        folder = Path(cached_file(path, "config.json")).parent
     digest = hashlib.sha256()
-    for file in sorted(file for kind in _MARKED for file in folder.glob(kind)):
+    for file in sorted(file for pattern in _MARKED for file in folder.glob(pattern)):
         length = file.stat().st_size
         digest.update(f"{file.name} {length}".encode())
+        if file.suffix == ".json":
+            digest.update(file.read_bytes())
+            continue
         with file.open("rb") as stream:
-            for i in range(blocks if file.suffix != ".json" else 1):
-                stream.seek(max(0, length - size) * i // (blocks - 1))
-                digest.update(stream.read(size if file.suffix != ".json" else -1))
+            for block in range(blocks):
+                stream.seek(max(0, length - size) * block // (blocks - 1))
+                digest.update(stream.read(size))
     return digest.hexdigest()[:16]
 
 
@@ -485,13 +483,11 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
 def save_run_config(config: OptionSet, ranks: Ranks) -> None:
     """Keep the options as they were given in ``run_config.yaml``, which ``--config`` reads, and beside it in
     ``run_config.resolved.yaml`` with what None stood for. Collective."""
-    problem = write_run_config(config) if ranks.is_rank_0() else None
-    if problem := ranks.broadcast_object(problem):
-        raise ConfigError(problem)
+    ranks.on_rank_0(lambda: write_run_config(config), "write run_config.yaml")
 
 
-def write_run_config(config: OptionSet) -> str | None:
-    """Write both files whole or not at all; returns what went wrong."""
+def write_run_config(config: OptionSet) -> None:
+    """Write both files whole or not at all; ConfigError says what went wrong."""
     folder = config.checkpoint.save_path
     local = local_folder(folder)
     try:
@@ -501,18 +497,17 @@ def write_run_config(config: OptionSet) -> str | None:
             "run_config.resolved": config.resolved(),
         }.items():
             values = {
-                n: list(v) if isinstance(v, tuple) else v
-                for n, v in public_options(options).items()
+                option: list(value) if isinstance(value, tuple) else value
+                for option, value in public_options(options).items()
             }
             del values["config"]
-            write_text(
-                local / f"{name}.yaml",
-                yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True),
-            )
+            text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+            write_text(local / f"{name}.yaml", text)
         upload_records(folder)
     except OSError as error:
-        return f"--save_path {folder}: cannot be written ({error.strerror or error})"
-    return None
+        raise ConfigError(
+            f"--save_path {folder}: cannot be written ({error.strerror or error})"
+        ) from error
 
 
 def record_start(
@@ -536,8 +531,15 @@ def record_start(
         device = torch.cuda.get_device_name(device)
 
     def write() -> None:
-        row = {"step": step, "time": time.time(), "ranks": ranks.world_size, "device": str(device)}
-        row |= {"total_steps": total_steps, "versions": dict(versions()), "content": dict(content)}
+        row = {
+            "step": step,
+            "time": time.time(),
+            "ranks": ranks.world_size,
+            "device": str(device),
+            "total_steps": total_steps,
+            "versions": dict(versions()),
+            "content": dict(content),
+        }
         with (local_folder(folder) / METADATA).open("a") as file:
             file.write(json.dumps(row) + "\n")
         upload_records(folder)
@@ -547,17 +549,17 @@ def record_start(
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Of what computes: packages, Python, and lightppo with a mark of its source, which changes between releases.
+    """Return those of packages, Python, and lightppo with a mark of its source, which changes between releases.
 
     Looked up once: what a process has imported stays.
     """
     source = Path(__file__).parents[1]
     code = b"".join(path.read_bytes() for path in sorted(source.rglob("*.py")))
-    found = {"lightppo": f"{__version__} ({_digest(code)})", "python": platform.python_version()}
-    for name in ("torch", "transformers", "deepspeed", "numpy", "peft", "vllm"):
+    texts = {"lightppo": f"{__version__} ({_digest(code)})", "python": platform.python_version()}
+    for package in ("torch", "transformers", "deepspeed", "numpy", "peft", "vllm"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            texts[package] = metadata.version(package)
+    return texts
 
 
 # -- while it is built -----------------------------------------------------------------------------------------------
@@ -567,7 +569,7 @@ def claim_folders(building: Any) -> None:
     """Take the run's folders, which are its own from here on. Collective."""
     config = building.config
     if not isinstance(config, PPOConfig):
-        refuse_overlaps(building.asked, building.strategy)
+        building.strategy.on_rank_0(lambda: check_places(building.asked), "check the folders")
     folders = {"--save_path": config.checkpoint.save_path}
     # an evaluation may look at the checkpoints of a run that goes on
     if not config.flat().get("val_only"):

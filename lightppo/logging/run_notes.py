@@ -38,36 +38,40 @@ def tell_models(building: Any) -> Iterator[str]:
 
 def described(config: OptionSet) -> str:
     """Return the options that were set, and differ from the defaults and from what None means, by section."""
-    config, asked = config.resolved(), config.flat()
+    resolved = config.resolved()
     values = config.flat()
-    public = public_options(config)
+    resolved_values = resolved.flat()
+    public_values = public_options(resolved)
     lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
-    def is_meant(name: str) -> bool:
-        return config.with_options(**{name: None}).known()[name] == values[name]
+    def is_meant_by_none(name: str) -> bool:
+        return resolved.with_options(**{name: None}).known()[name] == resolved_values[name]
 
     for title, section in config.sections().items():
-        set_here = [o for o in section.options().values() if asked[o.name] != o.default]
-        set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
-        lines += (
-            [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"]
-            if set_here
-            else []
-        )
+        texts = []
+        for name, option in section.options().items():
+            if values[name] == option.default:
+                continue
+            if option.default is not None or not is_meant_by_none(name):
+                texts.append(f"{name}={public_values[name]!r}")
+        if texts:
+            lines.append(f"  {title}: {' '.join(texts)}")
     return "\n".join(lines)
 
 
 def model_sizes(building: Any) -> str:
     """Return the parameters of each model, and how many of them train where not all do."""
     texts = []
-    rewards = 0
+    reward_models = 0
     for flag, model in building.models.items():
-        rewards += flag.startswith("--reward_pretrain")
-        name = _MODELS.get(flag, f"reward model {rewards}")
-        total = parameter_count(model)
+        reward_models += flag.startswith("--reward_pretrain")
+        role = _MODELS.get(flag, f"reward model {reward_models}")
+        parameters = parameter_count(model)
+        text = f"{role} {parameters:,} parameters"
         trained = parameter_count(model, trained_only=True)
-        part = f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
-        texts.append(f"{name} {total:,} parameters{part}")
+        if role in ("actor", "critic") and trained < parameters:
+            text += f" ({trained:,} train)"
+        texts.append(text)
     if (average := building.sizes.get("ema")) is not None:
         texts.append(f"moving average {average:,} parameters")
     return ", ".join(texts)
@@ -81,16 +85,16 @@ def places(config: OptionSet) -> str:
     saves = saves or (
         checkpoint.resume != "never" and has_checkpoints(local_folder(checkpoint.ckpt_path))
     )
-    found = [
+    texts = [
         f"model and logs in {checkpoint.save_path}",
         f"checkpoints in {checkpoint.ckpt_path}" if saves else "no checkpoints (--save_steps)",
     ]
-    found += [place for part in config.parts() for place in part.places(config)]
-    return ", ".join(found)
+    texts += [text for section in config.parts() for text in section.places(config)]
+    return ", ".join(texts)
 
 
 def has_chats(prompts_dataloader: Any) -> bool:
-    """Return whether prompts are rendered by the chat template though no option says so, as rows that are chats are."""
+    """Tell whether prompts are rendered by the chat template though no option says so, as rows that are chats are."""
     dataset = getattr(prompts_dataloader, "dataset", None)
     return isinstance(dataset, PromptDataset) and dataset[0].messages is not None
 
@@ -122,7 +126,7 @@ def closing_lines(run: Any) -> Iterator[str]:
             f"""'{folder}')('PROMPT'))\""""
         )
     if config.data.eval_data:
-        where = f"--pretrain {folder} --save_path {folder}_eval"
-        yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never"
+        flags = f"--pretrain {folder} --save_path {folder}_eval --resume never"
+        yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {flags}"
     if run.saves and (limits := run.reached_limits()):
         yield f"go on: the same command with larger limits than {limits}"

@@ -56,49 +56,42 @@ class Place:
     path: PurePath  # absolute, without links
 
     @classmethod
-    def of(cls, given: str) -> Place:
-        """``~`` stands for the home folder. StagingError: a URL of an unknown kind."""
-        if not is_url(given):
-            return cls(
-                given, "", Path(os.path.realpath(Path(given.split("://", 1)[-1]).expanduser()))
-            )
-        file_system = check_scheme(given)
+    def of(cls, text: str) -> Place:
+        """Return the place of a path, where ``~`` is the home folder, or URL. StagingError: a URL of an unknown kind."""
+        if not is_url(text):
+            path = Path(text.split("://", 1)[-1]).expanduser()
+            return cls(text, "", Path(os.path.realpath(path)))
+        file_system = check_scheme(text)
         protocol = file_system.protocol
-        host = urlsplit(given).hostname or ""
-        path = PurePosixPath(
-            os.path.normpath("/" + str(file_system._strip_protocol(given)).lstrip("/"))
-        )
+        if not isinstance(protocol, str):
+            protocol = protocol[0]
+        host = urlsplit(text).hostname or ""
+        path = "/" + str(file_system._strip_protocol(text)).lstrip("/")
+        path = PurePosixPath(os.path.normpath(path))
         if host in path.parts:  # a bucket
             host = ""
-        return cls(
-            shown_url(given),
-            f"{protocol if isinstance(protocol, str) else protocol[0]}://{host}",
-            path,
-        )
+        return cls(shown_url(text), f"{protocol}://{host}", path)
 
     def shown(self) -> str:
         """Return as it was given, and where links lead from there."""
-        follows_link = not self.server and os.path.abspath(local_folder(self.text)) != str(
-            self.path
-        )
-        if follows_link:
-            return f"{self.text} (a link to {self.path})"
-        return self.text
+        if self.server or os.path.abspath(local_folder(self.text)) == str(self.path):
+            return self.text
+        return f"{self.text} (a link to {self.path})"
 
     def below(self, folder: Place) -> tuple[str, ...] | None:
         """Return the names that lead from the folder to this place: none if they are the same; ``None`` if it is outside."""
         if self.server != folder.server:
             return None
-        for depth, above in enumerate((self.path, *self.path.parents)):
-            if above == folder.path or (not self.server and _is_same(above, folder.path)):
+        for depth, parent in enumerate((self.path, *self.path.parents)):
+            if parent == folder.path or (not self.server and _is_same(parent, folder.path)):
                 return self.path.parts[len(self.path.parts) - depth :]
         return None
 
 
-def _is_same(one: PurePath, other: PurePath) -> bool:
-    """Return whether two names are of one file or folder, as where a file system ignores case, or is mounted twice."""
+def _is_same(first: PurePath, second: PurePath) -> bool:
+    """Tell whether two names are of one file or folder, as where a file system ignores case, or is mounted twice."""
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(first, second)
     except OSError:  # one of them is not there
         return False
 
@@ -110,29 +103,29 @@ def check_places(config: OptionSet) -> None:
         ConfigError: a line for each written place.
     """
     values = config.flat()
-    read = [
-        (flag, place)
-        for flag, text in _named(values, READ)
-        if (place := _place_of(text)) is not None
-    ]
-    read = [
-        (flag, place) for flag, place in read if flag != "--resume" or not _is_own(place, values)
-    ]
+    # --resume may name the run's own checkpoints, which it goes on with and replaces.
+    checkpoints = _place_of(values["ckpt_path"])
+    read_places = []
+    for flag, text in _read_paths(values):
+        place = _place_of(text)
+        is_own = flag == "--resume" and checkpoints and place and place.below(checkpoints) == ()
+        if place is not None and not is_own:
+            read_places.append((flag, place))
     problems: dict[Place, str] = {}  # by what is written
-    for flag, text, names in _written(values):
+    for flag, text, names in _written_paths(values):
         written = _place_of(text)
         if written is None or any(written.below(folder) is not None for folder in problems):
             continue
-        for read_flag, place in read:
+        for read_flag, place in read_places:
             if problem := overlap(flag, text, names, read_flag, place):
                 problems.setdefault(written, problem)
     if problems:
         raise ConfigError("\n".join(problems.values()))
 
 
-def check_output(output: str | os.PathLike[str], read: Mapping[str, str | None]) -> None:
-    """Refuse the output of a command in a folder that it reads; ``read``: by what the command calls it."""
-    for name, text in read.items():
+def check_output(output: str | os.PathLike[str], read_paths: Mapping[str, str | None]) -> None:
+    """Refuse the output of a command in a folder that it reads; ``read_paths``: by what the command calls it."""
+    for name, text in read_paths.items():
         place = None if text is None else _place_of(text)
         if place is not None and (problem := overlap("OUT", os.fspath(output), (), name, place)):
             raise ConfigError(problem)
@@ -141,74 +134,63 @@ def check_output(output: str | os.PathLike[str], read: Mapping[str, str | None])
 def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Place) -> str | None:
     """Return what is wrong with writing to a place, and in it to ``names``, beside what is read; ``None`` if nothing is."""
     remedy = f"name another {flag}"
-    for written in _with_copy(text):
-        said = f"{flag} {written.shown()}"
-        if (inside := read.below(written)) == ():
-            return (
-                f"{said} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
-            )
+    places = [_place_of(text)]
+    if is_url(text):  # and the folder of this machine that stands for it
+        places.append(Place.of(str(local_folder(text))))
+    for written in filter(None, places):
+        start = f"{flag} {written.shown()}"
+        inside = read.below(written)
+        if inside == ():
+            return f"{start} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
         if inside and any(fnmatch(inside[0], name) for name in names):
-            return f"{said}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
+            return f"{start}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
         if written.below(read):
-            return f"{said} is inside {read_flag} {read.text}, which the run reads: {remedy}"
+            return f"{start} is inside {read_flag} {read.text}, which the run reads: {remedy}"
     return None
 
 
-def _with_copy(text: str) -> Iterator[Place]:
-    """Yield a place, and the folder of this machine that stands for it if it is a URL."""
-    place = _place_of(text)
-    if place is not None:
-        yield place
-    if is_url(text):
-        yield Place.of(str(local_folder(text)))
-
-
 def _place_of(text: str) -> Place | None:
-    """``None`` for a URL of an unknown kind, which has an error of its own."""
+    """Return the place; ``None`` for a URL of an unknown kind, which has an error of its own."""
     try:
         return Place.of(text)
     except StagingError:
         return None
 
 
-def _named(values: Mapping[str, Any], flags: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield flag and path of each file and folder that the options name."""
-    for flag in flags:
-        given = values.get(flag)
-        if is_object(given):
+def _read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield flag and path of each file and folder that a run reads."""
+    for flag in READ:
+        paths = values.get(flag) or ()
+        if is_object(paths):
             continue  # a function, say
-        if given is None:
-            texts = []
-        elif isinstance(given, str):
-            texts = [given]
-        else:
-            texts = list(given)
+        if isinstance(paths, str):
+            paths = [paths]
         if flag in ROWS:
-            texts = [part.strip() for text in texts for part in text.split(",")]
-        if flag in CODE:
-            texts = [_without_name(text) for text in texts if not text.lstrip().startswith("{")]
-        if flag in WORLDS:
-            texts = filter(None, map(file_of_world, texts))
-        if flag == "resume":
-            texts = [text for text in texts if text not in ("auto", "never")]
-        yield from ((f"--{flag}", text) for text in texts if text)
+            paths = [path.strip() for text in paths for path in text.split(",")]
+        elif flag in CODE:
+            paths = [_without_name(text) for text in paths if not text.lstrip().startswith("{")]
+        elif flag in WORLDS:
+            paths = map(file_of_world, paths)
+        elif flag == "resume":
+            paths = [path for path in paths if path not in ("auto", "never")]
+        yield from ((f"--{flag}", path) for path in paths if path)
 
 
 def file_of_world(entry: Any) -> str | None:
     """Return the file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None where there is none."""
     if is_object(entry):
         return None
-    found = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
-    return found[1] if found else None
+    match = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
+    return match and match[1]
 
 
 def _without_name(spec: str) -> str:
-    """``path.py`` of ``path.py:name``."""
+    """Return ``path.py`` of ``path.py:name``."""
     path, colon, _ = spec.rpartition(".py:")
     return f"{path}.py" if colon else spec
 
 
-def _written(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _written_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield flag, place, and what of it is replaced."""
     for flag, names in WRITTEN.items():
         text = values.get(flag)
@@ -222,9 +204,3 @@ def _written(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, .
         yield f"--{flag}", text, names
     if values.get("save_value_network"):
         yield "--save_path", f"{values['save_path'].rstrip('/')}_critic", ("adapter",)
-
-
-def _is_own(resumed: Place, values: Mapping[str, Any]) -> bool:
-    """Return whether ``--resume`` names the run's own checkpoints, which it goes on with and replaces."""
-    own = _place_of(values["ckpt_path"])
-    return own is not None and resumed.below(own) == ()

@@ -1,4 +1,7 @@
-"""What a run keeps of its samples: all of a step in a file, some with numbers per token, one as text for people."""
+"""What a run keeps of its samples: all of a step in a file, some with numbers per token, one as text for people.
+
+And ``--skip_rollout``: rollouts in files, which a later run takes in place of sampling.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +21,9 @@ import torch
 from torch import Tensor
 
 from lightppo.callbacks import Callback
-from lightppo.data.records import Rollout, group_by_prompt
+from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
+from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.experience.normalisation import overlong_penalty
 from lightppo.files import explained, local_folder, write_text
@@ -29,7 +34,7 @@ from lightppo.redaction import plain
 from lightppo.user_code import finite
 
 if TYPE_CHECKING:
-    from lightppo.rollout.sampler import CollectedStep
+    from lightppo.rollout.sampler import AroundSampling, CollectedStep
 
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
@@ -56,15 +61,11 @@ def with_overlong(
 
 def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
     """Return a sample as a row of a file; an episode has its messages and turns, too."""
-    if rollout.turns is None:
-        episode = {}
-    else:
+    episode: dict[str, Any] = {}
+    texts = dict(rollout.texts)
+    if rollout.turns is not None:
         episode = {"messages": rollout.messages, "turns": rollout.turns}
-    texts = {
-        name: text
-        for name, text in rollout.texts.items()
-        if not (episode and name == "conversation")
-    }
+        texts.pop("conversation", None)
     return {
         "step": step,
         "index": rollout.prompt.index,
@@ -83,23 +84,23 @@ def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    own = [
-        (r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n")
-        for r in rollouts
-    ]
-    lines = _in_order(own, strategy)
+    lines = [json.dumps(row_of(step, rollout), default=str) + "\n" for rollout in rollouts]
     path = Path(folder) / f"step{step}.jsonl"
-    strategy.on_rank_0(lambda: write_whole(path, "".join(lines)), f"{path}")
+    lines = _of_all_ranks(rollouts, lines, strategy)
+    strategy.on_rank_0(lambda: write_or_explain(path, "".join(lines)), f"{path}")
 
 
-def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]:
-    """On rank 0 the lines of all ranks by their two numbers; none on the others. Collective."""
+def _of_all_ranks(rollouts: Sequence[Rollout], lines: Sequence[str], strategy: Ranks) -> list[str]:
+    """Return on rank 0 the lines of all ranks by prompt and sample number; none on the others. Collective."""
+    rows = [
+        (rollout.prompt.index, rollout.sample_index, line) for rollout, line in zip(rollouts, lines)
+    ]
     # Not a gather, which pads to the longest: perhaps only few ranks have lines.
-    of_ranks = strategy.exchange_objects({0: own} if own else {})
-    return [line for *_, line in sorted(chain(*of_ranks), key=itemgetter(0, 1))]
+    per_rank = strategy.exchange_objects({0: rows} if rows else {})
+    return [line for *_, line in sorted(chain(*per_rank), key=itemgetter(0, 1))]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_or_explain(path: Path, text: str) -> None:
     """Write the whole file or nothing."""
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,15 +109,18 @@ def write_whole(path: Path, text: str) -> None:
 
 def examined(rollout: Rollout) -> str:
     """Return a sample for people: the end of its prompt, the answer, label, score and other numbers."""
-    prompt = rollout.prompt
-    facts = {"score": rollout.reward} | rollout.extras | rollout.texts
-    label = "" if prompt.label is None else f"label {prompt.label} · "
-    end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
-    numbers = " · ".join(
-        f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items()
-    )
+    prompt = rollout.prompt.text
+    if len(prompt) > SHOWN_PROMPT:
+        prompt = f"…{prompt[-SHOWN_PROMPT:]}"
     cut = " (cut by --generate_max_len)" if rollout.truncated else ""
-    return plain(f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}")
+    facts = {"score": rollout.reward} | rollout.extras | rollout.texts
+    texts = [
+        f"{name} {value:.4g}" if isinstance(value, (int, float)) else f"{name} {value}"
+        for name, value in facts.items()
+    ]
+    if rollout.prompt.label is not None:
+        texts.insert(0, f"label {rollout.prompt.label}")
+    return plain(f"prompt: {prompt}\n  answer: {rollout.response_text}{cut}\n  {' · '.join(texts)}")
 
 
 class Samples(Callback):
@@ -139,20 +143,20 @@ class Samples(Callback):
 
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
         """Write the samples of the step that are to be kept. Collective."""
-        collected = self.collected
         config = run.config
-        reward = config.reward
-        max_len = config.rollout.generate_max_len
-        buffer_len = reward.overlong_buffer_len
-        penalty = reward.overlong_penalty_factor
-        rollouts = with_overlong(collected.rollouts, max_len, buffer_len, penalty)
-        self.record.pick(step, rollouts, experience, len(collected.repeated))
+        rollouts = with_overlong(
+            self.collected.rollouts,
+            config.rollout.generate_max_len,
+            config.reward.overlong_buffer_len,
+            config.reward.overlong_penalty_factor,
+        )
+        self.record.pick(step, rollouts, experience, len(self.collected.repeated))
         if (folder := config.sampling.rollout_data_dir) is not None:
             write_step(folder, step, rollouts, run.strategy)
-        shown: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for rollout in rollouts:
-            shown[source := rollout.prompt.data_source] += 1
-            if shown[source] <= config.logging.num_examine:
+            counts[source := rollout.prompt.data_source] += 1
+            if counts[source] <= config.logging.num_examine:
                 run.strategy.print(f"[step {step}] {examined(rollout)}")
 
     def on_micro_batch(
@@ -209,7 +213,8 @@ class SampleRecord:
         self.strategy = strategy
         self.pieces = TokenPieces(decode)
         self.sampled_kl = sampled_kl
-        self.picked: list[tuple[Rollout, Experience | None]] = []
+        # Each with its row for training, if there is one, and its training passes.
+        self.picked: list[tuple[Rollout, Experience | None, list[_Pass]]] = []
         self.passes: dict[bytes, list[_Pass]] = {}  # by token ids: the first and the last one
 
     def pick(
@@ -220,22 +225,26 @@ class SampleRecord:
         Args:
             items: the rows for training, in this order, as far as they are there; then ``repeated`` others.
         """
-        sizes = [
-            min(self.group_size, self.count - i) for i in range(0, self.count, self.group_size)
-        ]
+        # Groups go to the ranks in turn, with each step from another one on.
         rank = self.strategy.get_rank()
         ranks = self.strategy.world_size
-        own = [size for i, size in enumerate(sizes) if (i + step) % ranks == rank]
+        starts = range((rank - step) % ranks * self.group_size, self.count, ranks * self.group_size)
         # From the end, because a full buffer drops its first rows.
         rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
-        chosen = [r for size, group in zip(own, group_by_prompt(rollouts)) for r in group[:size]]
-        self.picked = [(r, rows.get(id(r))) for r in chosen]
-        self.passes = {_key(r.prompt.token_ids + r.response_ids): [] for r in chosen}
+        self.picked = []
+        self.passes = {}
+        for start, group in zip(starts, group_by_prompt(rollouts)):
+            for rollout in group[: min(self.group_size, self.count - start)]:
+                key = (
+                    torch.tensor(rollout.prompt.token_ids + rollout.response_ids).numpy().tobytes()
+                )
+                passes = self.passes.setdefault(key, [])
+                self.picked.append((rollout, rows.get(id(rollout)), passes))
 
     def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
         """Take what a training pass has made, each (B, A), of the current policy."""
-        for i, passes in self.rows_of(experience):
-            passes[1:] = [_Pass(log_probs[i].detach().clone(), entropy[i].detach().clone())]
+        for row, passes in self.rows_of(experience):
+            passes[1:] = [_Pass(log_probs[row].detach().clone(), entropy[row].detach().clone())]
             passes[:1] = passes[:1] or passes[1:]
 
     def rows_of(self, experience: Experience) -> Iterator[tuple[int, list[_Pass]]]:
@@ -245,20 +254,23 @@ class SampleRecord:
         rows = zip(
             on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy()
         )
-        for i, (ids, real) in enumerate(rows):
-            if (passes := self.passes.get(ids[real].tobytes())) is not None:
-                yield i, passes
+        for row, (ids, mask) in enumerate(rows):
+            if (passes := self.passes.get(ids[mask].tobytes())) is not None:
+                yield row, passes
 
     def write(self, step: int) -> None:
         """Write the step. Collective, as :meth:`pick` is not."""
         if self.count == 0:
             return
-        own = [
-            (r.prompt.index, r.sample_index, self._line(step, r, item)) for r, item in self.picked
+        rows = [
+            row_of(step, rollout) | {"tokens": self._tokens(rollout, item, passes)}
+            for rollout, item, passes in self.picked
         ]
+        lines = [json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows]
+        lines = _of_all_ranks([rollout for rollout, *_ in self.picked], lines, self.strategy)
         self.picked = []
         self.passes = {}
-        if not (lines := _in_order(own, self.strategy)):
+        if not lines:
             return
         path = self.folder / f"step{step}.jsonl.gz"
         with explained(path):
@@ -267,62 +279,51 @@ class SampleRecord:
             temporary.write_bytes(gzip.compress("".join(lines).encode(), 1, mtime=0))
             os.replace(temporary, path)
 
-    def _line(self, step: int, rollout: Rollout, item: Experience | None) -> str:
-        tokens = {"text": self.pieces(rollout.response_ids)}
-        tokens |= {
-            name: _plain(values, len(rollout.response_ids))
-            for name, values in self._numbers(rollout, item)
-        }
-        return (
-            json.dumps(row_of(step, rollout) | {"tokens": tokens}, default=str, ensure_ascii=False)
-            + "\n"
-        )
-
-    def _numbers(self, rollout: Rollout, item: Experience | None) -> Iterable[tuple[str, Tensor]]:
-        """Return name and values (A,) of each known quantity."""
-        passes = self.passes[_key(rollout.prompt.token_ids + rollout.response_ids)]
-        found = {"rollout_log_prob": rollout.log_probs, "reward": rollout.token_rewards}
-        found = {name: torch.tensor(values) for name, values in found.items() if values is not None}
-        if rollout.trained is not None and not all(rollout.trained):
-            found["trained"] = torch.tensor(rollout.trained)
-        if item is not None:
-            names = {
-                "kl": "kl",
-                "advantage": "advantages",
-                "value": "values",
-                "loss_weight": "loss_weights",
-            }
-            names |= {"log_prob": "action_log_probs", "reference": "base_action_log_probs"}
-            found |= {
-                n: getattr(item, of)[0] for n, of in names.items() if getattr(item, of) is not None
-            }
-            if not item.action_mask.all():
-                found["trained"] = item.action_mask[0]
+    def _tokens(
+        self, rollout: Rollout, item: Experience | None, passes: Sequence[_Pass]
+    ) -> dict[str, list]:
+        """Return the lists of one entry per response token."""
+        columns: dict[str, Tensor] = {}  # (A,) each
         if passes:
-            found = {"log_prob": passes[0].log_probs, "entropy": passes[0].entropy} | found
-            if passes[-1] is not passes[0]:
-                found["new_log_prob"] = passes[-1].log_probs
-        reference = found.pop("reference", None)
-        if reference is not None and "log_prob" in found and "kl" not in found:
-            count = len(reference)
-            found["kl"] = self.sampled_kl(
-                found["log_prob"][:count], reference.to(found["log_prob"].device)
-            )
-        return found.items()
-
-
-def _key(ids: Sequence[int]) -> bytes:
-    return torch.tensor(ids).numpy().tobytes()
+            columns = {"log_prob": passes[0].log_probs, "entropy": passes[0].entropy}
+        if rollout.log_probs is not None:
+            columns["rollout_log_prob"] = torch.tensor(rollout.log_probs)
+        if rollout.token_rewards is not None:
+            columns["reward"] = torch.tensor(rollout.token_rewards)
+        if rollout.trained is not None and not all(rollout.trained):
+            columns["trained"] = torch.tensor(rollout.trained)
+        if item is not None:
+            batch_columns = {
+                "kl": item.kl,
+                "advantage": item.advantages,
+                "value": item.values,
+                "loss_weight": item.loss_weights,
+                "log_prob": item.action_log_probs,
+            }
+            for name, values in batch_columns.items():
+                if values is not None:
+                    columns[name] = values[0]
+            if not item.action_mask.all():
+                columns["trained"] = item.action_mask[0]
+        if passes and passes[-1] is not passes[0]:
+            columns["new_log_prob"] = passes[-1].log_probs
+        reference = None if item is None else item.base_action_log_probs
+        if reference is not None and "log_prob" in columns and "kl" not in columns:
+            log_probs = columns["log_prob"]
+            reference = reference[0].to(log_probs.device)
+            columns["kl"] = self.sampled_kl(log_probs[: len(reference)], reference)
+        length = len(rollout.response_ids)
+        numbers = {name: _plain(values, length) for name, values in columns.items()}
+        return {"text": self.pieces(rollout.response_ids)} | numbers
 
 
 def _plain(values: Tensor, length: int) -> list[float | int | None]:
     """Return a number as JSON has it: few digits, None where a number is not finite."""
+    values = values[:length]
     if not values.is_floating_point():
-        return values[:length].int().tolist()
-    rounded = values[:length].double().cpu().round(decimals=DIGITS) + 0.0  # no -0
-    if rounded.isfinite().all():
-        return rounded.tolist()
-    return [x if math.isfinite(x) else None for x in rounded.tolist()]
+        return values.int().tolist()
+    rounded = values.double().cpu().round(decimals=DIGITS) + 0.0  # no -0
+    return [number if math.isfinite(number) else None for number in rounded.tolist()]
 
 
 class TokenPieces:
@@ -330,27 +331,86 @@ class TokenPieces:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
-        self.known: dict[int, str] = {}  # a tokenizer takes 20 µs and more for each
-        self.before: list[int] = []  # an ordinary token: some tokenizers trim the start of a text
+        self.texts: dict[
+            int, str
+        ] = {}  # of tokens alone: a tokenizer takes 20 µs and more for each
+        self.prefix: list[int] = []  # an ordinary token: some tokenizers trim the start of a text
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        if not self.before:
-            self.before = [
-                i for i in ids if (text := self.decode([i])).strip() and not text.endswith("\ufffd")
-            ][:1]
+        if not self.prefix:
+            ordinary = (i for i in ids if (text := self.decode([i])).strip() and not _is_open(text))
+            self.prefix = list(islice(ordinary, 1))
         pieces = []
-        run = []
+        run = []  # tokens of one character
         for token in ids:
-            if not run and token not in self.known:
-                self.known[token] = self._text([token])
+            if not run and token not in self.texts:
+                self.texts[token] = self._text([token])
             run.append(token)
-            text = self.known[token] if len(run) == 1 else self._text(run)
-            ends = not text.endswith("\ufffd") or len(run) == _LONGEST_CHARACTER
-            pieces.append(text if ends else "")
-            run = [] if ends else run
+            text = self.texts[token] if len(run) == 1 else self._text(run)
+            if _is_open(text) and len(run) < _LONGEST_CHARACTER:
+                pieces.append("")
+            else:
+                pieces.append(text)
+                run = []
         if run:
             pieces[-1] = self._text(run)
         return pieces
 
     def _text(self, ids: list[int]) -> str:
-        return self.decode(self.before + ids)[len(self.decode(self.before)) if self.before else 0 :]
+        if not self.prefix:
+            return self.decode(ids)
+        return self.decode(self.prefix + ids)[len(self.decode(self.prefix)) :]
+
+
+def _is_open(text: str) -> bool:
+    """Tell whether a text ends within a character."""
+    return text.endswith("\ufffd")
+
+
+# -- rollouts in place of sampling -----------------------------------------------------------------------------------
+
+
+def replay(config: PPOConfig, strategy: Ranks) -> AroundSampling | None:
+    """Return what takes rollouts from files in place of sampling; None without ``--skip_rollout``."""
+    options = config.sampling
+    if options.skip_rollout is None:
+        return None
+    return RolloutReplay(options.skip_rollout, strategy, options.skip_rollout_reuse).rollouts
+
+
+@dataclass
+class RolloutReplay:
+    """Saves what the engine samples, and returns it in a later run instead of sampling; for debugging.
+
+    A file holds a generation batch of one rank, without rewards. If any rank lacks its file, all ranks sample and save.
+    """
+
+    folder: str | Path
+    strategy: Ranks
+    reuse: bool = False  # every step gets the first saved batch, whatever its prompts are
+
+    def rollouts(
+        self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
+    ) -> list[Rollout]:
+        """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
+        key = "first" if self.reuse else f"step{step}_batch{batch}"
+        rank = self.strategy.get_rank()
+        path = Path(self.folder) / f"{key}_rank{rank}of{self.strategy.world_size}.json"
+        if not self.strategy.all_reduce(int(path.is_file()), "min"):
+            rollouts = sample()
+            try:
+                text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
+            except TypeError as error:
+                raise ConfigError(
+                    f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
+                ) from error
+            write_or_explain(path, text)
+            return rollouts
+        groups = [from_plain(values) for values in json.loads(path.read_text())]
+        saved_ids = [group[0].prompt.token_ids for group in groups]
+        if not self.reuse and saved_ids != [prompt.token_ids for prompt in prompts]:
+            raise ConfigError(
+                f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run with the "
+                "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"
+            )
+        return list(chain(*groups))

@@ -47,26 +47,26 @@ class SkippedInARow(Callback):
         write = getattr(run, "write_batch", partial(write_batch, run.tokenizer))
         rows_not_finite = write(path, skipped.batch, {"step": step, "rank": rank, "models": models})
         files_in_use().publish(folder, name)
-        of_ranks = strategy.all_gather_object(rows_not_finite)
-        first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
+        per_rank = strategy.all_gather_object(rows_not_finite)
         if skipped.why:
-            why = skipped.why
-        elif rows := non_finite_text(of_ranks):
-            why = f"Not finite: {rows}"
+            reason = skipped.why
+        elif rows := non_finite_text(per_rank):
+            reason = f"Not finite: {rows}"
         else:
-            why = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
-        batch = f"{folder}/nonfinite/step{step}_rank{first}.pt"
-        again = f"To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
+            reason = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
+        bad_rank = next((rank for rank, rows in enumerate(per_rank) if rows), 0)
+        batch = f"{folder}/nonfinite/step{step}_rank{bad_rank}.pt"
+        remedy = f"To run the batch again: lightppo replay {folder} --step {step} --batch {batch}"
         if hasattr(run, "run_again"):
-            again = run.run_again(folder, batch)
+            remedy = run.run_again(folder, batch)
         raise TrainingError(
             f"step {step}: no finite gradient of the {models} in {self.limit} steps in a row (--max_skipped_steps). "
-            f"{why}. {again}"
+            f"{reason}. {remedy}"
         )
 
 
 def skipped_in_a_row(run: Any) -> SkippedInARow | None:
-    """Of a run with a limit."""
+    """Return the callback of a run with a limit."""
     limit = run.config.flat().get("max_skipped_steps")
     return SkippedInARow(limit) if limit else None
 
@@ -74,23 +74,25 @@ def skipped_in_a_row(run: Any) -> SkippedInARow | None:
 def write_batch(
     tokenizer: Any, path: Path, batch: Any, facts: Mapping[str, Any]
 ) -> Mapping[str, int]:
-    """Keep this rank's part of a step of PPO; returns its rows that are not finite, by name."""
+    """Keep this rank's part of a step of PPO; return its rows that are not finite, by name."""
     minibatch = batch if isinstance(batch, Minibatch) else Minibatch([_experience(batch)])
-    parts = minibatch.micro_batches
-    save_batch(
-        path, minibatch, [text for part in parts for text in part.texts(tokenizer.decode)], **facts
-    )
-    return sum((Counter(part.non_finite()) for part in parts), Counter())
+    texts = []
+    rows_not_finite = Counter()
+    for experience in minibatch.micro_batches:
+        texts += experience.texts(tokenizer.decode)
+        rows_not_finite.update(experience.non_finite())
+    save_batch(path, minibatch, texts, **facts)
+    return rows_not_finite
 
 
 def _experience(batch: Experience | Sequence[Rollout]) -> Experience:
     """Return what a step that was left out was to train on: experience, or rollouts with their scores."""
     if isinstance(batch, Experience):
         return batch
-    batch = [rollout for rollout in batch if rollout.response_ids]  # a failed episode has none
-    made = Experience.from_rollouts(batch) if batch else Experience.placeholder()
-    made.info["reward"] = torch.tensor([rollout.reward for rollout in batch])
-    return made
+    rollouts = [rollout for rollout in batch if rollout.response_ids]  # a failed episode has none
+    experience = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
+    experience.info["reward"] = torch.tensor([rollout.reward for rollout in rollouts])
+    return experience
 
 
 def save_batch(
@@ -103,21 +105,22 @@ def save_batch(
         **facts: numbers and texts, such as the step and the rank.
     """
 
-    def plain(part: Experience) -> dict[str, Any]:
-        tensors = {**vars(part), **part.extra}
+    def plain(experience: Experience) -> dict[str, Any]:
+        tensors = {**vars(experience), **experience.extra}
         for name in ("extra", "info", "part"):
             del tensors[name]
         for name, tensor in tensors.items():
             tensors[name] = None if tensor is None else on_cpu(tensor).detach()
-        step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
-        return {"tensors": tensors, "info": part.info, "part": step}
+        part = experience.part
+        if part is not None:
+            part = vars(part) | {"normalizer": vars(part.normalizer)}
+        return {"tensors": tensors, "info": experience.info, "part": part}
 
-    kinds = {
-        "micro_batches": minibatch.micro_batches,
-        "critic_micro_batches": minibatch.critic_micro_batches,
+    contents = {
+        name: batches and [plain(experience) for experience in batches]
+        for name, batches in vars(minibatch).items()
     }
-    parts = {name: batches and [plain(part) for part in batches] for name, batches in kinds.items()}
-    torch.save({**parts, "texts": [tuple(row) for row in texts], "facts": facts}, path)
+    torch.save({**contents, "texts": [tuple(row) for row in texts], "facts": facts}, path)
 
 
 def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
@@ -125,18 +128,21 @@ def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, 
     saved = tensor_file.read(path)
 
     def experience(plain: dict[str, Any]) -> Experience:
-        if (part := plain["part"]) is not None:
+        part = plain["part"]
+        if part is not None:
             for name in ("pretrain", "own_losses"):  # of an older lightppo
                 part.pop(name, None)
             part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
         tensors = plain["tensors"]
-        own = {field.name for field in fields(Experience)}
-        extra = {name: tensors.pop(name) for name in tensors.keys() - own}
-        extra = {name: values for name, values in extra.items() if values is not None}
+        extra_names = tensors.keys() - {field.name for field in fields(Experience)}
+        extra = {name: tensors.pop(name) for name in extra_names}
+        extra = {name: tensor for name, tensor in extra.items() if tensor is not None}
         return Experience(**tensors, extra=extra, info=plain["info"], part=part)
 
-    kinds = [
-        saved[name] and [experience(p) for p in saved[name]]
-        for name in ("micro_batches", "critic_micro_batches")
-    ]
-    return Minibatch(*kinds), saved["texts"], saved["facts"]
+    minibatch = Minibatch(
+        *(
+            saved[name] and [experience(plain) for plain in saved[name]]
+            for name in ("micro_batches", "critic_micro_batches")
+        )
+    )
+    return minibatch, saved["texts"], saved["facts"]

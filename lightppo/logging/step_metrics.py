@@ -26,7 +26,8 @@ def with_namespace(
 
     A name of the user's own is in ``train/``, or in ``rollout/`` if it begins with ``rollout_``, as LightRFT has it.
     """
-    full_names = METRICS.by_short_name if full_names is None else full_names
+    if full_names is None:
+        full_names = METRICS.by_short_name
     named = {}
     for name, value in status.items():
         if "/" in name:
@@ -49,15 +50,13 @@ class SampleSummaries:
 
     def __init__(self, update: Any) -> None:
         self.update = update  # :class:`lightppo.trainer.update.Update`
-        self.of_buffer: dict[str, Summary] = {}
-        self.on_policy: dict[str, Summary] = {}  # of log probs that only the training pass has made
+        self.summaries: dict[str, Summary] = {}  # of this rank's samples
         self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
 
     def begin(self, items: Sequence[Experience]) -> None:
         """Take in this rank's samples of a new step, one each."""
         maker = self.update.experience_maker
-        self.of_buffer = rollout_summaries(items, maker.sampled_kl, maker.measures)
-        self.on_policy = {}
+        self.summaries = rollout_summaries(items, maker.sampled_kl, maker.measures)
 
     def add(self, experience: Experience, log_probs: Tensor) -> None:
         """Take a micro batch whose log probs only the training pass has made; they are read later."""
@@ -65,19 +64,18 @@ class SampleSummaries:
 
     def read(self) -> None:
         """Take in what was added: a wait for a GPU."""
-        unread = self.unread
-        self.unread = []
         maker = self.update.experience_maker
         summaries = [
             policy_summaries(experience, log_probs, maker.sampled_kl, maker.measures)
-            for experience, log_probs in unread
+            for experience, log_probs in self.unread
         ]
-        self.on_policy = merge_summaries([self.on_policy, *summaries])
+        self.unread = []
+        self.summaries = merge_summaries([self.summaries, *summaries])
 
     def status(self) -> dict[str, float]:
         """Return the numbers over all ranks, by their short names. Collective."""
-        own = merge_summaries([self.of_buffer, self.on_policy])
-        return rollout_status(merge_summaries(self.update.strategy.all_gather_object(own)))
+        per_rank = self.update.strategy.all_gather_object(self.summaries)
+        return rollout_status(merge_summaries(per_rank))
 
 
 @dataclass
@@ -154,6 +152,8 @@ def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
     }
 
 
+# log probs of policy and reference → KL, all of one shape
+SampledKL = Callable[[Tensor, Tensor], Tensor]
 # of experience and log probs (B, A) of the policy: numbers (B, A) by name
 Measure = Callable[[Experience, Tensor], Mapping[str, Tensor]]
 
@@ -161,7 +161,7 @@ Measure = Callable[[Experience, Tensor], Mapping[str, Tensor]]
 def policy_summaries(
     experience: Experience,
     log_probs: Tensor,
-    sampled_kl: Callable[[Tensor, Tensor], Tensor],
+    sampled_kl: SampledKL,
     measures: Sequence[Measure] = (),
 ) -> dict[str, Summary]:
     """Return the policy before the update against reference and rollout engine, per trained token.
@@ -169,8 +169,7 @@ def policy_summaries(
     Args:
         experience: with what there is of reference, engine and KL; without a KL, ``sampled_kl`` makes it.
         log_probs: of the policy before the update (B, A).
-        sampled_kl: log probs of policy and reference → KL, all of one shape.
-        measures: what else there is to say.
+        measures: further numbers.
     """
     terms: dict[str, Tensor] = {}
     reference = experience.base_action_log_probs
@@ -182,35 +181,33 @@ def policy_summaries(
         kl = sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
         terms |= {"policy_kl": (log_probs - reference)[mask], "kl": kl[mask]}
     for measure in measures:
-        found = measure(experience, log_probs)
-        terms |= {name: numbers[mask] for name, numbers in found.items()}
+        measured = measure(experience, log_probs)
+        terms |= {name: numbers[mask] for name, numbers in measured.items()}
     if engine is not None:
         mismatch = mismatch_terms(log_probs, engine, mask)
         terms |= {f"mismatch_{name}": numbers for name, numbers in mismatch.items()}
-    summaries = {name: Summary.of(numbers) for name, numbers in terms.items()}
-    if engine is not None:
-        summaries["mismatch_on_policy"] = summaries["mismatch_logp_diff"]
+        on_policy = mismatch["logp_diff"]
         if (stale := experience.info.get("stale")) is not None:
-            fresh = (stale == 0)[:, None].expand(mask.shape)[mask]
-            summaries["mismatch_on_policy"] = Summary.of(terms["mismatch_logp_diff"][fresh])
-    return summaries
+            on_policy = on_policy[(stale == 0)[:, None].expand(mask.shape)[mask]]
+        terms["mismatch_on_policy"] = on_policy
+    return {name: Summary.of(numbers) for name, numbers in terms.items()}
 
 
 def rollout_summaries(
     items: Sequence[Experience],
-    sampled_kl: Callable[[Tensor, Tensor], Tensor] = torch.sub,
+    sampled_kl: SampledKL = torch.sub,
     measures: Sequence[Measure] = (),
 ) -> dict[str, Summary]:
-    """Summaries of this rank's samples (one each): per sample for ``info``, per trained token for the rest.
+    """Return summaries of this rank's samples (one each): per sample for ``info``, per trained token for the rest.
 
     Samples without ``action_log_probs`` are compared with reference and engine where the training pass makes them.
     """
     if not items:
         return {}
     batch = Experience.collate(items)
-    tokens = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
+    columns = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
     tokens = {
-        name: tensor[batch.action_mask] for name, tensor in tokens.items() if tensor is not None
+        name: column[batch.action_mask] for name, column in columns.items() if column is not None
     }
     if "value" in tokens:
         tokens["residual"] = tokens["return_token"] - tokens["value"]
@@ -261,10 +258,8 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         if on_policy.count < mismatch["logp_diff"].count:
             status["logp_diff_on_policy"] = on_policy.mean
         numbers = mismatch_metrics(mismatch)
-        status |= {
-            "logp_diff_mean": mismatch["logp_diff"].mean,
-            "logp_diff_max": numbers.pop("logp_diff_max"),
-        }
+        status["logp_diff_mean"] = mismatch["logp_diff"].mean
+        status["logp_diff_max"] = numbers.pop("logp_diff_max")
         status |= {f"mismatch_{name}": value for name, value in numbers.items()}
     if "response_length" in summaries:
         status["samples"] = summaries["response_length"].count
@@ -291,7 +286,6 @@ def micro_batch_status(metrics: Mapping[str, Tensor], scale: float) -> dict[str,
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     """Return a status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
     status = dict(status or {})
-    numbers = {}
     tensors = {
         name: value.detach().double()
         for name, value in status.items()
@@ -300,6 +294,7 @@ def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     for device in {tensor.device for tensor in tensors.values()}:  # one copy, one wait for a GPU
         names = [name for name, tensor in tensors.items() if tensor.device == device]
         status |= zip(names, torch.stack([tensors[name] for name in names]).tolist())
+    numbers = {}
     for name, value in status.items():
         try:
             numbers[name] = float(value)

@@ -16,30 +16,14 @@ from typing import Any
 
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
-from lightppo.logging.metrics_page import OWN_AXES, STEPS, global_steps
+from lightppo.logging.metrics_page import NAMES, OWN_AXES, STEPS, global_steps
 from lightppo.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
 MLFLOW_PAUSE = 60.0  # seconds until a server that did not take something is asked again
 
-
-_NAMESPACES = ("rollout", "train", "eval", "perf", "reward", "alarm")
-_OF_VERL = (
-    "actor",
-    "critic",
-    "response_length",
-    "prompt_length",
-    "rollout_corr",
-    "timing_s",
-    "timing_per_token_ms",
-)
-NAMESPACES = {  # by --metric_names
-    "lightppo": _NAMESPACES,
-    "verl": (*_NAMESPACES, *_OF_VERL, "val-core", "val-aux"),
-    "openrlhf": (*_NAMESPACES, "reward_metrics"),
-    "lightrft": _NAMESPACES,
-}
+NAMESPACES = ("rollout", "train", "eval", "perf", "reward", "alarm")
 
 
 class TensorBoardSink:
@@ -70,19 +54,22 @@ class WandbSink:
     def __init__(
         self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
     ) -> None:
-        where = {
-            "entity": config.wandb_org,
-            "project": config.wandb_project,
-            "group": config.wandb_group,
-        }
         self.run = _package("wandb").init(
-            **where, name=run_name, id=run_id, resume="allow", config=dict(options)
+            entity=config.wandb_org,
+            project=config.wandb_project,
+            group=config.wandb_group,
+            name=run_name,
+            id=run_id,
+            resume="allow",
+            config=dict(options),
         )
         self.run_id = self.run.id
         self.names = config.metric_names
         self.run.define_metric("global_step")
         own_axes = STEPS[self.names] if self.names in OWN_AXES else ()
-        for namespace in NAMESPACES[self.names]:
+        table = NAMES.get(self.names, {})
+        further_namespaces = (name.split("/")[0] for names in table.values() for name in names)
+        for namespace in dict.fromkeys((*NAMESPACES, *further_namespaces)):
             axis = "global_step"
             if namespace in own_axes:
                 self.run.define_metric(axis := f"{namespace}/global_step")
@@ -105,10 +92,13 @@ class TrackioSink:
         self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
     ) -> None:
         self.run_id = run_id or config.wandb_run_name or f"{run_name}-{uuid.uuid4().hex[:6]}"
-        shown = {"group": config.wandb_group, "config": dict(options), "embed": False}
-        resume = "never" if run_id is None else "allow"
         self.run = _package("trackio").init(
-            config.use_trackio, name=self.run_id, resume=resume, **shown
+            config.use_trackio,
+            name=self.run_id,
+            resume="never" if run_id is None else "allow",
+            group=config.wandb_group,
+            config=dict(options),
+            embed=False,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,7 +116,7 @@ class MlflowSink:
     def __init__(
         self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None
     ) -> None:
-        self.client, found = open_mlflow(config)
+        self.client, experiment = open_mlflow(config)
         self.mlflow = import_module("mlflow")
         self.waiting = []
         self.next_try = 0.0
@@ -135,23 +125,23 @@ class MlflowSink:
             self.client.update_run(run_id, status="RUNNING")
             self.run_id = run_id
             return
-        if found:
-            experiment = found.experiment_id
+        if experiment:
+            experiment_id = experiment.experiment_id
         else:
-            experiment = self.client.create_experiment(config.mlflow_experiment)
+            experiment_id = self.client.create_experiment(config.mlflow_experiment)
         tags = {"group": config.wandb_group} if config.wandb_group else {}
-        self.run_id = self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+        run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
+        self.run_id = run.info.run_id
         params = [self.mlflow.entities.Param(name, str(value)) for name, value in options.items()]
-        for first in range(0, len(params), 100):  # at most, of one call
-            self.client.log_batch(self.run_id, params=params[first : first + 100])
+        for start in range(0, len(params), 100):  # at most, of one call
+            self.client.log_batch(self.run_id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metric = self.mlflow.entities.Metric
-        named = {mlflow_name(name): float(value) for name, value in metrics.items()}
+        values = {mlflow_name(name): float(value) for name, value in metrics.items()}
         self.waiting += [
-            metric(name, value, now, step)
-            for name, value in named.items()
+            self.mlflow.entities.Metric(name, value, now, step)
+            for name, value in values.items()
             if name not in self.refused
         ]
         if time.monotonic() < self.next_try:
@@ -166,19 +156,19 @@ class MlflowSink:
             logger.warning(text, step, MLFLOW_PAUSE, error)
 
     def _send(self, metrics: list[Any]) -> None:
-        """MlflowException: it takes none of them."""
+        """Send metrics; MlflowException where it takes none of them."""
         try:
             self.client.log_batch(self.run_id, metrics=metrics)
         except self.mlflow.MlflowException:
-            if len(names := {one.key for one in metrics}) == 1:
+            if len(names := {metric.key for metric in metrics}) == 1:
                 raise
             self.client.get_run(self.run_id)  # fails where the server is away
             refused: dict[str, Exception] = {}
-            for one in metrics:  # a name that it cannot hold does not keep the others out
+            for metric in metrics:  # a name that it cannot hold does not keep the others out
                 try:
-                    self.client.log_batch(self.run_id, metrics=[one])
+                    self.client.log_batch(self.run_id, metrics=[metric])
                 except self.mlflow.MlflowException as error:
-                    refused[one.key] = error
+                    refused[metric.key] = error
             if refused.keys() == names:
                 raise
             self.refused |= refused.keys()
@@ -219,26 +209,20 @@ def open_trackers(
     run_ids: Mapping[str, str],
 ) -> list[Tracker]:
     """Return those that the options name; ``run_ids``: the runs to go on with, by tracker."""
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if config.use_tensorboard:
-        found.append(TensorBoardSink(Path(config.use_tensorboard) / run_name, start_step))
-    wanted = {
-        WandbSink: config.use_wandb,
-        TrackioSink: config.use_trackio,
-        MlflowSink: config.use_mlflow,
-    }
-    return found + [
-        one(config, run_name, options, run_ids.get(one.name))
-        for one, value in wanted.items()
-        if value
-    ]
+        trackers.append(TensorBoardSink(Path(config.use_tensorboard) / run_name, start_step))
+    for kind in (WandbSink, TrackioSink, MlflowSink):
+        if getattr(config, f"use_{kind.name}"):
+            trackers.append(kind(config, run_name, options, run_ids.get(kind.name)))
+    return trackers
 
 
 # -- packages, logins, servers ---------------------------------------------------------------------------------------
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Refuses a package that is missing, a login that is missing, and a server that does not answer."""
+    """Refuse a package that is missing, a login that is missing, and a server that does not answer."""
     if config.use_wandb:
         _check_wandb()
     if config.use_trackio:
@@ -251,11 +235,8 @@ def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     """Return a client of the server or folder, and the experiment, or None where there is none yet."""
     uri = config.use_mlflow
     # Ranks wait meanwhile: by default four minutes for a server that is gone, 16 for one that does not answer.
-    for name, value in {
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    }.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if "://" not in uri or uri.startswith("file:"):
         # MLflow only maintains it; it needs no server
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")

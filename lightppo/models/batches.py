@@ -138,6 +138,25 @@ def micro_batches(lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> l
     return parts
 
 
+def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
+    """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
+    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
+    for end in range(1, len(lengths) + 1):
+        best = (float("inf"), 0)
+        longest = 0
+        for first in range(end - 1, -1, -1):
+            longest = max(longest, lengths[first])
+            best = min(best, (least[first] + call_cost + longest * (end - first), first))
+        least.append(best[0])
+        cut.append(best[1])
+    parts = []
+    end = len(lengths)
+    while end:
+        parts.append((cut[end], end))
+        end = cut[end]
+    return parts[::-1]
+
+
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     """Position of each real token among the real tokens of its row, (B, S) -> (B, S); left padding gets 0."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -28,7 +28,7 @@ from transformers.utils import logging as hf_logging
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.adapters.quantised import quantise
-from lightppo.models.attention.attention_choice import resolve_attn_implementation
+from lightppo.models.attention.row_attention import resolve_attn_implementation
 from lightppo.models.heads import head_from_checkpoint, head_names, set_value_head
 from lightppo.models.multimodal.detection import language_model_or_reason, why_untrainable
 from lightppo.models.pretrained import (

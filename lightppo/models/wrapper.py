@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.attention.alibi import run_by_sequence
 from lightppo.models.attention.recurrent import run_by_segment
 from lightppo.models.batches import Batch
 from lightppo.models.kernels.layers import accelerate_on_cpu, fuse
 from lightppo.models.loading import untrainable
-from lightppo.models.packing.packed_layout import PackedLayout
+from lightppo.models.packing import PackedLayout
 from lightppo.models.pretrained import disable_dropout
 
 Role = str
@@ -63,7 +62,6 @@ class PretrainedWrapper(nn.Module):
         accelerate_on_cpu(self.model)
         fuse(self.model)
         run_by_segment(self.model)
-        run_by_sequence(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         # (weights, device) → a context around each pass with gradients.
         self.around_pass: Callable[..., AbstractContextManager] | None = None

@@ -34,11 +34,11 @@ from lightppo.models import heads, loading
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.adapters.quantised import fitting_layers
-from lightppo.models.attention.attention_choice import caps_scores
+from lightppo.models.attention.row_attention import caps_scores
 from lightppo.models.batches import cache_argument, takes
 from lightppo.models.critic import Critic
 from lightppo.models.kernels.linear_log_probs import is_untouched, scores_from_head, scoring_head
-from lightppo.models.packing.packed_layout import READ_SHARE, only_at, position_wise
+from lightppo.models.packing import READ_SHARE, only_at, position_wise
 from lightppo.rollout.vllm.weights import BUCKET_BYTES
 
 LOADING = "loading"

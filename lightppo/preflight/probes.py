@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
 from lightppo.experience.rollout_check import ROUNDING
-from lightppo.models.attention.attention_choice import caps_scores
+from lightppo.models.attention.row_attention import caps_scores
 from lightppo.models.batches import Batch
-from lightppo.models.packing.trials import alike, is_models_own, one_line
+from lightppo.models.packing import alike, is_models_own, one_line
 from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams

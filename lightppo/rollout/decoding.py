@@ -20,7 +20,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lightppo.models.attention.recurrent import RECURRENT_LAYERS, recurrent_slots
-from lightppo.models.attention.row_attention import cheapest_parts
 from lightppo.models.attention.slot_layers import (
     EMPTY_LAYER,
     SLOT_SDPA,
@@ -30,7 +29,7 @@ from lightppo.models.attention.slot_layers import (
     attention_to_slots,
     can_attend_to_slots,
 )
-from lightppo.models.batches import cache_argument
+from lightppo.models.batches import cache_argument, cheapest_parts
 from lightppo.ranks import heartbeat
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 

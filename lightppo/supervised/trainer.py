@@ -22,7 +22,7 @@ from lightppo.logging.performance import PhaseTimer, perf_metrics
 from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
 from lightppo.models.batches import to_device
-from lightppo.models.packing.settle import settle_packing
+from lightppo.models.packing import settle_packing
 from lightppo.models.preparation import prepare_model
 from lightppo.models.run_models import build_tokenizer
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows

@@ -34,9 +34,8 @@ from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.normalisation import make_value_norm
 from lightppo.experience.rollout_check import check_first
-from lightppo.logging.performance import PhaseTimer
-from lightppo.logging.progress import bar_of_part
-from lightppo.logging.rollout_files import replay
+from lightppo.logging.performance import PhaseTimer, bar_of_part
+from lightppo.logging.samples import replay
 from lightppo.models.actor import Actor
 from lightppo.models.run_models import Models, build_models, build_tokenizer, fit_vocabulary
 from lightppo.models.wrapper import Role

@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightppo.callbacks import Callback, Callbacks
-from lightppo.checkpoint.older_states import with_present_names
-from lightppo.checkpoint.run_checkpointer import RunCheckpointer
+from lightppo.checkpoint.run_checkpointer import RunCheckpointer, with_present_names
 from lightppo.config.options import OptionSet, public_options
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import NonFiniteError, TrainingError
 from lightppo.files import facts_of, files_in_use, local_folder
-from lightppo.logging.performance import PhaseTimer
-from lightppo.logging.progress import Pace, bar_of_steps, on_bar
+from lightppo.logging.performance import Pace, PhaseTimer, bar_of_steps, on_bar
 from lightppo.logging.step_metrics import with_namespace
 from lightppo.plugin import METRICS
 from lightppo.preflight.resume_checks import check_same_run

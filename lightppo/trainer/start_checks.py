@@ -13,7 +13,7 @@ from lightppo.logging.run_folder import claim_folders, mark_content
 from lightppo.logging.run_notes import tell_models, tell_options
 from lightppo.models.adapters.lora import check_packages
 from lightppo.models.multimodal.detection import check_trained_models
-from lightppo.models.packing.settle import settle_models
+from lightppo.models.packing import settle_models
 from lightppo.models.run_models import check_vocabularies
 from lightppo.plugin import CHECKS
 from lightppo.preflight.advice import tell_advice, tell_frozen, tell_second_masters

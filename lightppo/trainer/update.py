@@ -26,7 +26,7 @@ from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
 from lightppo.experience.experience import Experience
 from lightppo.experience.token_weights import entropy_sample, token_weights
-from lightppo.logging.progress import bar_of_part, minibatch_on_bar
+from lightppo.logging.performance import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
     checked_status,

@@ -11,7 +11,7 @@ import pytest
 from lightppo.__main__ import main
 from lightppo.cli.conversion_rules import RULES
 from lightppo.cli.conversions import convert
-from lightppo.cli.their_command import PROGRAMS, Theirs
+from lightppo.cli.other_commands import PROGRAMS, OtherCommand
 from lightppo.cli.translate import defaults, translated
 from lightppo.config import parse_args
 from lightppo.config.other_trainers import meanings, tables
@@ -454,7 +454,7 @@ def test_what_cannot_be_translated(capsys, words, message):
     ],
 )  # fmt: skip
 def test_a_value(program, name, value, option, ours):
-    found = convert({name: value}, Theirs(program, {name: value}), {})
+    found = convert({name: value}, OtherCommand(program, {name: value}), {})
     assert found.values.get(option) == ours
 
 
@@ -479,7 +479,7 @@ def test_a_value(program, name, value, option, ours):
 )
 def test_a_value_for_a_person(program, name, value):
     """It is neither dropped nor copied as it is."""
-    found = convert({name: value}, Theirs(program, {name: value}), {})
+    found = convert({name: value}, OtherCommand(program, {name: value}), {})
     assert [*found.look] == [(name,)]
     assert found.values == {}
 
@@ -487,7 +487,7 @@ def test_a_value_for_a_person(program, name, value):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_their_defaults_are_values_that_we_have(program):
     known = defaults()[program].values
-    ours = convert(known, Theirs(program, {}), {})
+    ours = convert(known, OtherCommand(program, {}), {})
     assert ours.look == {}
     assert ours.not_here == {}
     assert len(ours.values) > 5
@@ -495,7 +495,7 @@ def test_their_defaults_are_values_that_we_have(program):
 
 def test_a_default_that_is_said_is_never_missing():
     """What a program does anyway is no loss, where lightppo has no option for it."""
-    theirs = Theirs(
+    theirs = OtherCommand(
         "trl-grpo", {"push_to_hub": False, "vllm_enable_sleep_mode": False, "use_cpu": "False"}
     )
     text = "\n".join(translated(theirs)[0])
@@ -522,7 +522,7 @@ def test_rules_read_names_that_are_in_the_tables():
 def test_no_value_is_too_odd(program, value):
     names = {name for title in tables() if title.split()[0] == PROGRAMS[program].trainer
              for row in tables()[title] for name in row.names if "*" not in name and "=" not in name}  # fmt: skip
-    lines, _ = translated(Theirs(program, dict.fromkeys(sorted(names), value)))
+    lines, _ = translated(OtherCommand(program, dict.fromkeys(sorted(names), value)))
     assert lines[0].startswith("# ")
 
 

@@ -44,7 +44,7 @@ def back(tmp_path, monkeypatch):
 
     def run(config: PPOConfig) -> dict[str, Any]:
         config = config.with_options(save_path=tmp_path / "run")
-        assert write_run_config(config) is None
+        write_run_config(config)
         path = tmp_path / "run" / "run_config.yaml"
         return parse_args(["--config", str(path)]).flat() | {
             "config": config.file.config,
@@ -101,8 +101,10 @@ def test_save_path_that_cannot_be_written(tmp_path):
 
     (tmp_path / "file").write_text("")
     config = PPOConfig.from_flat(save_path=tmp_path / "file" / "run")
-    problem = write_run_config(config)
-    assert problem == f"--save_path {tmp_path}/file/run: cannot be written (Not a directory)"
+    problem = f"--save_path {tmp_path}/file/run: cannot be written (Not a directory)"
+    with pytest.raises(ConfigError) as error:
+        write_run_config(config)
+    assert str(error.value) == problem
 
 
 @pytest.mark.parametrize(

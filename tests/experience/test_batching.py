@@ -16,7 +16,7 @@ from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_step
 from lightppo.experience.experience import Experience
-from lightppo.models.packing.packed_layout import PackedLayout
+from lightppo.models.packing import PackedLayout
 
 
 def samples(count: int, rank: int = 0) -> list[Experience]:

@@ -29,7 +29,7 @@ from lightppo.errors import UserError
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, adapters_off, add_adapters
 from lightppo.models.adapters.quantised import dense_weight, quantised_layers
-from lightppo.models.attention.attention_choice import resolve_attn_implementation
+from lightppo.models.attention.row_attention import resolve_attn_implementation
 from lightppo.models.critic import Critic
 from lightppo.preflight.probes import check_decoding, check_padding, check_training
 from lightppo.ranks import Alone

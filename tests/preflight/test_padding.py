@@ -21,10 +21,10 @@ from transformers import (
 from transformers.models.falcon import modeling_falcon
 
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
+from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.packing import packed_layout
 from lightppo.preflight.probes import (
     attending,
     other_attentions,
@@ -207,7 +207,7 @@ def test_a_family_whose_code_cannot_pack_is_padded_or_refused_in_one_line():
 
 
 def test_a_family_without_sdpa_says_why_it_cannot_pack(monkeypatch):
-    monkeypatch.delitem(packed_layout._OF_FAMILIES, "packed_eager")
+    monkeypatch.delitem(packing._OF_FAMILIES, "packed_eager")
     config = GptOssConfig(
         **SIZES,
         num_key_value_heads=2,

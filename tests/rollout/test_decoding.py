@@ -19,13 +19,12 @@ from transformers import (
 )
 
 from lightppo.data.records import Prompt
-from lightppo.models.attention.row_attention import cheapest_parts
 from lightppo.models.attention.slot_layers import (
     attention_to_slots,
     can_attend_to_slots,
     slot_attention,
 )
-from lightppo.models.batches import cache_argument
+from lightppo.models.batches import cache_argument, cheapest_parts
 from lightppo.rollout import decoding as cache_module
 from lightppo.rollout import hf
 from lightppo.rollout.decoding import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
-from lightppo.checkpoint.older_states import with_present_names
+from lightppo.checkpoint.run_checkpointer import with_present_names
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.loop import TrainerState

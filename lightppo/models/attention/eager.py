@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lightppo.models.attention.attention_choice import caps_scores
-from lightppo.models.attention.row_attention import window_of
+from lightppo.models.attention.row_attention import caps_scores, window_of
 from lightppo.models.batches import RowPlan, continued, plan_of
 
 PACKED_EAGER = "packed_eager"  # the name of eager_by_segment in transformers

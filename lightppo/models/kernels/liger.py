@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.kernels.layers import ROTARY, own_code, rotating_by
-from lightppo.models.packing.trials import is_models_own, one_line
+from lightppo.models.packing import is_models_own, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -7,28 +7,37 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from torch import Tensor, nn
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.configuration_utils import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 
 from lightppo.errors import ModelLoadError
 from lightppo.files import MANIFEST
+from lightppo.models.batches import cache_argument
 from lightppo.models.heads import head_names
-from lightppo.models.multimodal import causal
 from lightppo.models.multimodal.parts import listed, parts_of
 from lightppo.models.pretrained import checkpoint_files, is_dropout, open_tensors
 from lightppo.zero3 import is_sharded
@@ -59,7 +68,7 @@ class Whole:
 
     def __init__(self, auto_class: Any, path: str, config: PretrainedConfig, name: str) -> None:
         text = copy.deepcopy(config.get_text_config())
-        self.has_class = type(text) is not type(config) and causal.know(text)
+        self.has_class = type(text) is not type(config) and know(text)
         obstacles = {
             "it brings code of its own": hasattr(config, "auto_map"),
             "it is quantised": getattr(config, "quantization_config", None) is not None,
@@ -318,3 +327,65 @@ def _save(shards: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True)
         (folder / "model.safetensors.index.json").write_text(text)
+
+
+# -- a text model that transformers has only inside a class with towers (Qwen2.5-VL, Qwen3-VL, GLM-4V) ----------------
+
+
+def know(config: PretrainedConfig) -> bool:
+    """Has ``AutoModelForCausalLM`` read the text model of this config; whether transformers has a class for it."""
+    kind = type(config)
+    known = AutoModelForCausalLM._model_mapping.get(kind, None)
+    if known is None and kind in MODEL_MAPPING:
+        made = causal_class(MODEL_MAPPING[kind], kind)
+        # exist_ok: transformers ignores what others register for its own configs
+        AutoModelForCausalLM.register(kind, made, exist_ok=True)
+    return known is not None and known.__module__ != __name__
+
+
+@cache
+def causal_class(body: type[PreTrainedModel], kind: type[PretrainedConfig]) -> type:
+    """``body`` and a head over its vocabulary, which may be the embedding."""
+    # The base class says which attention and which layers the model has.
+    family = next(base for base in body.__bases__ if issubclass(base, PreTrainedModel))
+
+    class ForCausalLM(family, GenerationMixin):
+        config_class = kind
+        base_model_prefix = "model"
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = body(config)
+            self.vocab_size = config.vocab_size
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.model.get_input_embeddings()
+
+        def forward(
+            self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any
+        ) -> CausalLMOutputWithPast:
+            """As of transformers' classes; no labels."""
+            output = self.model(*args, **kwargs)
+            hidden = output.last_hidden_state  # (B, S, H)
+            last = isinstance(logits_to_keep, int)
+            kept = slice(-logits_to_keep, None) if last else logits_to_keep
+            cache = cache_argument(self)
+            return CausalLMOutputWithPast(
+                logits=self.lm_head(hidden[:, kept]),
+                hidden_states=output.get("hidden_states"),
+                attentions=output.get("attentions"),
+                **{cache: output.get(cache)},
+            )
+
+    # whoever asks what the model takes gets the body's parameters, as this version of transformers calls them
+    of_body = inspect.signature(body.forward)
+    own = inspect.signature(ForCausalLM.forward)
+    parameters = of_body.parameters | {"logits_to_keep": own.parameters["logits_to_keep"]}
+    order = sorted(parameters.values(), key=lambda parameter: parameter.kind)
+    ForCausalLM.forward.__signature__ = of_body.replace(parameters=order)
+    name = body.__name__.removesuffix("Model") + "ForCausalLM"
+    ForCausalLM.__name__ = ForCausalLM.__qualname__ = name
+    return ForCausalLM

@@ -28,7 +28,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.device import on_cuda
 from lightppo.errors import ConfigError, RolloutError
-from lightppo.models.packing.trials import is_models_own, one_line
+from lightppo.models.packing import is_models_own, one_line
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_length, check_lengths, request_streams

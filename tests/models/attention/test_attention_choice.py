@@ -17,17 +17,16 @@ from transformers import (
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
-from lightppo.models.attention import attention_choice
+from lightppo.models.attention import row_attention
 
 
 def test_attention_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert (
-        attention_choice.resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM)
-        is None
+        row_attention.resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM) is None
     )  # transformers takes sdpa, or eager
     with pytest.raises(ModelLoadError, match=r"CUDA device; .*--bf16.*--attn_implementation sdpa"):
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "flash_attention_2", torch.float32, LlamaForCausalLM
         )
 
@@ -63,70 +62,69 @@ def test_capped_scores_are_never_left_out(tmp_path: Path) -> None:
 
 def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(row_attention, "is_flash_attn_2_available", lambda: True)
 
     class Unable(LlamaForCausalLM):
         _supports_flash_attn = False
 
     # torch's own kernel for packed rows comes first: it also shares prompts
-    monkeypatch.setattr(attention_choice, "VARLEN_TAKES", {"scale", "window_size"})
+    monkeypatch.setattr(row_attention, "VARLEN_TAKES", {"scale", "window_size"})
     assert (
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()
         )
         is None
     )
     assert (
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "flash_attention_2", torch.bfloat16, LlamaForCausalLM
         )
         == "flash_attention_2"
     )
     # it leaves out Gemma 2's soft capping
     assert (
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "auto", torch.bfloat16, Gemma2ForCausalLM, Gemma2Config()
         )
         == "flash_attention_2"
     )
-    monkeypatch.setattr(attention_choice, "VARLEN_TAKES", {"is_causal"})
+    monkeypatch.setattr(row_attention, "VARLEN_TAKES", {"is_causal"})
     assert (
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()
         )
         == "flash_attention_2"
     )
     assert (
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "flash_attention_2", torch.bfloat16, LlamaForCausalLM
         )
         == "flash_attention_2"
     )
     assert (
-        attention_choice.resolve_attn_implementation("flash_attention_2", torch.bfloat16, None)
+        row_attention.resolve_attn_implementation("flash_attention_2", torch.bfloat16, None)
         == "flash_attention_2"
     )  # custom code: try
     assert (
-        attention_choice.resolve_attn_implementation("auto", torch.float32, LlamaForCausalLM)
-        is None
+        row_attention.resolve_attn_implementation("auto", torch.float32, LlamaForCausalLM) is None
     )
-    assert attention_choice.resolve_attn_implementation("auto", torch.bfloat16, Unable) is None
-    assert attention_choice.resolve_attn_implementation("auto", torch.bfloat16, None) is None
+    assert row_attention.resolve_attn_implementation("auto", torch.bfloat16, Unable) is None
+    assert row_attention.resolve_attn_implementation("auto", torch.bfloat16, None) is None
     # transformers would look for its kernels on the hub
     assert (
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "auto", torch.bfloat16, GptOssForCausalLM, GptOssConfig()
         )
         is None
     )
     with pytest.raises(ModelLoadError, match=r"GptOssForCausalLM takes kernels-community/.* only"):
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "flash_attention_2", torch.bfloat16, GptOssForCausalLM, GptOssConfig()
         )
     with pytest.raises(ModelLoadError, match=r"--attn_implementation .*Unable"):
-        attention_choice.resolve_attn_implementation("flash_attention_2", torch.bfloat16, Unable)
-    monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: False)
+        row_attention.resolve_attn_implementation("flash_attention_2", torch.bfloat16, Unable)
+    monkeypatch.setattr(row_attention, "is_flash_attn_2_available", lambda: False)
     with pytest.raises(ModelLoadError, match=r"--attn_implementation .*flash-attn package"):
-        attention_choice.resolve_attn_implementation(
+        row_attention.resolve_attn_implementation(
             "flash_attention_2", torch.bfloat16, LlamaForCausalLM
         )

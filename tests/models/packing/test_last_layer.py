@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
+from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.packing import packed_layout
-from lightppo.models.packing.packed_layout import only_at, position_wise
+from lightppo.models.packing import only_at, position_wise
 
 PARTS = {
     "llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
@@ -72,7 +72,7 @@ def test_actor(
     weights = torch.randn(4, actions, generator=torch.Generator().manual_seed(2))
     results = []
     for share in (0.0, 10.0):  # never, always
-        monkeypatch.setattr(packed_layout, "READ_SHARE", share)
+        monkeypatch.setattr(packing, "READ_SHARE", share)
         actor = Actor(causal_lm(family), packing_samples=True)
         actor(sequences, actions, mask)  # the probe
         assert actor.layout.last_layer_parts
@@ -104,7 +104,7 @@ def test_critic(
     weights = torch.randn(4, actions + 1, generator=torch.Generator().manual_seed(2))
     results = []
     for share in (0.0, 10.0):
-        monkeypatch.setattr(packed_layout, "READ_SHARE", share)
+        monkeypatch.setattr(packing, "READ_SHARE", share)
         critic = Critic(classifier(family), packing_samples=True)
         values = critic(sequences, actions, mask, include_last=True)
         assert critic.layout.last_layer_parts
@@ -122,7 +122,7 @@ def test_opt_flattens_its_rows(ragged: tuple[Tensor, Tensor, int], monkeypatch) 
     )  # fmt: skip
     results = []
     for share in (0.0, 10.0):
-        monkeypatch.setattr(packed_layout, "READ_SHARE", share)
+        monkeypatch.setattr(packing, "READ_SHARE", share)
         torch.manual_seed(0)
         actor = Actor(
             AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"),
@@ -150,7 +150,7 @@ def test_the_layer_runs_whole(
     monkeypatch,
 ) -> None:
     sequences, mask, actions = ragged
-    monkeypatch.setattr(packed_layout, "READ_SHARE", 10.0)
+    monkeypatch.setattr(packing, "READ_SHARE", 10.0)
     model = causal_lm("mixtral" if reason == "router" else "llama")
     actor = Actor(model, packing_samples=True)
     if reason == "checkpointing":

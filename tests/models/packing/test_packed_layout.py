@@ -35,7 +35,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from lightppo.models import batches
+from lightppo.models import batches, packing
 from lightppo.models.actor import Actor
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention import row_attention
@@ -51,8 +51,7 @@ from lightppo.models.batches import (
     segments_as_mask,
 )
 from lightppo.models.critic import Critic
-from lightppo.models.packing import packed_layout
-from lightppo.models.packing.packed_layout import takes_segments, warn_that_nothing_is_shared
+from lightppo.models.packing import takes_segments, warn_that_nothing_is_shared
 from lightppo.models.preparation import compile_layers
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
@@ -983,13 +982,11 @@ def test_why_packing_is_not_done(
 ) -> None:
     """It stays padded, with the numbers of one for which it was never tried."""
     sequences, mask, num_actions = groups
-    monkeypatch.setattr(
-        packed_layout, "why_not_by_segment", lambda model: "their code is not known"
-    )
+    monkeypatch.setattr(packing, "why_not_by_segment", lambda model: "their code is not known")
     actor = Actor(model(causal_lm).eval(), packing_samples=None)
     with torch.no_grad():
         before = actor(sequences, num_actions, mask)
-        monkeypatch.setattr("lightppo.models.packing.packed_layout.alike", lambda a, b: False)
+        monkeypatch.setattr("lightppo.models.packing.alike", lambda a, b: False)
         assert reason in actor.layout.try_packing(torch.device("cpu"))
         assert not actor.layout.packs
         assert torch.equal(actor(sequences, num_actions, mask), before)

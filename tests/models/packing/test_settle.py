@@ -16,7 +16,7 @@ from lightppo import PPOTrainer
 from lightppo.data.records import Prompt
 from lightppo.errors import PackingNotSupportedError
 from lightppo.models.actor import Actor
-from lightppo.models.packing.settle import settle_models, settle_packing
+from lightppo.models.packing import settle_models, settle_packing
 from lightppo.ranks import Alone
 from lightppo.trainer import build
 
@@ -93,7 +93,7 @@ def test_shared_prompts_count_once_in_a_budget(trainer_with, parts, monkeypatch,
 def test_packing_where_it_is_exact(make_config, tmp_path, monkeypatch, capsys, exact):
     """Without the flag a run is the packed one, or with a note the padded one."""
     if not exact:
-        monkeypatch.setattr("lightppo.models.packing.packed_layout.alike", lambda a, b: False)
+        monkeypatch.setattr("lightppo.models.packing.alike", lambda a, b: False)
     rows = []
     for name, options in (("auto", {}), ("given", {"packing_samples": exact})):
         paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}-ckpt")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.models.packing.trials import one_line
+from lightppo.models.packing import one_line
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import textwrap
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from lightppo.config import PPOConfig
+from lightppo.config.options import OptionSet
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.errors import PackingNotSupportedError
-from lightppo.models.attention.alibi import PACKED_ALIBI, attends_with_alibi, makes_positions
+from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.errors import PackingNotSupportedError, UserError
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
 from lightppo.models.attention.recurrent import why_not_by_segment
@@ -39,14 +43,12 @@ from lightppo.models.batches import (
     takes,
     to_device,
 )
-from lightppo.models.packing.trials import alike, is_models_own, one_line
 from lightppo.ranks import Ranks
 
 # -- which models can be packed, and what attends in their packed rows ------------------------------------------------
 
 # attentions of packed rows that are code of a family's own, each with whether it stands in for a model's attention
 _OF_FAMILIES = {
-    PACKED_ALIBI: attends_with_alibi,
     PACKED_CHUNKS: attends_in_chunks,
     PACKED_EAGER: attends_by_own_code,
 }
@@ -74,14 +76,22 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 def check_packing_layers(model: nn.Module) -> None:
     """Refuse families that cannot be packed, judging by the model's class and config alone."""
-    base = model.base_model
-    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
-    if not takes_positions and not makes_positions(model):
-        raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
+    if has_alibi(model):
+        reason = "its attention has alibi, which would count positions from the start of the row"
+        raise packing_error(model, reason)
+    if not takes(model.base_model, "position_ids"):
+        reason = f"{type(model.base_model).__name__}.forward takes no position_ids"
+        raise packing_error(model, reason)
     # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
     for kind in sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ())):
         if reason := why_not_packed(model, kind):
             raise packing_error(model, f"it has layers of type {kind}: {reason}")
+
+
+def has_alibi(model: nn.Module) -> bool:
+    """Tell whether attention makes positions by alibi (arXiv:2108.12409): Bloom, MPT, old Falcon."""
+    config = model.config
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 def why_not_packed(model: nn.Module, kind: str) -> str | None:
@@ -284,7 +294,8 @@ class PackedLayout(PaddedLayout):
         attention = self.hf_model.config._attn_implementation
         # Eager attention goes over all of a row, with a mask.
         rows = attention == "flash_attention_2" or takes_segments(self.hf_model)
-        if not rows and attention_for_rows(self.hf_model) is None:
+        needs_another = not rows and attention_for_rows(self.hf_model) is None
+        if needs_another and not has_alibi(self.hf_model):
             if not self.hf_model._supports_sdpa:
                 return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
@@ -432,4 +443,77 @@ def warn_that_nothing_is_shared(attention: str) -> None:
     )
 
 
-# -- what cannot be packed ----------------------------------------------------------------------------------------------
+# -- the models of a run, all together ---------------------------------------------------------------------------------
+
+
+def settle_models(run: Any) -> None:
+    """A check of ``models``: those of a PPO run pack, or all are padded. Collective.
+
+    Training on data settles it by itself, because it knows whether its rows gain by packing.
+    """
+    if not isinstance(run.config, PPOConfig):
+        return
+    models = [model for flag, model in run.models.items() if "--reward_pretrain" not in flag]
+    shares = run.config.training.share_prompts and run.config.rollout.n_samples_per_prompt > 1
+    settle_packing(run.config, run.strategy, models, shares)
+
+
+def settle_packing(
+    config: OptionSet,
+    strategy: DeepspeedStrategy,
+    models: Iterable[Any],
+    share_prompts: bool = True,
+) -> None:
+    """``--packing_samples`` None: all models pack, if each does it exactly on every rank; True: they must. Collective."""
+    asked = config.training.packing_samples
+    if asked is False:
+        return
+    # A critic has its engine around it.
+    wrappers = [getattr(model, "module", model) for model in models if model is not None]
+    layouts = [one.layout for one in wrappers]
+    for layout in layouts:
+        layout.share_prompts = share_prompts
+    obstacles = [
+        layout.obstacle(strategy.device) if asked else layout.try_packing(strategy.device)
+        for layout in layouts
+    ]
+    obstacle = next(filter(None, obstacles), None)
+    if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
+        if asked:
+            raise PackingNotSupportedError(reason)
+        for layout in layouts:
+            layout.stop_packing()
+        strategy.print(f"note: batches are padded: {reason}")
+    elif asked:
+        for layout in layouts:
+            layout.pack()
+
+
+# -- trials of a model ------------------------------------------------------------------------------------------------
+
+
+def is_models_own(error: Exception) -> bool:
+    """Whether an error is of the model's code, not of a lack of memory or of a lost rank."""
+    others = (
+        UserError,
+        NotImplementedError,
+        MemoryError,
+        torch.OutOfMemoryError,
+        torch.distributed.DistError,
+    )
+    return not isinstance(error, others) and "gloo/transport" not in str(error)
+
+
+def one_line(error: Exception) -> str:
+    """Its type and message, shortened; without a message the line of code that raised it."""
+    text = str(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}"
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 200, placeholder=" …")
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether outputs are equal but for rounding; False where any is NaN."""
+    difference = ((one.float() - other.float()).abs().mean() / other.float().abs().mean()).item()
+    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
+    return difference <= (3e-3 if one.dtype == torch.float32 else 1e-1)

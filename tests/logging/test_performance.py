@@ -11,10 +11,9 @@ import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.experience.experience import Experience
-from lightppo.logging import progress as paces
+from lightppo.logging import performance
 from lightppo.logging import step_metrics as sums
-from lightppo.logging.performance import PhaseTimer, perf_metrics
-from lightppo.logging.progress import minibatch_on_bar
+from lightppo.logging.performance import PhaseTimer, minibatch_on_bar, perf_metrics
 from lightppo.logging.step_metrics import (
     Summary,
     with_namespace,
@@ -310,7 +309,7 @@ def test_speed_of_a_step_without_samples_or_peak():
 
 def test_the_line_of_a_step(monkeypatch):
     now = iter([0.0, 2.0, 3.0, 13.0, 90000.0])
-    pace = paces.Pace(4, clock=lambda: next(now))
+    pace = performance.Pace(4, clock=lambda: next(now))
     status = {
         "rollout/reward": 0.6123,
         "rollout/kl": -1e-9,
@@ -331,7 +330,7 @@ def test_the_line_of_a_step(monkeypatch):
 
 def test_the_time_left_is_by_the_last_twenty_steps():
     now = iter([0.0, *(100.0 * i for i in range(1, 31)), *(3000.0 + i for i in range(1, 21))])
-    pace = paces.Pace(clock=lambda: next(now))
+    pace = performance.Pace(clock=lambda: next(now))
     lines = [pace.line(step, 60, {}) for step in range(1, 51)]
     assert lines[29].endswith("ETA 50:00")
     assert lines[49].endswith("ETA 0:10")
@@ -343,14 +342,14 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_shows_numbers_by_the_names_of_the_seed(monkeypatch):
-    monkeypatch.setattr(paces.tqdm, "monitor_interval", 0)
+    monkeypatch.setattr(performance.tqdm, "monitor_interval", 0)
     monkeypatch.setenv("COLUMNS", "200")
     first, second = rows()
     statuses = [
         {"policy_loss": 0.5, "actor_lr": 1e-6, "entropy": 1.0},
         {"critic_loss": 0.25, "values": 0.1, "critic_lr": 9e-6},
     ]
-    with paces.progress_bar(None, "train", total=2, file=(file := Terminal())) as bar:
+    with performance.progress_bar(None, "train", total=2, file=(file := Terminal())) as bar:
         bar.set_postfix(minibatch_on_bar([first, second], statuses))
     shown = "pg=0.5, rm=2, ret=1.5, glen=1.5, tlen=3.5, kl=0, act_lr=1e-6, cri=0.25, vals=0.1, cri_lr=9e-6"
     assert shown in file.getvalue()
@@ -358,9 +357,9 @@ def test_a_bar_shows_numbers_by_the_names_of_the_seed(monkeypatch):
 
 def test_bars_are_for_terminals_and_fit_them(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(paces.tqdm, "monitor_interval", 0)
+    monkeypatch.setattr(performance.tqdm, "monitor_interval", 0)
     for file, shown in ((Terminal(), True), (Terminal(), False), (io.StringIO(), True)):
-        with paces.progress_bar(
+        with performance.progress_bar(
             None, "step", shown=shown, total=123456, initial=123, file=file
         ) as bar:
             bar.set_postfix(dict.fromkeys(map(str, range(30)), 0.5), refresh=False)

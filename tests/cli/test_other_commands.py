@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.cli.their_command import PROGRAMS, commands_of, read
+from lightppo.cli.other_commands import PROGRAMS, commands_of, read
 from lightppo.errors import ConfigError
 
 

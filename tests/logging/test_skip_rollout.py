@@ -7,7 +7,7 @@ from support.fakes import FakeEngine, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.logging.rollout_files import RolloutReplay
+from lightppo.logging.samples import RolloutReplay
 from lightppo.rollout.engine import SamplingParams
 
 PROMPTS = [

@@ -135,7 +135,7 @@ PROGRAMS = {
 
 
 @dataclass
-class Theirs:
+class OtherCommand:
     """The options of a program of another trainer, by their own names."""
 
     program: str
@@ -145,102 +145,110 @@ class Theirs:
     notes: list[str] = field(default_factory=list)
 
 
-def read(text: str, program: str | None = None) -> Theirs:
-    """What a command line says, or the file of this name: YAML, or a script.
+def read(text: str, program: str | None = None) -> OtherCommand:
+    """Read a command line, or the file of this name: YAML, or a script.
 
     Raises:
         ConfigError: it names no program that lightppo knows, and no options that one alone has.
     """
     path = Path(text)
-    if len(text) < 4096 and "\n" not in text and path.suffix and not re.search(r"\s", text):
+    if len(text) < 4096 and path.suffix and not re.search(r"\s", text):
         content = _content(path)
         if path.suffix in (".yaml", ".yml"):
             values = file_values(path)
             if name := program or _program_by_marks(values):
-                return Theirs(name, values)
+                return OtherCommand(name, values)
             raise ConfigError(_unknown(text))
         text = content
-    found = [_read_command(words, program) for words in commands_of(text)]
-    if not any(theirs.program for theirs, _ in found):
+    commands = [_read_command(words, program) for words in commands_of(text)]
+    if not any(command.program for command, _ in commands):
         raise ConfigError(_unknown(text))
-    return max(found, key=lambda one: (one[1], bool(one[0].program), len(one[0].values)))[0]
+
+    def certainty(candidate: tuple[OtherCommand, bool]) -> tuple[bool, bool, int]:
+        command, is_named = candidate
+        return is_named, bool(command.program), len(command.values)
+
+    return max(commands, key=certainty)[0]
 
 
-def _read_command(words: Sequence[str], program: str | None) -> tuple[Theirs, bool]:
-    """What a command says; and whether it names the program, in place of options that one alone has."""
+def _read_command(words: Sequence[str], program: str | None) -> tuple[OtherCommand, bool]:
+    """Return a command; and whether it names the program, in place of options that one alone has."""
     line = " ".join(words)
-    called = next((name for name, one in PROGRAMS.items() if re.search(one.called, line)), "")
-    start = _first_argument(words, PROGRAMS[called].called if called else "")
-    theirs = Theirs("", {})
-    _read_launcher(words[:start], theirs)
-    _read_arguments(words[start:], theirs)
-    theirs.program = program or called or _program_by_marks(theirs.values)
-    return theirs, bool(called)
+    named = [name for name in PROGRAMS if re.search(PROGRAMS[name].called, line)]
+    start = _first_argument(words, PROGRAMS[named[0]].called if named else "")
+    command = OtherCommand("", {})
+    _read_launcher(words[:start], command)
+    _read_arguments(words[start:], command)
+    command.program = program or "".join(named[:1]) or _program_by_marks(command.values)
+    return command, bool(named)
 
 
 def _first_argument(words: Sequence[str], called: str) -> int:
-    """Where the options of the program begin: behind its name, else behind the last script."""
-    for i in range(len(words), 0, -1):
-        if called and re.search(f"({called})$", " ".join(words[max(0, i - 2) : i])):
-            return i
-    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
-    return scripts[-1] + 1 if scripts else 0
+    """Return where the options of the program begin: behind its name, else behind the last script."""
+    for end in range(len(words), 0, -1):
+        if called and re.search(f"({called})$", " ".join(words[max(0, end - 2) : end])):
+            return end
+    scripts = [number for number, word in enumerate(words, 1) if word.endswith(".py")]
+    return max(scripts, default=0)
 
 
 def _program_by_marks(values: Mapping[str, Any]) -> str:
-    """The program that alone has one of these options, or values; an empty text if there is none."""
-    said = [*values, *(f"{name}={value}" for name, value in values.items())]
-    for name, one in PROGRAMS.items():
-        if any(re.fullmatch(one.marks, text) for text in said):
+    """Return the program that alone has one of these options, or values; an empty text if there is none."""
+    texts = [*values, *(f"{name}={value}" for name, value in values.items())]
+    for name, program in PROGRAMS.items():
+        if any(re.fullmatch(program.marks, text) for text in texts):
             return name
     return ""
 
 
 def _unknown(text: str) -> str:
-    shown = " ".join(text.split())
-    if re.match(r"(python\S* -m )?lightppo\b", shown):
-        return f"{shown[:57]!r} is a command of lightppo: there is nothing to translate"
-    shown = shown if len(shown) < 60 else f"{shown[:57]}..."
-    return f"{shown!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
+    line = " ".join(text.split())
+    if re.match(r"(python\S* -m )?lightppo\b", line):
+        return f"{line[:57]!r} is a command of lightppo: there is nothing to translate"
+    if len(line) >= 60:
+        line = f"{line[:57]}..."
+    return f"{line!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
 
 
 # -- the words of a script -------------------------------------------------------------------------------------------
 
 
 def commands_of(text: str) -> Iterator[list[str]]:
-    """The words of each command, with the variables and arrays that the script sets; others stay as they are written."""
+    """Yield the words of each command, with the script's own variables and arrays in place; others stay as written."""
     inserted: list[str] = []  # what the shell would run and put there
 
-    def kept(found: re.Match[str]) -> str:
-        inserted.append(found[0])
+    def placeholder(match: re.Match[str]) -> str:
+        inserted.append(match[0])
         return f"\0{len(inserted) - 1}\0"
 
-    text = re.sub(r"\$\([^()]*\)|`[^`]*`", kept, re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", text))
+    text = re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", text)
+    text = re.sub(r"\$\([^()]*\)|`[^`]*`", placeholder, text)
     text = re.sub(r"(?m)(?<=\s)#[^'\"\n]*$", "", re.sub(r"\\\r?\n", " ", text))
-    known: dict[str, list[str]] = {}
-    for found in re.finditer(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", text):
-        known.setdefault(found[1], []).extend(_split(found[2].replace("\n", " ")))
-    text = re.sub(r"(?ms)^[ \t]*\w+\+?=\(.*?\)[ \t]*$", "", text)
+    variables: dict[str, list[str]] = {}
+
+    def define_array(match: re.Match[str]) -> str:
+        variables.setdefault(match[1], []).extend(_split(match[2].replace("\n", " ")))
+        return ""
+
+    text = re.sub(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", define_array, text)
     for is_end, group in groupby(_split(text), lambda word: not word.strip(";&|\n")):
         words = [] if is_end else list(group)
         words = words[words[:1] in (["export"], ["exec"]) :]
         while words and (assigned := re.fullmatch(r"(?s)([A-Za-z_]\w*)=(.*)", words[0])):
-            if len(words) > 1 and not words[1].startswith("-") and "." in assigned[1]:
-                break
-            known[assigned[1]] = _expanded(assigned[2], known)
+            variables[assigned[1]] = _expanded(assigned[2], variables)
             words = words[1:]
-        expanded = [one for word in words for one in _expanded(word, known)]
-        if words := [
-            re.sub(r"\0(\d+)\0", lambda m: inserted[int(m[1])], one)
-            for one in _without_files(expanded)
-        ]:
+        words = _without_files([part for word in words for part in _expanded(word, variables)])
+        words = [
+            re.sub(r"\0(\d+)\0", lambda match: inserted[int(match[1])], word) for word in words
+        ]
+        if words:
             yield words
 
 
 def _without_files(words: Sequence[str]) -> Iterator[str]:
-    """The words without ``> file``."""
-    for before, word in zip(["", *words], words):
-        if not re.match(r"\d?[<>]", word) and not re.fullmatch(r"\d?[<>]+", before):
+    """Yield the words without ``> file``."""
+    for previous, word in zip(["", *words], words):
+        if not re.match(r"\d?[<>]", word) and not re.fullmatch(r"\d?[<>]+", previous):
             yield word
 
 
@@ -255,18 +263,17 @@ def _split(text: str) -> list[str]:
         raise ConfigError(f"the command cannot be read: {error}") from error
 
 
-def _expanded(word: str, known: Mapping[str, list[str]]) -> list[str]:
-    """A word with the variables that are known; an array alone is all of its words."""
+def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
+    """Return a word with the variables that are known; an array alone is all of its words."""
     array = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
-    if array and array[1] in known:
-        return [one for part in known[array[1]] for one in _expanded(part, known)]
+    if array and array[1] in variables:
+        return [part for item in variables[array[1]] for part in _expanded(item, variables)]
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        default = found[2]
-        if name in known:
-            return " ".join(known[name])
-        return default or found[0]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        if name in variables:
+            return " ".join(variables[name])
+        return match[2] or match[0]  # its default
 
     return [re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)]
 
@@ -276,60 +283,66 @@ def _expanded(word: str, known: Mapping[str, list[str]]) -> list[str]:
 _RANKS = {"num_processes", "nproc_per_node", "num_gpus", "nproc"}
 
 
-def _read_launcher(words: Sequence[str], theirs: Theirs) -> None:
-    """The number of ranks that torchrun, accelerate or deepspeed start."""
+def _read_launcher(words: Sequence[str], command: OtherCommand) -> None:
+    """Read the number of ranks that torchrun, accelerate or deepspeed start."""
     text = re.sub(r"(--[\w-]+)[= ]", r"\1 ", " ".join(words)).replace("-", "_")
-    given = {name: int(count) for name, count in re.findall(r"__(\w+) (\d+)", text)}
-    per_node = next((given[name] for name in _RANKS if name in given), 1)
-    theirs.nodes = given.get("nnodes", given.get("num_nodes", given.get("num_machines", 1)))
-    theirs.ranks = per_node if "num_processes" in given else per_node * theirs.nodes
+    counts = {name: int(count) for name, count in re.findall(r"__(\w+) (\d+)", text)}
+    command.ranks = next((counts[name] for name in _RANKS if name in counts), 1)
+    nodes = [counts[name] for name in ("nnodes", "num_nodes", "num_machines") if name in counts]
+    command.nodes = nodes[0] if nodes else 1
+    if "num_processes" not in counts:  # on each node
+        command.ranks *= command.nodes
 
 
-def _read_arguments(words: Sequence[str], theirs: Theirs) -> None:
-    """``--name value``, ``--name a b``, ``--name=value``, ``--name``, ``name=value`` and files of ``--config``."""
-    name = ""
-    own: dict[str, Any] = {}
-    for word in (one for one in words if one not in ("--", "$@", "${@}")):
+def _read_arguments(words: Sequence[str], command: OtherCommand) -> None:
+    """Read ``--name value``, ``--name a b``, ``--name=value``, ``--name``, ``name=value`` and files of ``--config``."""
+    name = ""  # of the option to which a value belongs
+    values: dict[str, Any] = {}
+    for word in words:
         option = re.fullmatch(r"(?s)--?([A-Za-z][\w.-]*)(?:=(.*))?", word)
         override = re.fullmatch(r"(?s)[+~]{0,2}([A-Za-z_][\w.@/]*)=(.*)", word)
+        if word in ("--", "$@", "${@}"):
+            continue
         if option:
             name = option[1].replace("-", "_")
-            own[name] = True if option[2] is None else option[2]
-            name = name if option[2] is None else ""
+            values[name] = True if option[2] is None else option[2]
+            if option[2] is not None:
+                name = ""
         elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
-            theirs.notes.append(f"{word} is set elsewhere: its options are missing here")
-        elif override and not (name and own[name] is True and "." not in override[1]):
-            own[override[1]], name = override[2], ""
-        elif name:
-            held = own[name]
-            if held is True:
-                own[name] = word
-            else:
-                own[name] = [*(held if isinstance(held, list) else [held]), word]
+            command.notes.append(f"{word} is set elsewhere: its options are missing here")
+        elif override and not (name and values[name] is True and "." not in override[1]):
+            values[override[1]] = override[2]
+            name = ""
+        elif not name:
+            command.notes.append(f"{word!r} is no option: it was left out")
+        elif values[name] is True:
+            values[name] = word
+        elif isinstance(values[name], list):
+            values[name].append(word)
         else:
-            theirs.notes.append(f"{word!r} is no option: it was left out")
+            values[name] = [values[name], word]
     for key in ("config", "config_file"):
-        if isinstance(path := own.get(key), str) and path.endswith((".yaml", ".yml")):
-            del own[key]
+        if isinstance(path := values.get(key), str) and path.endswith((".yaml", ".yml")):
+            del values[key]
             try:
-                own = file_values(Path(path)) | own
+                values = file_values(Path(path)) | values
             except ConfigError as error:
-                theirs.notes.append(f"{error}: its options are missing here")
-    theirs.values = own
+                command.notes.append(f"{error}: its options are missing here")
+    command.values = values
 
 
 def file_values(path: Path) -> dict[str, Any]:
-    """The options of a YAML file, nested keys with dots between, and ``${other.key}`` in place."""
+    """Return the options of a YAML file, nested keys with dots between, and ``${other.key}`` in place."""
     try:
         values = yaml.safe_load(_content(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no options: it must be a mapping")
-    flat = dotted(values)
+    options = dotted(values)
     for _ in range(5):  # a reference to a reference
-        flat = {name: _resolved(value, flat) for name, value in flat.items()}
-    return flat
+        options = {name: _resolved(value, options) for name, value in options.items()}
+    return options
 
 
 def _content(path: Path) -> str:
@@ -340,9 +353,8 @@ def _content(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {reason}") from error
 
 
-def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
-    if isinstance(value, str) and (
-        whole := re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:, *(.*))?\}", value)
-    ):
-        return flat.get(whole[1], value if whole[2] is None else whole[2])
-    return value
+def _resolved(value: Any, options: Mapping[str, Any]) -> Any:
+    reference = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:, *(.*))?\}", str(value))
+    if reference is None:
+        return value
+    return options.get(reference[1], value if reference[2] is None else reference[2])

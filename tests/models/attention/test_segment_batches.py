@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.models.attention import row_attention
-from lightppo.models.attention.row_attention import (
+from lightppo.models.attention import recurrent
+from lightppo.models.attention.recurrent import (
     batches_of,
     by_segment,
     contexts_of,
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of 3 with responses of 1 and 2, a sequence of 2 alone, a prompt of 2 with a response of 1."""
-    monkeypatch.setitem(row_attention.CALL_COST, "cpu", 100)
+    monkeypatch.setitem(recurrent.CALL_COST, "cpu", 100)
     plan = RowPlan.of([3, 1, 2, 2, 2, 1], [-1, 0, 0, -1, -1, 4], CPU)
     split = batches_of(plan, CPU)
     assert [batch.places.tolist() for batch in split.batches] == [
@@ -60,7 +60,7 @@ def running_sum(inputs: list[Tensor], initial: Tensor | None, keeps: bool) -> tu
 @pytest.mark.parametrize("call_cost", [0, 3, 1000])
 def test_what_runs_along_a_sequence(call_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum over every sequence, its gradients, and none from one sequence to another."""
-    monkeypatch.setitem(row_attention.CALL_COST, "cpu", call_cost)
+    monkeypatch.setitem(recurrent.CALL_COST, "cpu", call_cost)
     draw = random.Random(0)
     for _ in range(20):
         lengths, parents = [], []

@@ -1,1 +1,0 @@
-"""Rows without padding."""
