@@ -12,7 +12,7 @@ from torch import Tensor
 from lightppo.algorithms.kl import approx_kl
 from lightppo.config import PPOConfig
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.distributed.rank_samples import RankSampler as DistributedSampler
+from lightppo.distributed.distributed import RankSampler as DistributedSampler
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.models.actor import Actor

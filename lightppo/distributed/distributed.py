@@ -8,13 +8,15 @@ import os
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from tqdm import tqdm
 
 from lightppo.distributed.device import (
@@ -40,6 +42,57 @@ REDUCE_OPS = {
 }
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
+
+# -- a rank's share of the data -----------------------------------------------------------------------------------------
+
+
+class RankSampler(DistributedSampler):
+    """torch's sampler of one rank's share of a seeded permutation, which can also start in the middle of an epoch.
+
+    All ranks get equally many samples, as collectives require: up to ``num_replicas - 1`` samples come twice per epoch,
+    or are left out with ``drop_last``. Without ``num_replicas`` and ``rank`` they are those of the process group.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        consumed_samples: int = 0,
+    ) -> None:
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
+        size = len(dataset)
+        if size < (num_replicas if drop_last else 1):
+            raise ValueError(
+                f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}"
+            )
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        if self.total_size > size:
+            twice = self.total_size - size
+            logger.info(
+                "%d samples on %d ranks: %d come twice per epoch", size, num_replicas, twice
+            )
+        self.set_epoch(0, consumed_samples)
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
+        self._skip = consumed_samples // self.num_replicas
+        if self._skip > self.num_samples:
+            raise ValueError(
+                f"consumed_samples={consumed_samples} is more than one epoch of {self.total_size} samples"
+            )
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self._skip, None)
+
+    def __len__(self) -> int:
+        return self.num_samples - self._skip
+
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
@@ -251,3 +304,41 @@ class DistributedStrategy(Ranks):
         if self.is_rank_0():
             with tqdm.external_write_mode():
                 print(*(without_secrets(str(part)) for part in msg), flush=True)
+
+    def setup_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        sampler: Sampler | None = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader:
+        """Make a dataloader for this rank's share of a map-style dataset; ``batch_size`` is per rank.
+
+        The order is seeded and differs every epoch (``dataloader.sampler.set_epoch``). ``consumed_samples`` counts the
+        samples that all ranks have already taken. ``sampler`` replaces ``RankSampler``; ``collate_fn`` defaults to the
+        dataset's own.
+        """
+        if sampler is None:
+            sampler = RankSampler(
+                dataset,
+                self.world_size,
+                self.get_rank(),
+                shuffle=shuffle,
+                seed=self.seed,
+                drop_last=drop_last,
+                consumed_samples=consumed_samples,
+            )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
+            # A generator of its own, so that starting an epoch does not draw from the global one.
+            generator=torch.Generator(),
+            pin_memory=pin_memory and on_cuda(),
+        )
