@@ -11,6 +11,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text, facts_of
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
+from lightppo.option import Option
 from lightppo.suggestions import nearest
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -73,7 +74,7 @@ _PARAMETERS = (
 def constructor_config(
     config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any
 ) -> PPOConfig:
-    """The config of a trainer, resolved: the one given, or one from ``strategy.args`` and keyword options.
+    """Return the resolved config of a trainer: the one given, or one from ``strategy.args`` and keyword options.
 
     Raises:
         ConfigError: both were given, an option is unknown, or options contradict each other or the strategy.
@@ -101,9 +102,9 @@ def config_from_options(
     world_size: int = 1,
     say: Callable[[str], None] = print,
 ) -> PPOConfig:
-    """Config of a trainer that is built by hand, resolved.
+    """Return the resolved config of a trainer that is built by hand.
 
-    What a script hands over in vain, such as settings of a critic that is not there, is said. Options win over
+    It tells what a script hands over in vain, such as settings of a critic that is not there. Options win over
     ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
     them, as in the seed. Attributes of ``args`` that are no option of lightppo belong to the script.
 
@@ -111,7 +112,7 @@ def config_from_options(
         ConfigError: on an unknown option (the nearest known one is named), or options that contradict each other.
     """
     _refuse_unknown("PPOTrainer", options, [*CONSTRUCTOR_DEFAULTS, *_GENERATION], hints=_PARAMETERS)
-    values = _options_of(args) | CONSTRUCTOR_DEFAULTS
+    values = options_of_args(args, all_options()) | CONSTRUCTOR_DEFAULTS
     if "eps_clip" in options:
         values |= {"eps_clip_low": None, "eps_clip_high": None}
     elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
@@ -132,7 +133,7 @@ def config_from_options(
 
 
 def idle_options(config: PPOConfig) -> dict[str, str]:
-    """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
+    """Return what scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
     given = config.flat()
     facts = facts_of(config)
     return {
@@ -146,7 +147,7 @@ def idle_options(config: PPOConfig) -> dict[str, str]:
 
 
 def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
-    """The config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
+    """Return the config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
 
     Raises:
         ConfigError: an option that does not say how to sample, or a value out of range.
@@ -156,8 +157,8 @@ def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: An
 
 
 def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOConfig:
-    """The config with the schedule that ``fit(args, ...)`` brings; ``args`` gets what the seed's ``fit`` puts there."""
-    given = _options_of(args)
+    """Return the config with the schedule of ``fit(args, ...)``; ``args`` gets what the seed's ``fit`` puts there."""
+    given = options_of_args(args, all_options())
     names = (
         "num_episodes",
         "save_steps",
@@ -172,14 +173,14 @@ def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOCo
 
 
 def fill_schedule(args: Any, steps_per_episode: int) -> None:
-    """Puts into ``args`` what the seed's ``fit`` puts there for -1."""
+    """Put into ``args`` what the seed's ``fit`` puts there for -1."""
     for name, never in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
         if getattr(args, name, None) == -1:
             setattr(args, name, never)
 
 
 def script_args(strategy: Any, config: PPOConfig) -> Any:
-    """``strategy.args``; where there is none, a namespace of all options, which overrides in the seed's style read."""
+    """Return ``strategy.args``, or a namespace of all options, which overrides in the seed's style read."""
     args = getattr(strategy, "args", None)
     if args is None:
         return argparse.Namespace(**config.flat())
@@ -187,7 +188,7 @@ def script_args(strategy: Any, config: PPOConfig) -> Any:
 
 
 def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's options that say how to sample: the seed's ``generate_kwargs``."""
+    """Return the constructor's options that say how to sample: the seed's ``generate_kwargs``."""
     return {name: value for name, value in options.items() if name in _GENERATION}
 
 
@@ -203,11 +204,14 @@ def _refuse_unknown(
             raise ConfigError(f"{who} got an unknown option {name!r}{meant}")
 
 
-def _options_of(args: Any) -> dict[str, Any]:
-    """Those attributes of a namespace that are options, in our types; None counts only where it is a value."""
-    optional = {option.name: option.may_be_none for option in all_options()}
-    given = vars(args) if args is not None else {}
-    values = {n: v for n, v in given.items() if n in optional and (v is not None or optional[n])}
+def options_of_args(args: Any, options: Iterable[Option]) -> dict[str, Any]:
+    """Return those attributes of a namespace that are options, in our types; None counts only where it is a value."""
+    optional = {option.name: option.may_be_none for option in options}
+    values = {
+        name: value
+        for name, value in ({} if args is None else vars(args)).items()
+        if name in optional and (value is not None or optional[name])
+    }
     for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas
         if isinstance(values.get(name), str):
             values[name] = tuple(part for part in values[name].split(",") if part)
@@ -221,7 +225,7 @@ def _options_of(args: Any) -> dict[str, Any]:
 
 
 def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
-    """``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id`` become options of ours."""
+    """Make options of ours of ``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id``."""
     config = config.with_options(
         **{_RENAMED.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
     )

@@ -26,7 +26,7 @@ OUTCOMES = {
 
 
 def seed_means(experience: Experience) -> dict[str, Tensor]:
-    """The means over samples that the seed's ``training_step`` gives."""
+    """Return the means over samples that the seed's ``training_step`` gives."""
     device = experience.action_mask.device
     known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
     # The seed puts plain numbers in.
@@ -38,14 +38,14 @@ def seed_means(experience: Experience) -> dict[str, Tensor]:
 
 
 def sample_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """Share of a micro batch in its optimizer step, by samples with a trained token; times the number of ranks."""
+    """Return a micro batch's share of the samples of its optimizer step, times the number of ranks."""
     return mask.bool().any(dim=1).sum() * (normalizer.dp_size / max(normalizer.sequences, 1.0))
 
 
 def lone_part(
     experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1
 ) -> StepPart:
-    """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
+    """Return the part of a micro batch outside a planned step, one of ``accumulation`` of equal weight. Collective."""
     return StepPart(normalizer_of([experience], ranks, scale), loss_scale=1 / accumulation)
 
 
@@ -94,7 +94,7 @@ def without_means(status: Mapping[str, float]) -> dict[str, float]:
 
 
 def give_router_loss(actor: Actor) -> None:
-    """A pass with ``return_output`` also gives ``output.aux_loss`` from now on."""
+    """Let a pass with ``return_output`` also give ``output.aux_loss`` from now on."""
 
     def switch(on: bool) -> None:
         actor.hf_model.config.output_router_logits = on

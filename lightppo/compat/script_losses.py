@@ -26,7 +26,7 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _knows_the_step(fn: Callable[..., Any]) -> bool:
-    """Whether a loss takes a ``normalizer``; if its signature does not tell, it does."""
+    """Tell whether a loss takes a ``normalizer``; if its signature does not tell, it does."""
     parameters = _parameters(fn)
     return (
         "normalizer" in parameters
@@ -38,7 +38,7 @@ def _knows_the_step(fn: Callable[..., Any]) -> bool:
 def _mean_of(
     fn: Callable[..., Any], name: str, tensors: Sequence[Tensor], mask: Tensor, **named: Any
 ) -> Any:
-    """What a loss in the seed's form says of the rows with a trained token; a 0 with a gradient if there are none."""
+    """Return a loss in the seed's form of the rows with a trained token; a 0 with a gradient if there are none."""
     rows = mask.bool().any(dim=1)
     if not rows.any():
         return zero_where_masked(tensors[0], mask).sum()
@@ -56,7 +56,7 @@ def _mean_of(
 
 
 def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
-    """``actor_loss_fn`` as the trainer calls it; one in the seed's form counts by its share of the step's samples."""
+    """Return ``actor_loss_fn`` as the trainer calls it; one in the seed's form counts by its share of the samples."""
     if _knows_the_step(fn):
         return fn
     takes_entropy_mask = "entropy_mask" in _parameters(fn)
@@ -101,7 +101,7 @@ def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metric
 
 
 def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
-    """``critic_loss_fn`` as the trainer calls it; see :func:`policy_loss_of`."""
+    """Return ``critic_loss_fn`` as the trainer calls it; see :func:`policy_loss_of`."""
     if _knows_the_step(fn):
         return fn
 
@@ -140,7 +140,7 @@ class _PretrainLoss(GPTLMLoss):
 
 
 def pretrain_loss_of(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``ptx_loss_fn`` as the trainer calls it."""
+    """Return ``ptx_loss_fn`` as the trainer calls it."""
     if hasattr(fn, "num_tokens"):
         return fn
     return _PretrainLoss(fn)

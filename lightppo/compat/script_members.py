@@ -119,6 +119,12 @@ def _replaceable_loss(name: str, as_called: Callable[[Any], Any]) -> property:
     return property(read, write)
 
 
+def recorder_of(trainer: Any) -> Any | None:
+    """Return the callback that writes the logs."""
+    recorders = (part for part in trainer.callbacks if hasattr(part, "tensorboard_writer"))
+    return next(recorders, None)
+
+
 def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
     """Wrap the ``fit`` of a subclass: its loader gives the seed's batches, and the records end with it.
 
@@ -187,7 +193,7 @@ class ScriptMembers:
 
     @property
     def args(self) -> Any:
-        """The options: ``strategy.args`` of a script, else a namespace of all of them."""
+        """Return the options: ``strategy.args`` of a script, else a namespace of all of them."""
         if self._args is None:
             self._args = script_args(self.strategy, self.config)
         return self._args
@@ -243,7 +249,7 @@ class ScriptMembers:
 
     @property
     def prompts_dataloader(self) -> Any:
-        """The prompts; in a subclass with a ``fit`` of its own they are the seed's batches."""
+        """Return the prompts; in a subclass with a ``fit`` of its own they are the seed's batches."""
         if self.prompts is None or not self.overrides("fit"):
             return self.prompts
         return SeedLoader(self.prompts)
@@ -265,13 +271,8 @@ class ScriptMembers:
 
     @property
     def recorder(self) -> Any | None:
-        """The callback that writes the logs, from the first step on."""
-        if not self.started:
-            return None
-        return next(
-            (callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")),
-            None,
-        )
+        """Return the callback that writes the logs, from the first step on."""
+        return recorder_of(self) if self.started else None
 
     # -- what setting an attribute changes -----------------------------------------------------------------------
 
@@ -447,7 +448,7 @@ class PromptText(str):
 
 
 def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
-    """A batch of a prompts dataloader as prompts.
+    """Return the prompts of a batch of a prompts dataloader.
 
     Args:
         batch: prompts, strings, or in the seed's style (prompts, labels) or (prompts, labels, references), where
@@ -494,7 +495,7 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
 
 
 def _columns(batch: Any) -> list:
-    """``[prompts, labels, references]``, the last two possibly ``None``."""
+    """Return ``[prompts, labels, references]``, the last two possibly ``None``."""
     if _is_texts(batch):
         columns = [batch]
     elif isinstance(batch, (list, tuple)):
@@ -515,7 +516,7 @@ def _is_texts(column: Any) -> bool:
 
 
 def _index_of(text: str) -> int:
-    """A number for a prompt without row number: equal texts form one group, on any rank."""
+    """Return a number for a prompt without row number: equal texts form one group, on any rank."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
@@ -537,7 +538,7 @@ class SeedLoader:
 
     @property
     def sampler(self) -> Any:
-        """With ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
+        """Return a sampler with ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
         batches = getattr(self.loader, "batch_sampler", None)
         if hasattr(batches, "set_epoch"):
             return _Episodes(batches)

@@ -212,7 +212,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that models are held and run in."""
+        """Return the type that models are held and run in."""
         if self.bf16:
             return torch.bfloat16
         if self.fp16:
@@ -221,7 +221,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     @property
     def accumulated_gradient(self) -> int:
-        """Micro batches per rank and optimizer step."""
+        """Return micro batches per rank and optimizer step."""
         per_forward = self.micro_train_batch_size * self.world_size
         if self.train_batch_size % per_forward:
             raise ValueError(
@@ -365,7 +365,7 @@ class DeepspeedStrategy(DistributedStrategy):
         param_offload: bool | None = None,
         max_norm: float | None = None,
     ) -> dict[str, Any]:
-        """Configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing.
+        """Return the configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing.
 
         Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
         loss, and DeepSpeed averages gradients over ranks.
@@ -403,7 +403,7 @@ class DeepspeedStrategy(DistributedStrategy):
         zero_stage: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else stage 0.
+        """Return the configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else 0.
 
         None means the strategy's value. An EMA needs float32.
         """
@@ -441,7 +441,7 @@ class DeepspeedStrategy(DistributedStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
-        """Adds a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
+        """Add a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
         engine = get_engine(model, "backward")
         if (weight := self.loss_weights.get(engine)) is not None:
             loss = loss * weight
@@ -450,19 +450,19 @@ class DeepspeedStrategy(DistributedStrategy):
         heartbeat.beat()
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
-        """From now on only every ``micro_batches``-th call of :meth:`optimizer_step` takes the step."""
+        """Take the step only at every ``micro_batches``-th call of :meth:`optimizer_step` from now on."""
         if (engine := find_engine(model)) is not None:
             self._accumulation[engine] = [0, micro_batches]
 
     def completes_step(self, model: Any) -> bool:
-        """Whether the next call of :meth:`optimizer_step` takes the step."""
+        """Tell whether the next call of :meth:`optimizer_step` takes the step."""
         done, needed = self._accumulation.get(get_engine(model, "completes_step"), (0, 1))
         return done + 1 >= needed
 
     def optimizer_step(
         self, optim: Any, model: Any, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> StepOutcome | None:
-        """Clips and takes one optimizer step with the gradient from ``backward``, then moves the scheduler. Collective.
+        """Clip, take one optimizer step with the gradient from ``backward``, then move the scheduler. Collective.
 
         If a gradient or a loss is not finite on any rank, all ranks skip the step and drop the gradient. Returns None
         before the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in addition to the one given to
@@ -500,7 +500,7 @@ class DeepspeedStrategy(DistributedStrategy):
         return StepOutcome(grad_norm, skipped, overflow, scaler and scaler.cur_scale)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
-        """Drops the gradient since the last step. Collective: all ranks must decide alike."""
+        """Drop the gradient since the last step. Collective: all ranks must decide alike."""
         engine = get_engine(model, "skip_step")
         self._losses.pop(engine, None)
         if not zero3.has_optimizer(engine):
@@ -568,7 +568,7 @@ def average_into(
     source = unwrap_model(model)
     target = unwrap_model(ema_model)
     source_params = dict(source.named_parameters())
-    target_params = dict(target.named_parameters())
+    target_params: dict[str, Any] = dict(target.named_parameters())
     shapes = [
         {name: full_shape(p) for name, p in params.items()}
         for params in (source_params, target_params)
@@ -601,7 +601,7 @@ def average_into(
             ema_buffer.copy_(buffers[name])
 
 
-def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor:
+def _matching_part(param: Any, ema_param: Any) -> torch.Tensor:
     """Return the elements of ``param`` that belong to this rank's part of ``ema_param``."""
     if is_sharded(param) == is_sharded(ema_param):
         if not is_sharded(param):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def on_cuda() -> bool:
-    """Whether engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
+    """Tell whether engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 

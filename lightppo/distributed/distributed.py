@@ -154,16 +154,12 @@ class DistributedStrategy(Ranks):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; 1 before ``setup_distributed``."""
+        """Return the number of ranks; 1 before ``setup_distributed``."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def get_rank(self) -> int:
         """Return this rank; 0 before ``setup_distributed``."""
         return dist.get_rank() if dist.is_initialized() else 0
-
-    def is_rank_0(self) -> bool:
-        """Whether this is the rank that prints, logs and writes."""
-        return self.get_rank() == 0
 
     # -- communication -------------------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ def meet_and_part() -> None:
 
 
 def _told_by_rank_0(message: str) -> bool:
-    """Whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
+    """Tell whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
         return False

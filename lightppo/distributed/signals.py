@@ -190,7 +190,7 @@ class _NotebookWatch:
 
 
 def _is_notebook() -> bool:
-    """Whether this is IPython, where a SystemExit ends the cell and not the session."""
+    """Tell whether this is IPython, where a SystemExit ends the cell and not the session."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)

@@ -114,7 +114,7 @@ class Watchdog:
             self._store = None
 
     def _peer_hangs(self) -> bool:
-        """Whether another rank hangs, as far as the store answers."""
+        """Tell whether another rank hangs, as far as the store answers."""
         if 0 in self._peers and _how_it_ended(self._peers[0]) is not None:
             self._store = None  # torch would tell the lost connection at length
         if self._question is None:
@@ -137,7 +137,7 @@ class Watchdog:
             self._store = None
 
     def _store_is_silent(self) -> bool:
-        """Whether a question still waits for its answer; another one would wait behind it."""
+        """Tell whether a question still waits for its answer; another one would wait behind it."""
         return self._question is not None and self._question.is_alive()
 
     def _end(self, idle: float) -> None:
@@ -367,7 +367,7 @@ def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
 
 
 def _in_debugger() -> bool:
-    """Whether the main thread waits for a person."""
+    """Tell whether the main thread waits for a person."""
     frame = sys._current_frames()[threading.main_thread().ident]
     return any(f.f_globals.get("__name__") == "bdb" for f, _ in traceback.walk_stack(frame))
 

@@ -58,14 +58,14 @@ class PairDataset(SFTDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of the prompt with the longer answer. (N,)"""
+        """Return tokens of the prompt with the longer answer. (N,)"""
         prompts = self._rows.prompt_lengths
         first = self._rows.first_answers
         return prompts + np.maximum(first, super().lengths - prompts - first)
 
     @property
     def row_form(self) -> RowForm:
-        """How the rows are written, for whoever scores answers by a model that was trained on them."""
+        """Return how the rows are written, for whoever scores answers by a model that was trained on them."""
         (number,) = self.numbers([0])
         _, whole = self._render_row(self.row(number))[0]
         template = self.template
@@ -76,7 +76,7 @@ class PairDataset(SFTDataset):
         return RowForm(self.tokenizer.eos_token_id, whole.is_chat, template.system_prompt, kwargs)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
+        """Return ``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
         position = range(len(self))[position]
         ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
         rows = self._rows
@@ -88,7 +88,7 @@ class PairDataset(SFTDataset):
         )
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
+        """Write ``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
 
         Of B pairs the rows 0 … B - 1 are chosen, B … 2B - 1 the rejected ones: ``sequences`` and ``attention_mask``
         (2B, S) long, ``action_mask`` (2B, A) True on the answers, which are in the last A columns, ``margin`` (B,).
@@ -200,7 +200,7 @@ class RewardDataset(ReferencedPairs):
         return [self._rendered("", text) for text in texts]
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """As of the class above; a column of padding comes first where no row has a prompt, as models need one."""
+        """Collate as the class above; a column of padding comes first where no row has a prompt, as models need one."""
         batch = super().collate_fn(rows)
         if batch["sequences"].shape[1] > batch["action_mask"].shape[1]:
             return batch
@@ -212,7 +212,7 @@ class RewardDataset(ReferencedPairs):
 
 
 def _margin_key(args: Any, dataset: Dataset, is_dpo: bool) -> str | None:
-    """The column of OpenRLHF's margins, with ``--margin_loss``."""
+    """Return the column of OpenRLHF's margins, with ``--margin_loss``."""
     if is_dpo or not getattr(args, "margin_loss", False):
         return None
     if "margin" in dataset.column_names:

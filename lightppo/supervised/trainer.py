@@ -24,19 +24,12 @@ from lightppo.models import loading
 from lightppo.models.batches import to_device
 from lightppo.models.packing import settle_packing
 from lightppo.models.preparation import prepare_model
-from lightppo.models.run_models import build_tokenizer
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
-from lightppo.trainer.build import build_strategy
+from lightppo.trainer.build import begin
 from lightppo.trainer.building import Building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from lightppo.trainer.optimizers import with_optimizer
-from lightppo.trainer.start_checks import (
-    check_data,
-    check_folders,
-    check_models,
-    check_options,
-    check_tokenizer,
-)
+from lightppo.trainer.start_checks import check_data, check_models
 from lightppo.zero3 import parameter_count
 
 T = TypeVar("T")
@@ -59,13 +52,13 @@ class HeldOut:
         self.strategy = objective.strategy
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """This rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
+        """Yield this rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
         for rows, batch in shared_rows(self.dataset, self.strategy, self.size):
             yield batch, bool(rows)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float]:
-        """``eval/loss``, further means and their count, the same on every rank. Collective."""
+        """Return ``eval/loss``, further means and their count, the same on every rank. Collective."""
         sums = Counter()
         objective = self.objective
         ranks = self.strategy
@@ -84,7 +77,7 @@ class HeldOut:
 
 
 def prompt_flags(data: Any, dataset: Any) -> str:
-    """The options by which another command renders prompts as these rows were; rows that are chats need none here."""
+    """Return the options by which another command renders prompts as these rows were; chats need no template."""
     flags = ""
     are_chats = isinstance(dataset, SFTDataset) and dataset.examples(0)[0].prompt.messages
     if data.apply_chat_template or are_chats:
@@ -154,13 +147,13 @@ class SupervisedTrainer(TrainingLoop):
 
     @classmethod
     def of_parts(cls, *parts: Any, **named: Any) -> Self:
-        """Made of what ``build`` built: a subclass may have a constructor of its own."""
+        """Make a trainer of what ``build`` built: a subclass may have a constructor of its own."""
         return cls(*parts, **named)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train, evaluate, save; returns the metrics of the last step, see :meth:`training_step`. Collective."""
+        """Train, evaluate, save; return the metrics of the last step, see :meth:`training_step`. Collective."""
         if self.is_complete():
             self.tell_complete()
             return self.status
@@ -177,7 +170,7 @@ class SupervisedTrainer(TrainingLoop):
         return self.status
 
     def training_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        """One optimizer step. Collective; every rank has the same number of micro batches.
+        """Take one optimizer step. Collective; every rank has the same number of micro batches.
 
         Returns:
             Over all ranks: ``train/loss`` and the objective's means, ``train/<unit>`` counted, ``train/grad_norm``
@@ -229,7 +222,7 @@ class SupervisedTrainer(TrainingLoop):
         return super().finish_step(step, dict(status) | seconds | speed)
 
     def episode_steps(self) -> Iterator[tuple[list[Batch], bool]]:
-        """The micro batches of each optimizer step of an epoch, and whether they are the last ones."""
+        """Yield the micro batches of each optimizer step of an epoch, and whether they are the last ones."""
         state = self.state
         size = self.strategy.accumulated_gradient
         self.train_dataloader.sampler.set_epoch(state.episode, state.consumed_prompts)
@@ -244,7 +237,7 @@ class SupervisedTrainer(TrainingLoop):
         return super().client_state() | self.objective.kept(self.model)
 
     def count_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Count the optimizer steps of the whole run."""
         limit = self.config.training.benchmark_steps
         total = schedule_steps(self.config, self.train_dataloader, self.strategy)
         return total if limit is None else min(total, limit)
@@ -269,7 +262,7 @@ class SupervisedTrainer(TrainingLoop):
             self.strategy.print(f"next: {self.objective.next.format(path=path)}{flags}")
 
     def save_model(self) -> None:
-        """The model at ``save_path``, with what the objective finds out of it at the end. Collective."""
+        """Save the model at ``save_path``, with what the objective finds out of it at the end. Collective."""
         self.model.eval()
         size = self.config.training.micro_train_batch_size
         rows = HeldOut(self.objective, self.model, self.train_dataloader.dataset, size)
@@ -293,7 +286,7 @@ class SupervisedTrainer(TrainingLoop):
         return {}
 
     def run_again(self, folder: str, batch: str) -> str:
-        """How to train on a batch that was kept."""
+        """Tell how to train on a batch that was kept."""
         return f"To train on the batch again alone: lightppo replay {folder} --batch {batch}"
 
 
@@ -305,7 +298,7 @@ def build(
     trainer: type[T] = SupervisedTrainer,
     callbacks: Iterable[Callback] = (),
 ) -> T:
-    """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
+    """Build strategy, data, model and trainer; whatever cannot work is an error that names its flag. Collective."""
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
     run = begin(config)
     config = run.config
@@ -349,21 +342,8 @@ def build(
     )
 
 
-def begin(config: SupervisedConfig) -> Building:
-    """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
-    strategy = build_strategy(config)
-    strategy.setup_distributed()
-    asked = config.resolved()
-    run = Building(given=config, asked=asked, config=asked, strategy=strategy)
-    check_options(run)
-    run.tokenizer = build_tokenizer(asked)
-    check_tokenizer(run)
-    check_folders(run)
-    return run
-
-
 def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
-    """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
+    """Read rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
     config = run.config
     strategy = run.strategy
     tokenizer = run.tokenizer
@@ -395,9 +375,9 @@ def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
 def schedule_steps(
     config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy
 ) -> int:
-    """Optimizer steps that the schedule of the learning rate stretches over."""
-    # Rows of this rank, in a whole epoch.
+    """Count the optimizer steps that the schedule of the learning rate stretches over."""
     training = config.training
+    # of this rank, in a whole epoch
     rows = train_dataloader.sampler.num_samples
     per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
     return training.max_steps or (training.num_epochs or 1) * per_epoch

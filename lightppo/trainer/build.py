@@ -169,7 +169,7 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
     return trainer.from_inputs(inputs, callbacks)
 
 
-def begin(config: PPOConfig) -> Building:
+def begin(config: OptionSet) -> Building:
     """Let the ranks meet, check options and tokenizer, and take the run's folders. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
