@@ -81,9 +81,9 @@ def constructor_config(
     """
     if config is None:
         if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
-            given = options["max_norm"]
+            max_norm = options["max_norm"]
             raise ConfigError(
-                f"max_norm {given} is not the strategy's ({strategy.max_norm}): set it there"
+                f"max_norm {max_norm} is not the strategy's ({strategy.max_norm}): set it there"
             )
         args = getattr(strategy, "args", None)
         return config_from_options(
@@ -111,7 +111,9 @@ def config_from_options(
     Raises:
         ConfigError: on an unknown option (the nearest known one is named), or options that contradict each other.
     """
-    _refuse_unknown("PPOTrainer", options, [*CONSTRUCTOR_DEFAULTS, *_GENERATION], hints=_PARAMETERS)
+    _refuse_unknown(
+        "PPOTrainer", options, [*CONSTRUCTOR_DEFAULTS, *_GENERATION], parameter_names=_PARAMETERS
+    )
     values = options_of_args(args, all_options()) | CONSTRUCTOR_DEFAULTS
     if "eps_clip" in options:
         values |= {"eps_clip_low": None, "eps_clip_high": None}
@@ -121,27 +123,27 @@ def config_from_options(
         # The seed's fit whitens whatever is not group_norm; so does OpenRLHF's of that time.
         values["adv_norm"] = True
     config = _with_options(PPOConfig(), values | options, tokenizer)
-    if idle := idle_options(config):
+    if idle_conditions := idle_options(config):
         say(
             "without effect here: "
-            + "; ".join(f"{name} needs {condition}" for name, condition in idle.items())
+            + "; ".join(f"{name} needs {condition}" for name, condition in idle_conditions.items())
         )
         defaults = PPOConfig().flat()
-        config = config.with_options(**{name: defaults[name] for name in idle})
+        config = config.with_options(**{name: defaults[name] for name in idle_conditions})
     config.validate(world_size, by_hand=True)
     return config.resolved()
 
 
 def idle_options(config: PPOConfig) -> dict[str, str]:
     """Return what scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
-    given = config.flat()
+    values = config.flat()
     facts = facts_of(config)
     return {
-        one.name: condition_text(condition)
-        for one in all_options()
-        for condition in one.needs
+        option.name: condition_text(condition)
+        for option in all_options()
+        for condition in option.needs
         if condition in ("critic", "discounting", "clipping")
-        and one.is_set(given[one.name])
+        and option.is_set(values[option.name])
         and not facts[condition]
     }
 
@@ -158,7 +160,7 @@ def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: An
 
 def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOConfig:
     """Return the config with the schedule of ``fit(args, ...)``; ``args`` gets what the seed's ``fit`` puts there."""
-    given = options_of_args(args, all_options())
+    values = options_of_args(args, all_options())
     names = (
         "num_episodes",
         "save_steps",
@@ -169,14 +171,14 @@ def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOCo
         "max_ckpt_mem",
     )
     fill_schedule(args, steps_per_episode)
-    return config.with_options(**{name: given[name] for name in names if name in given})
+    return config.with_options(**{name: values[name] for name in names if name in values})
 
 
 def fill_schedule(args: Any, steps_per_episode: int) -> None:
     """Put into ``args`` what the seed's ``fit`` puts there for -1."""
-    for name, never in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
+    for name, replacement in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
         if getattr(args, name, None) == -1:
-            setattr(args, name, never)
+            setattr(args, name, replacement)
 
 
 def script_args(strategy: Any, config: PPOConfig) -> Any:
@@ -193,15 +195,21 @@ def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(
-    who: str, options: Iterable[str], known: Sequence[str], hints: Sequence[str] = ()
+    receiver: str,
+    options: Iterable[str],
+    known_names: Sequence[str],
+    parameter_names: Sequence[str] = (),
 ) -> None:
     for name in options:
-        if name not in known:
+        if name not in known_names:
             # A slip in a name of the constructor itself comes before names that mean the same.
-            names = get_close_matches(name, known, cutoff=0.9) or [*known, *hints]
-            flags = [f"--{one}" for one in names]
-            meant = nearest(f"--{name}", flags, "flag").replace("'--", "'")
-            raise ConfigError(f"{who} got an unknown option {name!r}{meant}")
+            names = get_close_matches(name, known_names, cutoff=0.9) or [
+                *known_names,
+                *parameter_names,
+            ]
+            flags = [f"--{known_name}" for known_name in names]
+            suggestion = nearest(f"--{name}", flags, "flag").replace("'--", "'")
+            raise ConfigError(f"{receiver} got an unknown option {name!r}{suggestion}")
 
 
 def options_of_args(args: Any, options: Iterable[Option]) -> dict[str, Any]:
@@ -227,32 +235,40 @@ def options_of_args(args: Any, options: Iterable[Option]) -> dict[str, Any]:
 def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
     """Make options of ours of ``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id``."""
     config = config.with_options(
-        **{_RENAMED.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
+        **{
+            _RENAMED.get(name, name): value
+            for name, value in options.items()
+            if name not in _SPECIAL
+        }
     )
-    values: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if options.get("max_length") is not None and "max_new_tokens" not in options:
-        prompt = config.data.prompt_max_len
-        values["generate_max_len"] = options["max_length"] - prompt
-        if values["generate_max_len"] < 1:
-            length = options["max_length"]
+        prompt_length = config.data.prompt_max_len
+        changes["generate_max_len"] = options["max_length"] - prompt_length
+        if changes["generate_max_len"] < 1:
+            max_length = options["max_length"]
             raise ConfigError(
-                f"max_length {length} leaves no room after prompt_max_len {prompt}: set max_new_tokens"
+                f"max_length {max_length} leaves no room after prompt_max_len {prompt_length}: set max_new_tokens"
             )
-    eos = options.get("eos_token_id")
-    if eos is None:
+    eos_token_id = options.get("eos_token_id")
+    if eos_token_id is None:
         eos_ids = ()
-    elif isinstance(eos, (list, tuple)):
-        eos_ids = tuple(eos)
+    elif isinstance(eos_token_id, (list, tuple)):
+        eos_ids = tuple(eos_token_id)
     else:
-        eos_ids = (eos,)
-    known_eos = getattr(tokenizer, "eos_token_id", None)
-    values["stop_token_ids"] = (
+        eos_ids = (eos_token_id,)
+    tokenizer_eos_id = getattr(tokenizer, "eos_token_id", None)
+    changes["stop_token_ids"] = (
         *config.rollout.stop_token_ids,
-        *(i for i in eos_ids if i != known_eos),
+        *(token_id for token_id in eos_ids if token_id != tokenizer_eos_id),
     )
-    pad = options.get("pad_token_id")
-    if pad is not None and tokenizer is not None and pad != (own := tokenizer.pad_token_id):
+    pad_token_id = options.get("pad_token_id")
+    if (
+        pad_token_id is not None
+        and tokenizer is not None
+        and pad_token_id != (tokenizer_pad_id := tokenizer.pad_token_id)
+    ):
         raise ConfigError(
-            f"pad_token_id {pad} is not the tokenizer's ({own}): set tokenizer.pad_token"
+            f"pad_token_id {pad_token_id} is not the tokenizer's ({tokenizer_pad_id}): set tokenizer.pad_token"
         )
-    return config.with_options(**values)
+    return config.with_options(**changes)

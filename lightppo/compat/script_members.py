@@ -34,9 +34,9 @@ class KLState:
         return {"kind": type(self.controller).__name__, "value": float(self.controller.value)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["kind"] != (own := type(self.controller).__name__):
+        if state["kind"] != (controller_kind := type(self.controller).__name__):
             raise ValueError(
-                f"the checkpoint's kl_ctl is {state['kind']}, here {own}: set the one that it was made with"
+                f"the checkpoint's kl_ctl is {state['kind']}, here {controller_kind}: set the one that it was made with"
             )
         self.controller.value = float(state["value"])
 
@@ -44,9 +44,9 @@ class KLState:
 class _GivenTracker:
     """A Weights & Biases run (or module), or a TensorBoard writer, that a script has set; the script ends it."""
 
-    def __init__(self, name: str, given: Any) -> None:
+    def __init__(self, name: str, tracker: Any) -> None:
         self.replaces = name
-        self.given = given
+        self.given = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.replaces == "_wandb":
@@ -66,25 +66,25 @@ def _is_tracker(sink: Any, name: str) -> bool:
     return hasattr(sink, "writer")
 
 
-def _setting(path: str, apply: str | None = None) -> property:
+def _setting(path: str, method_name: str | None = None) -> property:
     """Make an attribute of an option; when it is set, the trainer works with it."""
     name = path.rpartition(".")[2]
     read = attrgetter(f"config.{path}")
 
     def write(trainer: Any, value: Any) -> None:
         trainer._set_options(**{name: value})
-        if apply is not None:
-            getattr(trainer, apply)()
+        if method_name is not None:
+            getattr(trainer, method_name)()
 
     return property(read, write)
 
 
 def _of_part(path: str) -> property:
     """Make an attribute that is here an attribute of a part of the trainer."""
-    part, _, name = path.rpartition(".")
+    part_path, _, name = path.rpartition(".")
 
     def write(trainer: Any, value: Any) -> None:
-        setattr(attrgetter(part)(trainer), name, value)
+        setattr(attrgetter(part_path)(trainer), name, value)
 
     return property(attrgetter(path), write)
 
@@ -105,23 +105,25 @@ def _tracker(name: str, of_recorder: str) -> property:
     return property(read, write)
 
 
-def _replaceable_loss(name: str, as_called: Callable[[Any], Any]) -> property:
+def _replaceable_loss(name: str, adapt: Callable[[Any], Any]) -> property:
     """Make an attribute of the loss ``name``, which a script may set in the seed's form, too."""
-    given = f"_given_{name}"
+    attribute_name = f"_given_{name}"
 
     def read(trainer: Any) -> Any:
-        return vars(trainer).get(given) or getattr(trainer, name)
+        return vars(trainer).get(attribute_name) or getattr(trainer, name)
 
-    def write(trainer: Any, fn: Callable[..., Any]) -> None:
-        vars(trainer)[given] = fn
-        setattr(trainer, name, as_called(fn))
+    def write(trainer: Any, loss_function: Callable[..., Any]) -> None:
+        vars(trainer)[attribute_name] = loss_function
+        setattr(trainer, name, adapt(loss_function))
 
     return property(read, write)
 
 
 def recorder_of(trainer: Any) -> Any | None:
     """Return the callback that writes the logs."""
-    recorders = (part for part in trainer.callbacks if hasattr(part, "tensorboard_writer"))
+    recorders = (
+        callback for callback in trainer.callbacks if hasattr(callback, "tensorboard_writer")
+    )
     return next(recorders, None)
 
 
@@ -131,26 +133,30 @@ def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
     What its caller leaves out comes from the trainer.
     """
     signature = inspect.signature(fit)
-    ordinary = {
-        n: p.default for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+    parameter_defaults = {
+        parameter_name: parameter.default
+        for parameter_name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
 
     @wraps(fit)
-    def run(self: Any, *values: Any, **named: Any) -> None:
+    def run(self: Any, *values: Any, **keyword_arguments: Any) -> None:
         if self.is_complete():
             self.tell_complete()
             return self.close()
-        bound = signature.bind_partial(self, *values, **named)
+        bound_arguments = signature.bind_partial(self, *values, **keyword_arguments)
         for name, value in self.fit_arguments().items():
-            missing = name not in bound.arguments and (
-                self.owns_parts or ordinary.get(name) is inspect.Parameter.empty
+            is_missing = name not in bound_arguments.arguments and (
+                self.owns_parts or parameter_defaults.get(name) is inspect.Parameter.empty
             )
-            if name in ordinary and (missing or bound.arguments.get(name, ...) is None):
-                bound.arguments[name] = value
-        loader = bound.arguments.get("prompts_dataloader")
-        if loader is not None and not isinstance(loader, SeedLoader):
-            bound.arguments["prompts_dataloader"] = SeedLoader(loader)
-        fit(*bound.args, **bound.kwargs)
+            if name in parameter_defaults and (
+                is_missing or bound_arguments.arguments.get(name, ...) is None
+            ):
+                bound_arguments.arguments[name] = value
+        prompts_loader = bound_arguments.arguments.get("prompts_dataloader")
+        if prompts_loader is not None and not isinstance(prompts_loader, SeedLoader):
+            bound_arguments.arguments["prompts_dataloader"] = SeedLoader(prompts_loader)
+        fit(*bound_arguments.args, **bound_arguments.kwargs)
         self.end_records()
 
     return run
@@ -213,9 +219,9 @@ class ScriptMembers:
         self.experience_maker.micro_batches = {
             call: micro_batch_spec(self.config, call) for call in scoring_calls()
         }
-        for part in (self.rollout_engine, self.sampler.sampler.engine):
-            if hasattr(part, "micro_rollout_batch_size"):
-                part.micro_rollout_batch_size = value
+        for engine in (self.rollout_engine, self.sampler.sampler.engine):
+            if hasattr(engine, "micro_rollout_batch_size"):
+                engine.micro_rollout_batch_size = value
 
     @property
     def max_norm(self) -> float:
@@ -226,13 +232,14 @@ class ScriptMembers:
         roles = {"actor": self.actor}
         if self.critic is not None:
             roles["critic"] = self.critic
-        same = {role: of_role(self.config, role).max_norm == self.max_norm for role in roles}
-        self._set_options(
-            max_norm=value, **({"critic_max_norm": value} if same.get("critic") else {})
-        )
+        shares_norm = {role: of_role(self.config, role).max_norm == self.max_norm for role in roles}
+        options = {"max_norm": value}
+        if shares_norm.get("critic"):
+            options["critic_max_norm"] = value
+        self._set_options(**options)
         self.strategy.max_norm = value
         for role, model in roles.items():
-            if same[role]:  # a norm of the critic's own stays
+            if shares_norm[role]:  # a norm of the critic's own stays
                 self.strategy.set_max_norm(model, value)
 
     @property
@@ -315,13 +322,13 @@ class ScriptMembers:
         recorder = self.recorder
         if recorder is None or not self.strategy.is_rank_0():
             return
-        for name, given in self.trackers.items():
-            replaced = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
-            for sink in replaced:
+        for name, tracker in self.trackers.items():
+            replaced_sinks = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
+            for sink in replaced_sinks:
                 sink.close()
-            recorder.sinks = [sink for sink in recorder.sinks if sink not in replaced]
-            if given is not None:
-                recorder.sinks.append(_GivenTracker(name, given))
+            recorder.sinks = [sink for sink in recorder.sinks if sink not in replaced_sinks]
+            if tracker is not None:
+                recorder.sinks.append(_GivenTracker(name, tracker))
 
     # -- logs and checkpoints ------------------------------------------------------------------------------------
 
@@ -346,11 +353,11 @@ class ScriptMembers:
             status = optimizer_status([[outcome] for outcome in outcomes], self.strategy) | status
         if global_step > self.state.global_step:  # of a loop of the user's own
             self.state.global_step = global_step
-        before = self.args_of_fit
+        previous_args = self.args_of_fit
         self.args_of_fit = args
         self.client_states = client_states
         self._wants_stop = super().finish_step(global_step, status)
-        self.args_of_fit = before
+        self.args_of_fit = previous_args
         self.client_states = None
 
     def finish_step_of_script(self, step: int, status: Mapping[str, float]) -> bool:
@@ -365,8 +372,8 @@ class ScriptMembers:
         """Write a checkpoint with what a script adds, by its ``_save_checkpoint`` if there is one. Collective."""
         tag = tag_of(step)
         state = self.whole_state()
-        own = {name: state[name] for name in (*self.states, *self.states_of_ranks)}
-        state = state | dict(self.client_states or {}) | own
+        registered_states = {name: state[name] for name in (*self.states, *self.states_of_ranks)}
+        state = state | dict(self.client_states or {}) | registered_states
         if not self.overrides("_save_checkpoint"):
             return self._save_checkpoint(self.args_of_fit, tag, state)
         state["rng"] = self.strategy.gather_object(rng_state())
@@ -377,10 +384,10 @@ class ScriptMembers:
         self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
     ) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
-        is_whole = client_states is not None and "trainer" in client_states
-        state = client_states if is_whole else self.whole_state() | dict(client_states or {})
-        path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
-        self.checkpointer.save(path, step_of(tag), state)
+        is_complete = client_states is not None and "trainer" in client_states
+        state = client_states if is_complete else self.whole_state() | dict(client_states or {})
+        checkpoint_folder = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
+        self.checkpointer.save(checkpoint_folder, step_of(tag), state)
 
     def _adopt(self, tag: str) -> None:
         """Mark a checkpoint that a script has written as the latest, if all parts have it. Collective."""
@@ -466,15 +473,11 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
     for name, column in (("labels", labels), ("references", references)):
         if column is not None and len(column) != len(texts):
             raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
+    truths = labels if references is None else references
     prompts = []
-    for i, text in enumerate(texts):
+    for row, text in enumerate(texts):
         if isinstance(text, PromptText):
-            if references is not None:
-                label = references[i]
-            elif labels is None:
-                label = text.prompt.label
-            else:
-                label = labels[i]
+            label = text.prompt.label if truths is None else truths[row]
             prompts.append(replace(text.prompt, label=label))
             continue
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -483,14 +486,11 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
                 f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
                 "raise it, or build the dataset with truncation"
             )
-        if references is not None:
-            label = references[i]
-        elif labels is not None:
-            label = labels[i]
-        else:
-            label = None
-        source = str(labels[i]) if references is not None and labels is not None else "default"
-        prompts.append(Prompt(text, token_ids, label, _index_of(text), source))
+        label = None if truths is None else truths[row]
+        data_source = (
+            str(labels[row]) if references is not None and labels is not None else "default"
+        )
+        prompts.append(Prompt(text, token_ids, label, _index_of(text), data_source))
     return prompts
 
 
@@ -502,8 +502,11 @@ def _columns(batch: Any) -> list:
         columns = list(batch)
     else:
         columns = []
-    of_rows = all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in columns)
-    if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not of_rows:
+    all_have_rows = all(
+        column is None or (hasattr(column, "__len__") and not isinstance(column, str))
+        for column in columns
+    )
+    if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not all_have_rows:
         raise TypeError(
             "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
             f"got {type(batch).__name__} {str(batch)[:80]}"
@@ -539,9 +542,9 @@ class SeedLoader:
     @property
     def sampler(self) -> Any:
         """Return a sampler with ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
-        batches = getattr(self.loader, "batch_sampler", None)
-        if hasattr(batches, "set_epoch"):
-            return _Episodes(batches)
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        if hasattr(batch_sampler, "set_epoch"):
+            return _Episodes(batch_sampler)
         return getattr(self.loader, "sampler", None)
 
     def __len__(self) -> int:

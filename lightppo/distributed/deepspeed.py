@@ -100,10 +100,10 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
     """Remove those of stages 1 and 2: on the device or, offloaded, in main memory."""
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+    for gradient_sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         # None instead of clear(): views of the gradients still look up the dictionary's keys
-        for group in sums:
-            sums[group] = None
+        for group in gradient_sums:
+            gradient_sums[group] = None
     optimizer._release_ipg_buffers()
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
     if not optimizer.cpu_offload:
@@ -130,25 +130,27 @@ class _ClipAndCheck:
     max_norm: float
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        params = [
+        parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
         if optimizer.overflow:
             optimizer._global_grad_norm = math.inf
-            for param in params:
-                param.grad = None  # AdamW passes over parameters without gradient
+            for parameter in parameters:
+                parameter.grad = None  # AdamW passes over parameters without gradient
         elif self.max_norm > 0 and optimizer._global_grad_norm > 0.999 * self.max_norm:
             # With a smaller norm torch would multiply by 1.
-            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
 
 
 def _double_when_due(scaler: Any) -> None:
     """Double fp16's loss scale after a step, instead of DeepSpeed: it would do so before it unscales the gradient."""
-    good = scaler.cur_iter - scaler.last_overflow_iter - 1  # steps since the last overflow
-    if good and good % LOSS_SCALE_STEPS == 0:
+    steps_without_overflow = (
+        scaler.cur_iter - scaler.last_overflow_iter - 1
+    )  # steps since the last overflow
+    if steps_without_overflow and steps_without_overflow % LOSS_SCALE_STEPS == 0:
         scaler.cur_scale = min(2 * scaler.cur_scale, MOST_LOSS_SCALE)
 
 
@@ -206,8 +208,8 @@ class DeepspeedStrategy(DistributedStrategy):
                 self.grad_accum_dtype not in (None, "fp32", *(["bf16"] if self.bf16 else []))
             ),
         }
-        for problem, is_so in problems.items():
-            if is_so:
+        for problem, is_present in problems.items():
+            if is_present:
                 raise ValueError(problem)
 
     @property
@@ -257,14 +259,14 @@ class DeepspeedStrategy(DistributedStrategy):
 
         ModelLoadError for a model with an image or audio tower (``lightppo.models.loading``).
         """
-        inner = unwrap_model(model)
-        if (reason := getattr(inner, "untrainable", None)) is not None:
+        hf_model = unwrap_model(model)
+        if (reason := getattr(hf_model, "untrainable", None)) is not None:
             raise ModelLoadError(reason)
-        params = [p for p in inner.parameters() if p.requires_grad]
-        if not params:
+        parameters = [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
+        if not parameters:
             raise ValueError(f"{type(model).__name__} has no trainable parameter")
-        matrices = [p for p in params if len(zero3.full_shape(p)) > 1]
-        vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
+        matrices = [parameter for parameter in parameters if len(zero3.full_shape(parameter)) > 1]
+        vectors = [parameter for parameter in parameters if len(zero3.full_shape(parameter)) <= 1]
         decays = ((matrices, weight_decay), (vectors, 0.0))
         groups = [
             {"params": members, "weight_decay": decay} for members, decay in decays if members
@@ -322,10 +324,10 @@ class DeepspeedStrategy(DistributedStrategy):
         import deepspeed
 
         config = copy.deepcopy(config)
-        clip = None
+        gradient_clip = None
         # the engine would not report the norm
         if config.get("zero_optimization", {}).get("stage", 0) == 0:
-            clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
+            gradient_clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
             config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
         with contextlib.redirect_stdout(None):
@@ -343,9 +345,9 @@ class DeepspeedStrategy(DistributedStrategy):
         elif engine.fp16_enabled():
             # At the lowest scale an overflow means a broken step, and optimizer_step reports that.
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        elif clip is not None:
-            optimizer.register_step_pre_hook(clip)
-            self._clips[engine] = clip
+        elif gradient_clip is not None:
+            optimizer.register_step_pre_hook(gradient_clip)
+            self._clips[engine] = gradient_clip
             # DeepSpeed did not put an optimizer with fp32 copies around ours.
             if self.world_size == 1 and engine.optimizer is optimizer:
                 # There is nobody to average with. This spares two copies of the whole gradient.
@@ -373,21 +375,21 @@ class DeepspeedStrategy(DistributedStrategy):
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
         offloads = self.param_offload if param_offload is None else param_offload
         config = self._config(self.dtype, sharded=zero_stage == 3, offload=offloads)
-        zero = config["zero_optimization"]
+        zero_config = config["zero_optimization"]
         if self.overlap_comm is None:
             overlaps = on_cuda() and zero_stage == 3
         else:
             overlaps = self.overlap_comm and zero_stage > 1
-        zero |= {"stage": zero_stage, "overlap_comm": overlaps}
+        zero_config |= {"stage": zero_stage, "overlap_comm": overlaps}
         if not on_cuda():
-            zero |= {
+            zero_config |= {
                 "reduce_bucket_size": CPU_BUCKET_ELEMENTS,
                 "allgather_bucket_size": CPU_BUCKET_ELEMENTS,
             }
         if self.adam_offload if adam_offload is None else adam_offload:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
+            zero_config["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
         if self.zpg != 1 and zero_stage == 3:
-            zero["zero_hpz_partition_size"] = self.zpg
+            zero_config["zero_hpz_partition_size"] = self.zpg
         return config | {
             "managed_gradient_accumulation": False,
             "gradient_clipping": self.max_norm if max_norm is None else max_norm,
@@ -416,11 +418,11 @@ class DeepspeedStrategy(DistributedStrategy):
         return config
 
     def _config(self, dtype: torch.dtype, *, sharded: bool, offload: bool) -> dict[str, Any]:
-        zero: dict[str, Any] = {}
+        zero_config: dict[str, Any] = {}
         if sharded and offload:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
+            zero_config["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
         if sharded and not on_cuda():
-            zero["stage3_prefetch_bucket_size"] = CPU_BUCKET_ELEMENTS
+            zero_config["stage3_prefetch_bucket_size"] = CPU_BUCKET_ELEMENTS
         return {
             "train_micro_batch_size_per_gpu": self.micro_train_batch_size,
             "gradient_accumulation_steps": 1,
@@ -435,7 +437,7 @@ class DeepspeedStrategy(DistributedStrategy):
                 "hysteresis": 1,
                 "loss_scale_window": 1 << 62,  # see _double_when_due
             },
-            "zero_optimization": zero,
+            "zero_optimization": zero_config,
         }
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -456,8 +458,10 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def completes_step(self, model: Any) -> bool:
         """Tell whether the next call of :meth:`optimizer_step` takes the step."""
-        done, needed = self._accumulation.get(get_engine(model, "completes_step"), (0, 1))
-        return done + 1 >= needed
+        calls_done, calls_needed = self._accumulation.get(
+            get_engine(model, "completes_step"), (0, 1)
+        )
+        return calls_done + 1 >= calls_needed
 
     def optimizer_step(
         self, optim: Any, model: Any, scheduler: LRScheduler | None = None, name: str = "model"
@@ -469,14 +473,14 @@ class DeepspeedStrategy(DistributedStrategy):
         ``prepare``. An overflow of fp16 also halves the loss scale.
         """
         engine = get_engine(model, "optimizer_step")
-        if (progress := self._accumulation.get(engine)) is not None:
-            progress[0] = (progress[0] + 1) % progress[1]
-            if progress[0]:
+        if (accumulation := self._accumulation.get(engine)) is not None:
+            accumulation[0] = (accumulation[0] + 1) % accumulation[1]
+            if accumulation[0]:
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
         loss = self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
         scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-        scale = None if scaler is None else scaler.cur_scale
+        previous_scale = None if scaler is None else scaler.cur_scale
         skipped = True
         grad_norm = math.inf
         overflow = False
@@ -486,7 +490,7 @@ class DeepspeedStrategy(DistributedStrategy):
             if not skipped:
                 grad_norm = float(engine.get_global_grad_norm())
             if scaler is not None:
-                overflow = skipped and scaler.cur_scale < scale
+                overflow = skipped and scaler.cur_scale < previous_scale
                 _double_when_due(scaler)
         drop_gradients(engine)
         if not skipped:
@@ -494,7 +498,7 @@ class DeepspeedStrategy(DistributedStrategy):
                 scheduler.step()
         elif self.is_rank_0() and overflow:
             text = "a step of %s is skipped: overflow at the loss scale %g, which is halved"
-            logger.info(text, name, scale)
+            logger.info(text, name, previous_scale)
         elif self.is_rank_0():
             logger.warning("a step of %s is skipped: gradient or loss not finite", name)
         return StepOutcome(grad_norm, skipped, overflow, scaler and scaler.cur_scale)
@@ -567,48 +571,54 @@ def average_into(
 
     source = unwrap_model(model)
     target = unwrap_model(ema_model)
-    source_params = dict(source.named_parameters())
-    target_params: dict[str, Any] = dict(target.named_parameters())
+    source_parameters = dict(source.named_parameters())
+    target_parameters: dict[str, Any] = dict(target.named_parameters())
     shapes = [
-        {name: full_shape(p) for name, p in params.items()}
-        for params in (source_params, target_params)
+        {name: full_shape(p) for name, p in parameters.items()}
+        for parameters in (source_parameters, target_parameters)
     ]
-    if odd := sorted(
+    if mismatched_names := sorted(
         name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name)
     ):
-        raise ValueError(f"the model and its EMA differ in {len(odd)} parameters, first {odd[0]!r}")
-    whole = zero_stage_of(find_engine(model)) == 3 and not any(
-        map(is_sharded, target_params.values())
+        raise ValueError(
+            f"the model and its EMA differ in {len(mismatched_names)} parameters, first {mismatched_names[0]!r}"
+        )
+    gathers = zero_stage_of(find_engine(model)) == 3 and not any(
+        map(is_sharded, target_parameters.values())
     )
-    for name, ema_param in target_params.items():
-        param = source_params[name]
-        if whole:
-            with deepspeed.zero.GatheredParameters([param]):
-                new = param.detach().clone()
+    for name, ema_parameter in target_parameters.items():
+        parameter = source_parameters[name]
+        if gathers:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                new_values = parameter.detach().clone()
         else:
-            new = _matching_part(param, ema_param)
-        old = ema_param.ds_tensor if is_sharded(ema_param) else ema_param.data
+            new_values = _matching_part(parameter, ema_parameter)
+        old_values = ema_parameter.ds_tensor if is_sharded(ema_parameter) else ema_parameter.data
         if beta != 0.0:  # at 0 the old values do not count, even if they are not finite
-            place = device or old.device
-            dtype = torch.promote_types(old.dtype, new.dtype)
-            new = torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
-        old.copy_(new)
-        forget_secondary_shard(ema_param)
-    saved = target.state_dict(keep_vars=True).keys()
+            average_device = device or old_values.device
+            dtype = torch.promote_types(old_values.dtype, new_values.dtype)
+            new_values = torch.lerp(
+                old_values.to(average_device, dtype),
+                new_values.to(average_device, dtype),
+                1.0 - beta,
+            )
+        old_values.copy_(new_values)
+        forget_secondary_shard(ema_parameter)
+    saved_names = target.state_dict(keep_vars=True).keys()
     buffers = dict(source.named_buffers())
     for name, ema_buffer in target.named_buffers():
-        if name in saved:  # the others are derived, some in every forward
+        if name in saved_names:  # the others are derived, some in every forward
             ema_buffer.copy_(buffers[name])
 
 
-def _matching_part(param: Any, ema_param: Any) -> torch.Tensor:
-    """Return the elements of ``param`` that belong to this rank's part of ``ema_param``."""
-    if is_sharded(param) == is_sharded(ema_param):
-        if not is_sharded(param):
-            return param.data
-        if param.ds_tensor.numel() != ema_param.ds_tensor.numel():
+def _matching_part(parameter: Any, ema_parameter: Any) -> torch.Tensor:
+    """Return the elements of ``parameter`` that belong to this rank's part of ``ema_parameter``."""
+    if is_sharded(parameter) == is_sharded(ema_parameter):
+        if not is_sharded(parameter):
+            return parameter.data
+        if parameter.ds_tensor.numel() != ema_parameter.ds_tensor.numel():
             raise ValueError(
                 "the model and its EMA are sharded over different numbers of ranks; set the same --zpg"
             )
-        return param.ds_tensor
-    return shard_of(ema_param, param.data.flatten())
+        return parameter.ds_tensor
+    return shard_of(ema_parameter, parameter.data.flatten())

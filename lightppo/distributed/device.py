@@ -32,11 +32,11 @@ def name_accelerator() -> None:
 
 def import_deepspeed() -> ModuleType:
     """Import DeepSpeed without its autotuner's mlflow, which would cost a second of each start where it is installed."""
-    absent = sys.modules.setdefault("mlflow", None) is None
+    was_absent = sys.modules.setdefault("mlflow", None) is None
     try:
         import deepspeed
     finally:
-        if absent:
+        if was_absent:
             del sys.modules["mlflow"]
     return deepspeed
 
@@ -48,9 +48,9 @@ def check_type(strategy: Any) -> None:
 
     if dtype not in get_accelerator().supported_dtypes():
         name = torch.cuda.get_device_name(strategy.device) if on_cuda() else "this CPU"
-        flag, other = ("--bf16", "--fp16") if strategy.bf16 else ("--fp16", "--bf16")
+        flag, other_flag = ("--bf16", "--fp16") if strategy.bf16 else ("--fp16", "--bf16")
         raise LaunchError(
-            f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32"
+            f"{flag}: DeepSpeed does not train in it on {name}: set {other_flag}, or neither for fp32"
         )
     if dtype is torch.float32 and on_cuda() and strategy.is_rank_0():
         logger.warning(
@@ -85,10 +85,12 @@ def share_cores(collectives_on_cpu: bool) -> None:
         torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
         ranks = dist.get_world_size()
         # Four gathers, which last long enough to keep both cores busy.
-        own = torch.zeros(max(1 << 16, (1 << 20) // ranks))
-        copies = [list(own.new_empty(ranks, len(own))) for _ in range(4)]
-        for work in [dist.all_gather(of_ranks, own, async_op=True) for of_ranks in copies]:
-            work.wait()
+        local_tensor = torch.zeros(max(1 << 16, (1 << 20) // ranks))
+        copies = [list(local_tensor.new_empty(ranks, len(local_tensor))) for _ in range(4)]
+        for gather in [
+            dist.all_gather(of_ranks, local_tensor, async_op=True) for of_ranks in copies
+        ]:
+            gather.wait()
     torch.set_num_threads(threads)
 
 
@@ -122,8 +124,8 @@ def peak_of_process() -> int:
     ):  # not Linux; there getrusage would count the process before, too
         import resource
 
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak_size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak_size if sys.platform == "darwin" else peak_size * 1024
 
 
 def report_memory(strategy: Any, prefix: str) -> dict[str, float]:

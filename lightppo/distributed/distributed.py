@@ -65,16 +65,19 @@ class RankSampler(DistributedSampler):
     ) -> None:
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
-        size = len(dataset)
-        if size < (num_replicas if drop_last else 1):
+        dataset_size = len(dataset)
+        if dataset_size < (num_replicas if drop_last else 1):
             raise ValueError(
-                f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}"
+                f"{dataset_size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}"
             )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        if self.total_size > size:
-            twice = self.total_size - size
+        if self.total_size > dataset_size:
+            repeated_count = self.total_size - dataset_size
             logger.info(
-                "%d samples on %d ranks: %d come twice per epoch", size, num_replicas, twice
+                "%d samples on %d ranks: %d come twice per epoch",
+                dataset_size,
+                num_replicas,
+                repeated_count,
             )
         self.set_epoch(0, consumed_samples)
 
@@ -183,10 +186,10 @@ class DistributedStrategy(Ranks):
         numbers = [key for key in sorted(data) if isinstance(data[key], int | float)]
         reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - {*numbers})}
         if numbers:
-            row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
-            reduced |= zip(numbers, self._reduce(row, op).tolist())
-        whole = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
-        return {key: int(reduced[key]) if key in whole else reduced[key] for key in data}
+            number_row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
+            reduced |= zip(numbers, self._reduce(number_row, op).tolist())
+        integer_keys = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
+        return {key: int(reduced[key]) if key in integer_keys else reduced[key] for key in data}
 
     def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         buffer = tensor.detach().to(self.device, copy=True)
@@ -212,17 +215,25 @@ class DistributedStrategy(Ranks):
             tensor = data.detach()
         else:
             tensor = torch.tensor(data, dtype=precise)
-        local = tensor.reshape(1) if tensor.dim() == 0 else tensor
-        sizes = self._each(torch.tensor([len(local)], device=self.device)).flatten().tolist()
-        everything = local.new_empty((sum(sizes), *(row := local.shape[1:])))
-        rows = max(1, GATHERED_BYTES // max(1, local.element_size() * math.prod(row)))
-        for start in range(0, max(sizes), rows):
-            own = local[start : start + rows]
-            padded = local.new_zeros((min(rows, max(sizes) - start), *row), device=self.device)
-            padded[: len(own)] = own
-            for part, of_rank in zip(self._each(padded), everything.split(sizes)):
-                of_rank[start : start + rows] = part[: max(0, len(of_rank) - start)]
-        return everything
+        local_rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        sizes = self._each(torch.tensor([len(local_rows)], device=self.device)).flatten().tolist()
+        gathered_rows = local_rows.new_empty((sum(sizes), *(row_shape := local_rows.shape[1:])))
+        rows_at_a_time = max(
+            1, GATHERED_BYTES // max(1, local_rows.element_size() * math.prod(row_shape))
+        )
+        for start in range(0, max(sizes), rows_at_a_time):
+            own_rows = local_rows[start : start + rows_at_a_time]
+            padded_rows = local_rows.new_zeros(
+                (min(rows_at_a_time, max(sizes) - start), *row_shape), device=self.device
+            )
+            padded_rows[: len(own_rows)] = own_rows
+            for rows_of_rank, gathered_of_rank in zip(
+                self._each(padded_rows), gathered_rows.split(sizes)
+            ):
+                gathered_of_rank[start : start + rows_at_a_time] = rows_of_rank[
+                    : max(0, len(gathered_of_rank) - start)
+                ]
+        return gathered_rows
 
     def _each(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather from every rank, where all have one shape. (ranks, …)"""
@@ -246,18 +257,26 @@ class DistributedStrategy(Ranks):
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
         """Send each rank (a key) its own picklable object; return what came here, in the senders' order. Collective."""
         ranks = range(dist.get_world_size())
-        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
-        sizes = torch.tensor([len(part) for part in sent], device=self.device)
-        coming = torch.empty_like(sizes)
-        dist.all_to_all_single(coming, sizes)
+        pickled_parts = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
+        sizes = torch.tensor(
+            [len(pickled_part) for pickled_part in pickled_parts], device=self.device
+        )
+        received_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(received_sizes, sizes)
         # torch makes no tensor of no bytes
-        data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
-        own = data[:-1].to(self.device)
-        received = own.new_empty(int(coming.sum()))
-        dist.all_to_all_single(received, own, coming.tolist(), sizes.tolist())
+        data = torch.frombuffer(bytearray(b"".join(pickled_parts) + b"."), dtype=torch.uint8)
+        outgoing_bytes = data[:-1].to(self.device)
+        received_bytes = outgoing_bytes.new_empty(int(received_sizes.sum()))
+        dist.all_to_all_single(
+            received_bytes, outgoing_bytes, received_sizes.tolist(), sizes.tolist()
+        )
         heartbeat.beat()
-        parts_of_ranks = received.cpu().split(coming.tolist())
-        return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
+        parts_of_ranks = received_bytes.cpu().split(received_sizes.tolist())
+        return [
+            pickle.loads(pickled_part.numpy())
+            for pickled_part in parts_of_ranks
+            if len(pickled_part)
+        ]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s picklable object on every rank. Collective."""
@@ -275,20 +294,20 @@ class DistributedStrategy(Ranks):
 
         Errors for users stay what they are, any other is a RuntimeError.
         """
-        result = error = message = None
+        result = own_error = message = None
         if self.is_rank_0():
             try:
                 result = action()
             except UserError as user_error:
-                message = error = user_error
+                message = own_error = user_error
             except Exception as exception:
-                error = exception
-                message = "".join(traceback.format_exception_only(error)).strip()
+                own_error = exception
+                message = "".join(traceback.format_exception_only(own_error)).strip()
         message, result = self.broadcast_object((message, result))
         if isinstance(message, UserError):
-            raise error or message
+            raise own_error or message
         if message is not None:
-            raise RuntimeError(f"rank 0 could not {what}: {message}") from error
+            raise RuntimeError(f"rank 0 could not {what}: {message}") from own_error
         return result
 
     def barrier(self) -> None:

@@ -205,17 +205,24 @@ class RewardModelling(PairObjective):
         chosen, rejected = self._scores(model, batch)
         margin = batch.get("margin") if self.uses_margins else None
         loss = bradley_terry_loss(chosen, rejected, margin)
-        lead = chosen - rejected
-        metrics = {"accuracy": (lead > 0).float(), "margin": lead}
+        margin_of_scores = chosen - rejected
+        metrics = {"accuracy": (margin_of_scores > 0).float(), "margin": margin_of_scores}
         metrics |= {"chosen_reward": chosen, "rejected_reward": rejected}
         return mean(loss), {name: mean(values.detach()) for name, values in metrics.items()}
 
     @torch.no_grad()
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
         """Put mean and standard deviation of all scores into the model's config, for ``--normalize_reward``."""
-        found = [(torch.cat(self._scores(model, batch)), counts) for batch, counts in batches]
+        scored_batches = [
+            (torch.cat(self._scores(model, batch)), is_counted) for batch, is_counted in batches
+        ]
         scores = self.strategy.all_gather(
-            torch.cat([x if counts else x[:0] for x, counts in found]).double()
+            torch.cat(
+                [
+                    batch_scores if is_counted else batch_scores[:0]
+                    for batch_scores, is_counted in scored_batches
+                ]
+            ).double()
         )
         config = find_hf_model(model)[0].config
         std = scores.std(unbiased=False).item()
@@ -259,15 +266,15 @@ class DPO(PairObjective):
         return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def attach(self, model: Any) -> list[Any]:
-        named = self.config.model
-        if named.ref_pretrain in (None, named.pretrain):
+        model_options = self.config.model
+        if model_options.ref_pretrain in (None, model_options.pretrain):
             return [model]
         options = self._loading() | {
             "ds_config": self.strategy.get_ds_eval_config(),
             "init_from_scratch": False,
         }
         self.reference = self.strategy.prepare(
-            Actor(stage_to_local(named.ref_pretrain), flag="--ref_pretrain", **options)
+            Actor(stage_to_local(model_options.ref_pretrain), flag="--ref_pretrain", **options)
         )
         return [model, self.reference]
 
@@ -279,31 +286,31 @@ class DPO(PairObjective):
         self.reference = None
         model.eval()
         for dataset in datasets:
-            found = torch.zeros(len(dataset), 2, device=ranks.device)
+            log_probs_of_rows = torch.zeros(len(dataset), 2, device=ranks.device)
             with heartbeat.during("reference"):
                 for rows, batch in shared_rows(dataset, ranks, size):
                     log_probs = self._token_log_probs(model, batch)
-                    found[rows] = self._of_answers(log_probs, batch)[: len(rows)]
+                    log_probs_of_rows[rows] = self._of_answers(log_probs, batch)[: len(rows)]
                     heartbeat.beat()
-            dataset.reference = ranks.all_reduce(found, op="sum").cpu()
+            dataset.reference = ranks.all_reduce(log_probs_of_rows, op="sum").cpu()
 
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
         mean = partial(pair_mean, pairs=total, dp_size=dp_size)
         of_tokens = self._token_log_probs(model, batch)  # (2B, A)
         log_probs = self._of_answers(of_tokens, batch)  # (B, 2)
         change = log_probs - batch.get("reference", log_probs.detach())  # (B, 2)
-        lead = change[:, 0] - change[:, 1]  # (B,)
+        margin = change[:, 0] - change[:, 1]  # (B,)
         rewards = self.config.preference.beta * change.detach()
-        metrics = {"accuracy": (lead > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
-        for i, name in enumerate(("chosen", "rejected")):
+        metrics = {"accuracy": (margin > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
+        for column, name in enumerate(("chosen", "rejected")):
             metrics |= {
-                f"{name}_reward": rewards[:, i],
-                f"{name}_log_prob": log_probs[:, i].detach(),
+                f"{name}_reward": rewards[:, column],
+                f"{name}_log_prob": log_probs[:, column].detach(),
             }
-        pair_loss = self.loss_fn(lead)
+        pair_loss = self.loss_fn(margin)
         if self.nll_loss_coef:
             # (B,), of the chosen
-            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]
+            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(margin)]
             pair_loss = pair_loss + self.nll_loss_coef * nll
             metrics["nll_loss"] = nll.detach()
         return mean(pair_loss), {name: mean(values) for name, values in metrics.items()}
@@ -324,11 +331,11 @@ def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[t
 
     Ranks take equally many: a filler has no positions.
     """
-    mine = range(ranks.get_rank(), len(dataset), ranks.world_size)
-    parts = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
-    for part in level(parts, ranks, list):
-        batch = dataset.collate_fn([dataset[i] for i in part or [0]])
-        yield part, {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
+    own_rows = range(ranks.get_rank(), len(dataset), ranks.world_size)
+    parts = [list(own_rows[i : i + size]) for i in range(0, len(own_rows), size)]
+    for positions in level(parts, ranks, list):
+        batch = dataset.collate_fn([dataset[i] for i in positions or [0]])
+        yield positions, {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
 
 
 OBJECTIVES: tuple[type[Objective], ...] = (SFT, RewardModelling, DPO)

@@ -60,20 +60,22 @@ class PairDataset(SFTDataset):
     def lengths(self) -> np.ndarray:
         """Return tokens of the prompt with the longer answer. (N,)"""
         prompts = self._rows.prompt_lengths
-        first = self._rows.first_answers
-        return prompts + np.maximum(first, super().lengths - prompts - first)
+        chosen_lengths = self._rows.first_answers
+        return prompts + np.maximum(chosen_lengths, super().lengths - prompts - chosen_lengths)
 
     @property
     def row_form(self) -> RowForm:
         """Return how the rows are written, for whoever scores answers by a model that was trained on them."""
         (number,) = self.numbers([0])
-        _, whole = self._render_row(self.row(number))[0]
+        _, rendered = self._render_row(self.row(number))[0]
         template = self.template
         if template.chat_template_kwargs:
             kwargs = json.dumps(template.chat_template_kwargs)
         else:
             kwargs = None
-        return RowForm(self.tokenizer.eos_token_id, whole.is_chat, template.system_prompt, kwargs)
+        return RowForm(
+            self.tokenizer.eos_token_id, rendered.is_chat, template.system_prompt, kwargs
+        )
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         """Return ``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
@@ -119,11 +121,11 @@ class PairDataset(SFTDataset):
     def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         examples = self._ids([example for pair in rendered for example in pair])
         for (chosen, start), (rejected, _) in zip(examples, examples):  # two at a time
-            fitted = self._fit_example(chosen, start), self._fit_example(rejected, start)
-            encoded = [outcome for outcome in fitted if isinstance(outcome, Encoded)]
+            outcomes = self._fit_example(chosen, start), self._fit_example(rejected, start)
+            encoded = [outcome for outcome in outcomes if isinstance(outcome, Encoded)]
             answers = [list(outcome.token_ids[start:]) for outcome in encoded]
             if len(encoded) < 2:
-                yield next(outcome for outcome in fitted if not isinstance(outcome, Encoded))
+                yield next(outcome for outcome in outcomes if not isinstance(outcome, Encoded))
             elif answers[0] == answers[1]:
                 yield BadRowError("equal", "both answers have the same tokens, after a cut perhaps")
             else:
@@ -206,8 +208,8 @@ class RewardDataset(ReferencedPairs):
             return batch
         padded = {"sequences": self._pad_id(), "attention_mask": 0}
         return batch | {
-            name: torch.nn.functional.pad(batch[name], (1, 0), value=x)
-            for name, x in padded.items()
+            name: torch.nn.functional.pad(batch[name], (1, 0), value=value)
+            for name, value in padded.items()
         }
 
 

@@ -125,16 +125,18 @@ class ScriptTrainer(SupervisedTrainer):
         self.client_states: dict[str, Any] = {}
 
     @classmethod
-    def of_parts(cls, *parts: Any, **named: Any) -> ScriptTrainer:
+    def of_parts(cls, *parts: Any, **options: Any) -> ScriptTrainer:
         trainer = cls.__new__(cls)
-        SupervisedTrainer.__init__(trainer, *parts, **named)
+        SupervisedTrainer.__init__(trainer, *parts, **options)
         return trainer
 
     def _check_rows(self, name: str, loader: DataLoader | None) -> None:
         rows = getattr(loader, "dataset", None)
         of_pairs = issubclass(self.rows_class, PairDataset)
-        fits = isinstance(rows, self.rows_class) and isinstance(rows, PairDataset) == of_pairs
-        if loader is not None and not fits:
+        has_right_rows = (
+            isinstance(rows, self.rows_class) and isinstance(rows, PairDataset) == of_pairs
+        )
+        if loader is not None and not has_right_rows:
             needed = "RewardDataset" if of_pairs else "SFTDataset"
             raise ConfigError(
                 f"{name} has rows of {type(rows).__name__}: make them by lightppo.{needed}"
@@ -181,15 +183,15 @@ class ScriptTrainer(SupervisedTrainer):
     def _constructor_options(self) -> dict[str, Any]:
         checkpoint = self.config.checkpoint
         training = self.config.training
-        kept = {
+        options = {
             "num_epochs": training.num_epochs,
             "save_hf_ckpt": checkpoint.save_hf_ckpt,
             "disable_ds_ckpt": checkpoint.disable_ds_ckpt,
         }
         preference = getattr(self.config, "preference", None)
         if preference is None:
-            return kept
-        return kept | {"beta": preference.beta}
+            return options
+        return options | {"beta": preference.beta}
 
     def _steps_per_epoch(self) -> int:
         config = self.config.with_options(num_epochs=1)
@@ -203,7 +205,9 @@ class ScriptTrainer(SupervisedTrainer):
             return super().finish_step(step, status)
         logs = {name.removeprefix("train/"): value for name, value in status.items()}
         logs |= {
-            other: logs[name] for name, others in self.script_names.items() for other in others
+            script_name: logs[name]
+            for name, script_names in self.script_names.items()
+            for script_name in script_names
         }
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
         self.save_logs_and_checkpoints(self.args, step, None, logs, consumed)
@@ -221,8 +225,12 @@ class ScriptTrainer(SupervisedTrainer):
 
         It has each number by its name here and by OpenRLHF's (``gpt_loss``, ``acc``), which is not logged twice.
         """
-        twice = {other for others in self.script_names.values() for other in others}
-        logs = {name: value for name, value in (logs_dict or {}).items() if name not in twice}
+        script_names = {
+            script_name for names in self.script_names.values() for script_name in names
+        }
+        logs = {
+            name: value for name, value in (logs_dict or {}).items() if name not in script_names
+        }
         self.client_states = dict(client_states or {})
         super().finish_step(global_step, logs)
 
@@ -257,9 +265,9 @@ class _Evaluation:
         self.trainer = trainer
 
     def evaluate(self, step: int) -> dict[str, float]:
-        found = self.trainer.evaluate(self.trainer.eval_dataloader, step) or {}
+        metrics = self.trainer.evaluate(self.trainer.eval_dataloader, step) or {}
         return {
-            name if "/" in name else f"eval/{name}": float(value) for name, value in found.items()
+            name if "/" in name else f"eval/{name}": float(value) for name, value in metrics.items()
         }
 
 

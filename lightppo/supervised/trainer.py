@@ -63,11 +63,11 @@ class HeldOut:
         objective = self.objective
         ranks = self.strategy
         self.model.eval()
-        for batch, counts in self.batches():
+        for batch, is_counted in self.batches():
             loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
             count = {objective.unit: float(objective.count(batch)) * ranks.world_size}
             for name, value in ({"loss": loss} | metrics | count).items():
-                sums[name] += float(value) * counts
+                sums[name] += float(value) * is_counted
         means = ranks.all_reduce(dict(sums), op="mean")
         total = means.pop(objective.unit)
         objective.finish(self.model, self.batches())
@@ -146,9 +146,9 @@ class SupervisedTrainer(TrainingLoop):
         return trainer
 
     @classmethod
-    def of_parts(cls, *parts: Any, **named: Any) -> Self:
+    def of_parts(cls, *parts: Any, **options: Any) -> Self:
         """Make a trainer of what ``build`` built: a subclass may have a constructor of its own."""
-        return cls(*parts, **named)
+        return cls(*parts, **options)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -179,12 +179,12 @@ class SupervisedTrainer(TrainingLoop):
         """
         objective = self.objective
         ranks = self.strategy
-        lr = self.optim.param_groups[0]["lr"]
+        learning_rate = self.optim.param_groups[0]["lr"]
         counts = {"total": sum(map(objective.count, micro_batches))}
         counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
         counts = ranks.all_reduce({name: float(count) for name, count in counts.items()}, op="sum")
         sums = Counter(loss=0.0)
-        found = []
+        step_metrics = []
         self.model.train()
         self.skipped.minibatch = micro_batches
         with self.timer("train"):
@@ -192,9 +192,9 @@ class SupervisedTrainer(TrainingLoop):
                 batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
                 loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
                 ranks.backward(loss, self.model, self.optim)
-                found.append({"loss": loss.detach()} | metrics)
+                step_metrics.append({"loss": loss.detach()} | metrics)
             outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
-            for metrics in found:  # only now, so that no micro batch waits for a GPU
+            for metrics in step_metrics:  # only now, so that no micro batch waits for a GPU
                 sums.update(checked_status(metrics))
         self.skipped.add("model", outcome.skipped, outcome.overflow)
         means = ranks.all_reduce(dict(sums), op="mean")
@@ -203,7 +203,7 @@ class SupervisedTrainer(TrainingLoop):
             {f"train/{name}": means[name] for name in sums}
             | {
                 "train/grad_norm": outcome.grad_norm,
-                "train/lr": lr,
+                "train/lr": learning_rate,
                 f"train/{objective.unit}": counts["total"],
             }
             | {f"train/{name}": value for name, value in outcome.metrics().items()}
@@ -226,12 +226,12 @@ class SupervisedTrainer(TrainingLoop):
         state = self.state
         size = self.strategy.accumulated_gradient
         self.train_dataloader.sampler.set_epoch(state.episode, state.consumed_prompts)
-        left = len(self.train_dataloader)
+        batches_left = len(self.train_dataloader)
         batches = iter(self.train_dataloader)
-        while left:
+        while batches_left:
             micro_batches = list(itertools.islice(batches, size))
-            left -= len(micro_batches)
-            yield micro_batches, left == 0
+            batches_left -= len(micro_batches)
+            yield micro_batches, batches_left == 0
 
     def client_state(self) -> dict[str, Any]:
         return super().client_state() | self.objective.kept(self.model)
@@ -300,14 +300,14 @@ def build(
 ) -> T:
     """Build strategy, data, model and trainer; whatever cannot work is an error that names its flag. Collective."""
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
-    run = begin(config)
-    config = run.config
-    strategy = run.strategy
-    tokenizer = run.tokenizer
+    building = begin(config)
+    config = building.config
+    strategy = building.strategy
+    tokenizer = building.tokenizer
     objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(
         config, strategy
     )
-    rows, held_out = read_data(run, objective)
+    rows, held_out = read_data(building, objective)
     training = config.training
     size = config.training.micro_train_batch_size
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
@@ -320,13 +320,13 @@ def build(
         with_optimizer(model, training.learning_rate, steps, config, strategy)
     )
     models = objective.attach(prepared[0])
-    run.saved = {"actor": prepared[0]}
+    building.saved = {"actor": prepared[0]}
     if training.packing_samples is None and not objective.gains_by_packing(rows):
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
         settle_packing(config, strategy, models, objective.shares_prompts)
-    run.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
-    check_models(run)
+    building.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
+    check_models(building)
     objective.begin(prepared[0], filter(None, (rows, held_out)))
     return trainer.of_parts(
         objective,
@@ -336,17 +336,17 @@ def build(
         tokenizer=tokenizer,
         evaluator=held_out and HeldOut(objective, prepared[0], held_out, size),
         callbacks=callbacks,
-        content=run.content,
-        keeps=run.keeps,
-        asked=run.given,
+        content=building.content,
+        keeps=building.keeps,
+        asked=building.given,
     )
 
 
-def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
+def read_data(building: Building, objective: Objective) -> tuple[Any, Any | None]:
     """Read rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
-    config = run.config
-    strategy = run.strategy
-    tokenizer = run.tokenizer
+    config = building.config
+    strategy = building.strategy
+    tokenizer = building.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
         rows = read_rows(config, name, split, strategy)
@@ -362,10 +362,10 @@ def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
     rows = dataset("dataset", data.dataset_split, data.max_samples)
     if data.eval_dataset:
         held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
-    run.rows = {"dataset": rows}
-    run.held_out = held_out
-    check_data(run)
-    if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
+    building.rows = {"dataset": rows}
+    building.held_out = held_out
+    check_data(building)
+    if not building.keeps:  # a full micro batch of the longest rows, which take the most memory
         few = config.training.micro_train_batch_size * strategy.world_size
         rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])
         held_out = held_out and part_of(held_out, range(min(few, len(held_out))))
