@@ -297,7 +297,7 @@ class DeepspeedStrategy(DistributedStrategy):
             )
         model, optimizer, scheduler = item if trains else (item, None, None)
         if model is None:
-            return (None, None, None) if trains else None
+            return item
         config = getattr(model, "ds_config", None)
         is_for_training = config is not None and not config.get(
             "managed_gradient_accumulation", True
@@ -372,9 +372,13 @@ class DeepspeedStrategy(DistributedStrategy):
         Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
         loss, and DeepSpeed averages gradients over ranks.
         """
-        zero_stage = self.zero_stage if zero_stage is None else zero_stage
-        offloads = self.param_offload if param_offload is None else param_offload
-        config = self._config(self.dtype, sharded=zero_stage == 3, offload=offloads)
+        if zero_stage is None:
+            zero_stage = self.zero_stage
+        if param_offload is None:
+            param_offload = self.param_offload
+        if adam_offload is None:
+            adam_offload = self.adam_offload
+        config = self._config(self.dtype, sharded=zero_stage == 3, offload=param_offload)
         zero_config = config["zero_optimization"]
         if self.overlap_comm is None:
             overlaps = on_cuda() and zero_stage == 3
@@ -386,7 +390,7 @@ class DeepspeedStrategy(DistributedStrategy):
                 "reduce_bucket_size": CPU_BUCKET_ELEMENTS,
                 "allgather_bucket_size": CPU_BUCKET_ELEMENTS,
             }
-        if self.adam_offload if adam_offload is None else adam_offload:
+        if adam_offload:
             zero_config["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
         if self.zpg != 1 and zero_stage == 3:
             zero_config["zero_hpz_partition_size"] = self.zpg
@@ -409,7 +413,9 @@ class DeepspeedStrategy(DistributedStrategy):
 
         None means the strategy's value. An EMA needs float32.
         """
-        sharded = offload or (self.zero_stage if zero_stage is None else zero_stage) == 3
+        if zero_stage is None:
+            zero_stage = self.zero_stage
+        sharded = offload or zero_stage == 3
         config = self._config(dtype or self.dtype, sharded=sharded, offload=offload)
         config["zero_optimization"]["stage"] = 3 if sharded else 0
         if sharded:
@@ -479,8 +485,10 @@ class DeepspeedStrategy(DistributedStrategy):
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
         loss = self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
-        scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-        previous_scale = None if scaler is None else scaler.cur_scale
+        scaler = None
+        if engine.fp16_enabled():
+            scaler = engine.optimizer.loss_scaler
+            previous_scale = scaler.cur_scale
         skipped = True
         grad_norm = math.inf
         overflow = False

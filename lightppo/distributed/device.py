@@ -47,10 +47,12 @@ def check_type(strategy: Any) -> None:
     from deepspeed.accelerator import get_accelerator
 
     if dtype not in get_accelerator().supported_dtypes():
+        flags = ["--fp16", "--bf16"]
+        if strategy.bf16:
+            flags.reverse()
         name = torch.cuda.get_device_name(strategy.device) if on_cuda() else "this CPU"
-        flag, other_flag = ("--bf16", "--fp16") if strategy.bf16 else ("--fp16", "--bf16")
         raise LaunchError(
-            f"{flag}: DeepSpeed does not train in it on {name}: set {other_flag}, or neither for fp32"
+            f"{flags[0]}: DeepSpeed does not train in it on {name}: set {flags[1]}, or neither for fp32"
         )
     if dtype is torch.float32 and on_cuda() and strategy.is_rank_0():
         logger.warning(
@@ -118,14 +120,10 @@ def peak_of_process() -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (
-        OSError,
-        StopIteration,
-    ):  # not Linux; there getrusage would count the process before, too
+    except (OSError, StopIteration):  # a sandbox; getrusage counts the process before, too
         import resource
 
-        peak_size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak_size if sys.platform == "darwin" else peak_size * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report_memory(strategy: Any, prefix: str) -> dict[str, float]:

@@ -63,14 +63,12 @@ class RankSampler(DistributedSampler):
         drop_last: bool = False,
         consumed_samples: int = 0,
     ) -> None:
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_rank() if rank is None else rank
-        dataset_size = len(dataset)
-        if dataset_size < (num_replicas if drop_last else 1):
-            raise ValueError(
-                f"{dataset_size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}"
-            )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        dataset_size = len(dataset)
+        if dataset_size < (self.num_replicas if drop_last else 1):
+            raise ValueError(
+                f"{dataset_size} samples on {self.num_replicas} ranks leave nothing with drop_last={drop_last}"
+            )
         if self.total_size > dataset_size:
             repeated_count = self.total_size - dataset_size
             logger.info(

@@ -82,21 +82,18 @@ def choose_gloo_interface() -> None:
         return
     if not host.startswith("127."):
         return
-    all_addresses = [
-        (address_info.address, name)
-        for name, address_infos in psutil.net_if_addrs().items()
-        for address_info in address_infos
-        if address_info.family == socket.AF_INET
-    ]
     interfaces = {
-        address: name for address, name in all_addresses if not address.startswith("127.")
+        info.address: name
+        for name, infos in psutil.net_if_addrs().items()
+        for info in infos
+        if info.family == socket.AF_INET and not info.address.startswith("127.")
     }
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         own_address = probe.getsockname()[0]
-    candidates = (
-        {interfaces[own_address]} if own_address in interfaces else set(interfaces.values())
-    )
+    candidates = set(interfaces.values())
+    if own_address in interfaces:
+        candidates = {interfaces[own_address]}
     if len(candidates) != 1:
         raise LaunchError(
             f"this host's name leads to {host}, where other nodes do not reach it, and it has the interfaces "

@@ -111,12 +111,15 @@ class _Watch:
             self._mourn(self._gone)
         while True:
             seconds_left = self.since + self.grace - time.monotonic()
-            for stream in (1, 2) if self.number else ():
-                # poll tells when the reader has ended, as `tee` does at a Ctrl-C.
-                poller.register(stream, 0)
-            if self.number and seconds_left <= 0:
-                self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
-            for descriptor, _ in poller.poll(1000 * seconds_left + 1 if self.number else None):
+            wait = None
+            if self.number:
+                wait = 1000 * seconds_left + 1
+                for stream in (1, 2):
+                    # poll tells when the reader has ended, as `tee` does at a Ctrl-C.
+                    poller.register(stream, 0)
+                if seconds_left <= 0:
+                    self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
+            for descriptor, _ in poller.poll(wait):
                 if descriptor in (1, 2):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
                     continue
@@ -355,13 +358,14 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
     import psutil
 
     parents: list[tuple[int, str]] = []
-    for process in psutil.Process().parents() if "LOCAL_RANK" in os.environ else []:
-        with contextlib.suppress(psutil.Error):
-            parents.append((process.pid, " ".join(process.cmdline())))
+    if "LOCAL_RANK" in os.environ:
+        for process in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error):
+                parents.append((process.pid, " ".join(process.cmdline())))
     matches = [_LAUNCHER.match(command) for _, command in parents]
     if launchers := [i for i, match in enumerate(matches) if match]:
         last_launcher = launchers[-1]
-        command = parents[launchers[-1]][1]
+        command = parents[last_launcher][1]
         # On a single node it is `deepspeed` that starts launch.py, and so.
         is_single_node = (
             " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command

@@ -87,13 +87,13 @@ class Watchdog:
 
         core_seconds = 0.0
         disk_bytes = 0
-        process = psutil.Process()
-        for child in (
-            (process, *process.children(recursive=True)) if heartbeat.phase in _WORKING else ()
-        ):
+        if heartbeat.phase not in _WORKING:
+            return core_seconds, disk_bytes
+        own_process = psutil.Process()
+        for process in (own_process, *own_process.children(recursive=True)):
             with suppress(psutil.Error, AttributeError):  # it has ended; no such counters here
-                core_seconds += sum(child.cpu_times()[:2])
-                files = child.io_counters()
+                core_seconds += sum(process.cpu_times()[:2])
+                files = process.io_counters()
                 disk_bytes += files.read_bytes + files.write_bytes
         return core_seconds, disk_bytes
 

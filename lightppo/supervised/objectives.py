@@ -29,7 +29,7 @@ from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
 from lightppo.models.heads import value_head
 from lightppo.models.pretrained import loading_options
 from lightppo.ranks import heartbeat, level
-from lightppo.supervised.pairs import PairDataset, ReferencedPairs
+from lightppo.supervised.pairs import PairDataset
 from lightppo.zero3 import find_hf_model
 
 FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding
@@ -262,8 +262,8 @@ class DPO(PairObjective):
         )
         self.reference: Actor | None = None
 
-    def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
-        return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
+    def build_dataset(self, rows: Any, tokenizer: Any) -> PairDataset:
+        return PairDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def attach(self, model: Any) -> list[Any]:
         model_options = self.config.model

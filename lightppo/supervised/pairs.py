@@ -38,6 +38,10 @@ class PairDataset(SFTDataset):
         margin_key: column of the margin, a number that every row must then have.
     """
 
+    reference: torch.Tensor | None = (
+        None  # (N, 2), once it is set: the reference's log probs of both answers
+    )
+
     def __init__(
         self,
         dataset: Dataset,
@@ -85,15 +89,19 @@ class PairDataset(SFTDataset):
         lengths = int(rows.prompt_lengths[position]), int(rows.first_answers[position])
         parts = ids.split([*lengths, len(ids) - sum(lengths)])
         margin = read_margin(self.dataset[int(rows.row_numbers[position])], self.fields)
-        return dict(zip(("prompt", "chosen", "rejected"), parts)) | (
-            {} if margin is None else {"margin": margin}
-        )
+        row: dict[str, Any] = dict(zip(("prompt", "chosen", "rejected"), parts))
+        if margin is not None:
+            row["margin"] = margin
+        if self.reference is not None:
+            row["reference"] = self.reference[position]
+        return row
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Write ``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
 
         Of B pairs the rows 0 … B - 1 are chosen, B … 2B - 1 the rejected ones: ``sequences`` and ``attention_mask``
-        (2B, S) long, ``action_mask`` (2B, A) True on the answers, which are in the last A columns, ``margin`` (B,).
+        (2B, S) long, ``action_mask`` (2B, A) True on the answers, which are in the last A columns, ``margin`` (B,),
+        ``reference`` (B, 2).
         """
         pad = torch.nn.utils.rnn.pad_sequence
         prompts = [row["prompt"] for row in rows] * 2
@@ -109,8 +117,11 @@ class PairDataset(SFTDataset):
             "attention_mask": torch.cat(masks, 1),
             "action_mask": masks[1].bool(),
         }
-        margins = [row["margin"] for row in rows if "margin" in row]
-        return batch | ({"margin": torch.tensor(margins)} if margins else {})
+        if margins := [row["margin"] for row in rows if "margin" in row]:
+            batch["margin"] = torch.tensor(margins)
+        if references := [row["reference"] for row in rows if "reference" in row]:
+            batch["reference"] = torch.stack(references)
+        return batch
 
     def _render_row(self, row: Mapping[str, Any]) -> list[tuple[Rendered, Rendered]]:
         prompt, *answers = read_pair(row, self.fields)
@@ -134,25 +145,7 @@ class PairDataset(SFTDataset):
                 yield Encoded(ids, start, truncated, len(answers[0]))
 
 
-class ReferencedPairs(PairDataset):
-    """Pairs whose batches also have ``reference`` (B, 2), once it is set: the reference's log probs of both answers."""
-
-    reference: torch.Tensor | None = None  # (N, 2)
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        row = super().__getitem__(position)
-        if self.reference is None:
-            return row
-        return row | {"reference": self.reference[position]}
-
-    def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        references = [row["reference"] for row in rows if "reference" in row]
-        return super().collate_fn(rows) | (
-            {"reference": torch.stack(references)} if references else {}
-        )
-
-
-class RewardDataset(ReferencedPairs):
+class RewardDataset(PairDataset):
     """Pairs of a chosen and a rejected answer, with OpenRLHF's arguments: for reward models, and for DPO.
 
     Of a script's ``args`` count ``prompt_key``, ``chosen_key``, ``rejected_key``, ``apply_chat_template``,

@@ -23,7 +23,7 @@ from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
 from lightppo.supervised.objectives import DPO, SFT, RewardModelling
-from lightppo.supervised.pairs import PairDataset, ReferencedPairs
+from lightppo.supervised.pairs import PairDataset
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.trainer.by_hand import state_after
 
@@ -374,7 +374,7 @@ class DPOTrainer(ScriptTrainer):
     """
 
     objective_class = DPO
-    rows_class = ReferencedPairs
+    rows_class = PairDataset
     script_names = SCRIPT_NAMES["pairs"]
 
     def __init__(
