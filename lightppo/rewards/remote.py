@@ -16,7 +16,12 @@ from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.http_client import HTTPClient, check_url, read_token
 from lightppo.ranks import Alone, Ranks
-from lightppo.rewards.function import FunctionReward, function_source
+from lightppo.rewards.function import (
+    FunctionReward,
+    OnFailure,
+    check_failure_options,
+    function_source,
+)
 from lightppo.rewards.reward_source import (
     RewardOutput,
     RewardRequest,
@@ -25,7 +30,6 @@ from lightppo.rewards.reward_source import (
     join_outputs,
     output_from_result,
 )
-from lightppo.rewards.runners import OnFailure, check_failure_options
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -231,13 +231,6 @@ def _can_drop_rows(cache: Cache) -> bool:
     """Return whether the cache can drop rows: not with recurrent states, which would stay behind."""
     recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
     return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
-
-
-class DecodingRunner(AbstractContextManager, Protocol):
-    """Has decoding steps run in another way; entered around the steps of one ``generate``."""
-
-    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        """Return what makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
 
 
 # -- continuous batching: a cache written in place, one pass per prompt -----------------------------------------------

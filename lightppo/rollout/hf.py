@@ -19,18 +19,16 @@ from tqdm import tqdm
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.kernels.layers import packed_weights
-from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import (
     BatchDecoder,
     CachedForward,
     DecodedBatch,
     Decoder,
-    DecodingRunner,
     SlotDecoder,
     can_use_slots,
 )
+from lightppo.rollout.decoding_runners import DecodingRunner, decoding_runner
 from lightppo.rollout.engine import Capabilities, SamplingParams
-from lightppo.rollout.invariant_decoding import InvariantSteps
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -283,15 +281,6 @@ def build(
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
         runner=decoding_runner(config),
     )
-
-
-def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
-    """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
-    if config.engine.batch_invariant:
-        return InvariantSteps()
-    if config.engine.hf_cuda_graphs:
-        return CUDAGraphs()
-    return None
 
 
 def check_lengths(

@@ -9,13 +9,28 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from heapq import heapify, heappop, heappush
+from typing import Any, Literal, Protocol
 
-from lightppo.data.records import Prompt, Rollout, group_by_prompt, seed_of_step
+from torch import Tensor
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import (
+    Prompt,
+    Rollout,
+    from_plain,
+    group_by_prompt,
+    seed_of_step,
+    to_plain,
+)
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
-from lightppo.rewards.async_scorer import AsyncScorer
-from lightppo.rewards.reward_source import RewardSource, describe_sample, score_rollouts
+from lightppo.rewards.reward_source import (
+    AsyncScorer,
+    RewardSource,
+    describe_sample,
+    score_rollouts,
+)
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 
 logger = logging.getLogger(__name__)
@@ -242,3 +257,317 @@ def nothing_scored(step: int) -> RewardError:
     return RewardError(
         f"step {step}: none of the samples was scored, so there is nothing to train on"
     )
+
+
+# Any other name is one of the numbers that the reward source gives beside the score.
+FILTER_METRICS: dict[str, Callable[[Rollout], float | None]] = {
+    "score": lambda rollout: rollout.reward,
+    "acc": lambda rollout: rollout.extras.get("acc", rollout.extras.get("accuracy")),
+    "seq_reward": lambda rollout: (
+        rollout.reward if rollout.token_rewards is None else sum(rollout.token_rewards)
+    ),
+}
+
+EQUAL, LOW, HIGH, UNMEASURED = REASONS = (
+    "rejected_equal",
+    "rejected_low",
+    "rejected_high",
+    "rejected_unmeasured",
+)
+
+
+@dataclass
+class GroupFilter:
+    """Keep groups that can teach something: their samples differ in the metric, or their mean lies within ``limits``.
+
+    ``limits`` themselves are excluded. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number correct < group size.
+    """
+
+    # score, acc (accuracy), seq_reward (sum of token scores, if any), seq_final_reward (after shaping, before KL), or a
+    # name in Rollout.extras
+    metric: str = "score"
+    limits: tuple[float, float] | None = None
+    # (rollouts) → shaped scores (B,), for seq_final_reward.
+    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
+
+    def __call__(self, group: Sequence[Rollout]) -> str | None:
+        """Return why the scored samples of a prompt, at least one, are not trained on; ``None``: they are."""
+        if self.metric == "seq_final_reward":
+            values = self.final_scores(group).tolist()
+        else:
+            number_of = FILTER_METRICS.get(
+                self.metric, lambda rollout: rollout.extras.get(self.metric)
+            )
+            values = [number_of(rollout) for rollout in group]
+        if any(value is None for value in values):
+            return UNMEASURED
+        if self.limits is None:
+            # Not by the standard deviation: for equal values, rounding may put it above 0.
+            return EQUAL if min(values) == max(values) else None
+        low, high = self.limits
+        mean = sum(values) / len(values)
+        if mean <= low:
+            return LOW
+        if mean >= high:
+            return HIGH
+        return None
+
+
+@dataclass
+class StepCounts:
+    """Count what happened to the samples of this step on this rank."""
+
+    batches: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    scored: list[Rollout] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)  # of the reward source's metrics
+    not_finite: str | None = None  # which score is not
+    lost: list[Rollout] = field(default_factory=list)  # sampled with it
+
+
+@dataclass
+class GroupCollector(BatchCollector):
+    """Sample until a step has its groups.
+
+    Accepted groups that a step does not need are the surplus, which the next step trains on first; save it with
+    :meth:`state_dict`. An episode ends when its prompts and its surplus are used up; its last step may be short or even
+    empty.
+
+    Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
+    """
+
+    _: KW_ONLY
+    groups_per_step: int  # prompts to train on per step, over all ranks
+    group_filter: GroupFilter | None = None  # None: accept every scored group
+    max_batches: int = 1  # most generation batches per step; 0: no limit
+    # If these give too few groups: train on those that there are, stop, or train on some of them twice.
+    on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
+    # (step that sampled it, samples of one prompt): accepted groups of this rank that wait for training
+    surplus: list[tuple[int, list[Rollout]]] = field(default_factory=list)
+    why_untrained = "every group was rejected: widen --filter_range, or take other prompts"
+
+    def select(self, source: PromptSource, step: int) -> CollectedStep:
+        """See :meth:`collect`; RewardError also where no sample has the filter's metric, or on ``"raise"``."""
+        tally = StepCounts()
+        while True:
+            available, exhausted, judged, not_finite = self._agree(source, tally, step)
+            total = sum(available)
+            if not_finite:
+                return self._finish(step, tally, 0, [], total)
+            limit_reached = self.max_batches > 0 and tally.batches >= self.max_batches
+            if total >= self.groups_per_step or exhausted or limit_reached:
+                break
+            self._generate(source, step, tally)
+        missing = self.groups_per_step - total
+        repeats = [0] * len(available)  # of each rank
+        # on_exhausted does not apply at the end of an episode, nor without a filter.
+        if missing > 0 and not exhausted and self.group_filter is not None:
+            text = (
+                f"step {step}: {total} of {self.groups_per_step} groups accepted after {tally.batches} generation "
+                f"batches (--max_num_gen_batches); {judged} were sampled"
+            )
+            if self.on_exhausted == "raise":
+                raise RewardError(
+                    f"{text}: raise the limit, widen --filter_range or choose another --on_exhausted"
+                )
+            nothing = self.on_exhausted == "reuse" and total == 0
+            effect = " finds none to train on again: this step trains on nothing" if nothing else ""
+            self.strategy.print(f"{text}; --on_exhausted {self.on_exhausted}{effect}")
+            if self.on_exhausted == "reuse":
+                repeats = deal(
+                    missing, available, [missing if groups else 0 for groups in available]
+                )
+        rank = self.strategy.get_rank()
+        shares = deal(self.groups_per_step, [0] * len(available), room=available)
+        extra = [i % shares[rank] for i in range(repeats[rank])]
+        return self._finish(step, tally, shares[rank], extra, total - sum(shares))
+
+    def _generate(self, source: PromptSource, step: int, tally: StepCounts) -> None:
+        """Take one generation batch: samples, scores, accepts or rejects."""
+        batch = self.sample(source.take(), step, tally.batches)
+        tally.batches += 1
+        tally.counts.update(batch.counts)
+        tally.scored += batch.scored
+        tally.names |= {name for rollout in batch.rollouts for name in rollout.extras}
+        if batch.not_finite is not None:
+            tally.not_finite = batch.not_finite
+            tally.lost = batch.rollouts
+            tally.counts["not_finite"] += 1
+            return
+        for group in group_by_prompt(batch.rollouts):
+            tally.counts["judged"] += 1
+            reason = self.group_filter(group) if self.group_filter is not None else None
+            if reason is None:
+                self.surplus.append((step, group))
+            else:
+                tally.counts[reason] += 1
+
+    def _agree(
+        self, source: PromptSource, tally: StepCounts, step: int
+    ) -> tuple[list[int], bool, int, int]:
+        """Agree on what every decision of a step rests on. Collective.
+
+        Returns:
+            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
+            generation batches with a score that is not finite.
+        """
+        own = (len(self.surplus), source.exhausted, set(tally.names), Counter(tally.counts))
+        available, exhausted, names, counts = zip(*self.strategy.all_gather_object(own))
+        total = sum(counts, Counter())
+        if total["generated_samples"] and total["generated_samples"] == total["unscored"]:
+            raise nothing_scored(step)
+        if total["judged"] and total["judged"] == total[UNMEASURED]:
+            raise RewardError(
+                f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
+                f"{', '.join(['score', *sorted(set().union(*names))])}"
+            )
+        return list(available), any(exhausted), total["judged"], total["not_finite"]
+
+    def _finish(
+        self, step: int, tally: StepCounts, share: int, extra: list[int], surplus: int
+    ) -> CollectedStep:
+        """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
+        chosen = self.surplus[:share]
+        self.surplus = self.surplus[share:]
+        rollouts = []
+        places = []
+        for sampled, group in chosen:
+            places.append(range(len(rollouts), len(rollouts) + len(group)))
+            is_stale = sampled < step
+            rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
+        names = [*self.sampler.counted, "judged", "not_finite", *REASONS]
+        selection = {
+            "trained_groups": len(chosen) + len(extra),
+            "reused_groups": len(extra),
+            "stale_groups": sum(sampled < step for sampled, _ in chosen),
+            "staleness": sum(step - sampled for sampled, _ in chosen),
+        }
+        counts = self.strategy.all_reduce(
+            {name: tally.counts[name] for name in names} | selection, "sum"
+        )
+        trained = counts["trained_groups"]
+        judged = counts.pop("judged")
+        not_finite = counts.pop("not_finite")
+        rejected = {name: counts.pop(name) for name in REASONS}
+        counts["staleness"] /= max(1, trained - counts["reused_groups"])
+        counts |= {"num_gen_batches": tally.batches, "surplus_groups": surplus}
+        if self.group_filter is not None:
+            counts |= rejected
+            counts["kept_share"] = 1 - sum(rejected.values()) / judged if judged else float("nan")
+        collected = CollectedStep(rollouts, trained, counts, tally.scored, surplus=surplus)
+        if not_finite:
+            collected.rollouts = rollouts + tally.lost
+            self.leave_out(collected, tally.not_finite)
+        elif trained == 0 and self.group_filter is None:
+            raise nothing_scored(step)
+        collected.repeated = [place for group in extra for place in places[group]]
+        return collected
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return this rank's surplus, as plain values."""
+        return [{"step": step, **to_plain(group)} for step, group in self.surplus]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore ``state_dict``."""
+        self.surplus = [(values["step"], from_plain(values)) for values in state]
+
+    def share_out(
+        self, states: Sequence[Sequence[dict[str, Any]]], world_size: int
+    ) -> list[list[dict[str, Any]]]:
+        """Return the states of so many ranks, made of those of another number."""
+        return dealt_out(states, world_size)
+
+
+def dealt_out(
+    surplus: Sequence[Sequence[dict[str, Any]]], ranks: int
+) -> list[list[dict[str, Any]]]:
+    """Return each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
+    if len(surplus) == ranks:
+        return [list(groups) for groups in surplus]
+    oldest_first = sorted(
+        (group for groups in surplus for group in groups), key=lambda group: group["step"]
+    )
+    return [oldest_first[rank::ranks] for rank in range(ranks)]
+
+
+def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Return how many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
+    given = [0] * len(held)
+    heapify(ranks := [(held[rank], rank) for rank in range(len(held)) if room[rank] > 0])
+    for _ in range(min(count, sum(room))):
+        holds, rank = heappop(ranks)
+        given[rank] += 1
+        if given[rank] < room[rank]:
+            heappush(ranks, (holds + 1, rank))
+    return given
+
+
+def best_of_n(
+    group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter"
+) -> list[Rollout]:
+    """Return the ``n`` samples with the highest scores, in sampling order; of equal scores ``tie`` takes one by length."""
+    sign = 1 if tie == "shorter" else -1
+    ranked = sorted(
+        range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
+    )
+    return [group[i] for i in sorted(ranked[:n])]
+
+
+@dataclass(kw_only=True)
+class BestOfN(RolloutSampler):
+    """Keep the best of the samples of each prompt."""
+
+    group_size: int  # so many are kept
+    tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
+
+    counted = (*RolloutSampler.counted, "not_best")
+
+    def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
+        best = [
+            rollout
+            for group in group_by_prompt(scored)
+            for rollout in best_of_n(group, self.group_size, self.tie)
+        ]
+        counts["not_best"] = len(scored) - len(best)
+        return best
+
+
+def with_selection(
+    collector: BatchCollector,
+    config: PPOConfig,
+    final_scores: Callable[[Sequence[Rollout]], Tensor],
+) -> BatchCollector:
+    """Return the collector itself, or another one where the options select samples or groups.
+
+    ``final_scores`` shapes the scores of rollouts: (B,).
+    """
+    sampling = config.sampling
+    rollout = config.rollout
+    if sampling.generation_size > rollout.n_samples_per_prompt:
+        collector.sampler = BestOfN(
+            **vars(collector.sampler)
+            | {"sampling": replace(collector.sampler.sampling, n=sampling.generation_size)},
+            group_size=rollout.n_samples_per_prompt,
+            tie=sampling.best_of_n_tie,
+        )
+    per_step = rollout.rollout_batch_size
+    group_filter = None
+    max_batches = 1
+    if sampling.dynamic_sampling:
+        group_filter = GroupFilter(sampling.filter_metric, sampling.filter_range, final_scores)
+        max_batches = sampling.max_num_gen_batches
+    elif sampling.gen_batch_size <= per_step:
+        return collector
+    return GroupCollector(
+        **vars(collector),
+        groups_per_step=per_step,
+        group_filter=group_filter,
+        max_batches=max_batches,
+        on_exhausted=sampling.on_exhausted,
+    )
+
+
+def keep_surplus(run: Any) -> None:
+    """Have checkpoints keep the groups that wait for the next step."""
+    if isinstance(getattr(run, "sampler", None), GroupCollector):
+        run.register_state("surplus", run.sampler, per_rank=True)

@@ -15,10 +15,9 @@ from lightppo.episodes import hf_turns
 from lightppo.episodes.hf_turns import EndedRows, TurnQueue, generate_turns
 from lightppo.models.kernels.invariant import make_invariant
 from lightppo.rollout import decoding as decode
-from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import SlotCache
+from lightppo.rollout.decoding_runners import CUDAGraphs, InvariantSteps
 from lightppo.rollout.engine import SamplingParams, Turn
-from lightppo.rollout.invariant_decoding import InvariantSteps
 
 
 class Uncaptured(CUDAGraphs):

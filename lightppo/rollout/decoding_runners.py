@@ -1,23 +1,26 @@
-"""Decoding steps that are the same work on the same memory, so that a CUDA graph can replay them.
-
-A step launches about 41 kernels per layer, a graph all of them at once.
-"""
+"""Other ways to run decoding steps: as CUDA graphs (``--hf_cuda_graphs``), or batch-invariant (``--batch_invariant``)."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, Cache
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.models.attention.slot_layers import attention_to_slots
-from lightppo.rollout.decoding import Decoder, PromptQueue, SlotDecoder
+from lightppo.models.attention.slot_layers import SlotLayer, attention_to_slots
+from lightppo.models.kernels.invariant import HIDDEN, KEYS
+from lightppo.rollout.decoding import Decoder, PromptQueue, SlotCache, SlotDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +28,31 @@ LOOK_EVERY = 4  # steps: the host waits for the device as often, to see which ro
 LEAST_WIDTH = 128  # columns that attention gets
 
 
-class CUDAGraphs:
-    """Runs decoding steps; those with an equal key do the same work on the same memory.
+class DecodingRunner(AbstractContextManager, Protocol):
+    """Have decoding steps run in another way; entered around the steps of one ``generate``."""
 
-    The first one of a key runs as it is. All graphs share one pool of memory, as one runs at a time; they go when the
-    ``with`` ends, as weights and caches may be elsewhere then. A subclass may capture in another way.
+    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
+        """Return what makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
+
+
+def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
+    """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
+    if config.engine.batch_invariant:
+        return InvariantSteps()
+    if config.engine.hf_cuda_graphs:
+        return CUDAGraphs()
+    return None
+
+
+# -- CUDA graphs: steps that are the same work on the same memory -----------------------------------------------------
+
+
+class CUDAGraphs:
+    """Run decoding steps; those with an equal key do the same work on the same memory, so that a CUDA graph replays them.
+
+    A step launches about 41 kernels per layer, a graph all of them at once. The first step of a key runs as it is. All
+    graphs share one pool of memory, as one runs at a time; they go when the ``with`` ends, as weights and caches may be
+    elsewhere then. A subclass may capture in another way.
     """
 
     def __init__(self) -> None:
@@ -195,3 +218,133 @@ class StaticDecoder(SlotDecoder):
         rows.ages[active] += runs
         rows.positions[active] += runs
         span.column += 1
+
+
+# -- batch-invariant decoding: each row's keys go in the blocks of training, see models/kernels/invariant.py ----------
+
+ALIGNED_SDPA = "aligned_sdpa"  # the name of aligned_attention in transformers
+
+
+def aligned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """One new token of each row: (B, H, 1, D), (B, H_kv, S, D) twice -> (B, 1, H, D). Heads with the same keys are
+    queries of one head."""
+    rows, heads, _, width = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
+    return output.reshape(rows, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(ALIGNED_SDPA, aligned_attention)
+AttentionMaskInterface.register(ALIGNED_SDPA, sdpa_mask)
+
+
+class AlignedLayer(SlotLayer):
+    """Keys and values of one layer, each row from column 0 on; ``span.column`` (B,) is where each gets its next."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(len(key_states))
+        for buffer, states in zip(self.buffers, (key_states, value_states)):
+            buffer[rows, :, self.span.column] = states[:, :, 0]
+        self.keys, self.values = (
+            buffer[: len(rows), :, : self.span.width] for buffer in self.buffers
+        )
+        return self.keys, self.values
+
+
+class AlignedCache(SlotCache):
+    """Rows that all begin at column 0, in whole blocks of keys; ``positions`` (slots,) are of their newest tokens."""
+
+    def __init__(self, like: SlotCache, positions: Tensor, dtype: torch.dtype) -> None:
+        Cache.__init__(self, layers=[AlignedLayer(like.span) for _ in like.layers])
+        self.span = like.span
+        self.slots = like.slots
+        self.max_columns = like.max_columns
+        self.tight = like.tight
+        self.fixed = False
+        self.window = None
+        self.positions = positions
+        self.unit = KEYS[dtype]
+        self.span.first = self.columns = 0
+
+    def append(self, prompts: Cache, rows: list[int], width: int) -> None:
+        """Adds ``rows`` of a cache of left-padded prompts, whose positions are set."""
+        span = self.span
+        ends = self.positions[span.rows : span.rows + len(rows)].tolist()
+        for layer, source in zip(self.layers, prompts.layers):
+            states = source.keys, source.values
+            if not layer.buffers:
+                layer.buffers = [x.new_zeros(self.slots, x.shape[1], 0, x.shape[3]) for x in states]
+                layer.dtype = source.keys.dtype
+                layer.device = source.keys.device
+                layer.is_initialized = True
+        self.reach(max(ends) + 1)
+        for layer, source in zip(self.layers, prompts.layers):
+            for buffer, x in zip(layer.buffers, (source.keys, source.values)):
+                for row, (number, end) in enumerate(zip(rows, ends), start=span.rows):
+                    buffer[row, :, : end + 1] = x[number, :, x.shape[2] - end - 1 :]
+        span.rows += len(rows)
+
+    def reach(self, end: int) -> None:
+        """Makes room for columns below ``end``."""
+        self.span.width = end + -end % self.unit
+        if self.span.width <= self.columns:
+            return
+        self.columns = self.span.width + max(self.unit, 64)
+        for layer in self.layers:
+            layer.buffers = [
+                pad(buffer, (0, 0, 0, self.columns - buffer.shape[2])) for buffer in layer.buffers
+            ]
+
+
+class InvariantDecoder(SlotDecoder):
+    """Rows begin at column 0, so that the blocks of their keys are those of training."""
+
+    attention = ALIGNED_SDPA
+
+    def _start(self, queue: PromptQueue) -> None:
+        super()._start(queue)
+        if not self.prepares_masks:
+            raise ConfigError("--batch_invariant: leave it out: the model has its own attention")
+        dtype = next(self.forward.model.parameters()).dtype
+        self.cache = AlignedCache(self.cache, self.rows.positions, dtype)
+
+    def _make_room(self) -> None:
+        cache = self.cache
+        positions = self.rows.positions[: len(self.rows)]
+        cache.span.end = int(positions.max())
+        cache.span.column = positions
+        cache.reach(cache.span.end + 1)
+
+    def _move_columns(self, slots: int, at_least: int) -> None:
+        self.cache.span.end = max(self.cache.span.end, at_least)
+
+    def _step_mask(self) -> Tensor:
+        span = self.cache.span
+        is_hidden = torch.arange(span.width) > span.column[:, None]  # (b, width)
+        added = torch.zeros(is_hidden.shape, dtype=self.cache.layers[0].dtype)
+        return added.masked_fill_(is_hidden, HIDDEN)[:, None, None]
+
+    def _see_starts(self) -> None:
+        self.rows.starts = [0] * len(self.rows)
+
+
+class InvariantSteps(nullcontext):
+    """Have an :class:`InvariantDecoder` decode."""
+
+    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
+        if kind is not SlotDecoder:
+            raise ConfigError(
+                "--batch_invariant: leave it out: the model keeps more than keys and values of its tokens"
+            )
+        return InvariantDecoder
