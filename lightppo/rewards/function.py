@@ -1,4 +1,4 @@
-"""Reward functions of any convention, and what the source of a file with one shows before it runs."""
+"""Reward functions of any convention: their source, how their calls run, and what a file with one shows before it runs."""
 
 from __future__ import annotations
 
@@ -101,9 +101,13 @@ class FunctionReward:
         self._label = f"reward function {self.name}"
         self._bound = BoundFunction(self.fn, self.name, self.reward_fn_style)
         self._style = self._bound.style
-        if self.reward_manager == ("batch" if self._style.per_sample else "naive"):
-            takes = f"{'one sample' if self._style.per_sample else 'a whole batch'} f{self._style.shape}"
-            raise ValueError(f"--reward_manager {self.reward_manager}: {self._label} takes {takes}")
+        unfit = {"naive": "a whole batch"}
+        if self._style.per_sample:
+            unfit = {"batch": "one sample"}
+        if argument := unfit.get(self.reward_manager):
+            raise ValueError(
+                f"--reward_manager {self.reward_manager}: {self._label} takes {argument} f{self._style.shape}"
+            )
         self._runner = runner_of(
             self.reward_manager,
             self.fn,
@@ -117,7 +121,9 @@ class FunctionReward:
         """Score the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""
         if not rollouts:
             return RewardOutput([])
-        parts = [[rollout] for rollout in rollouts] if self._style.per_sample else [rollouts]
+        parts = [rollouts]
+        if self._style.per_sample:
+            parts = [[rollout] for rollout in rollouts]
 
         def read(i: int, value: Any) -> Reading:
             try:
@@ -128,13 +134,11 @@ class FunctionReward:
         settled = settle(self._runner.run, self._bound.calls(rollouts), read, self.reward_retries)
         failed = [i for i, state in enumerate(settled) if state.error is not None]
         if failed and self.on_reward_failure == "error":
-            worst = next(
-                (i for i in failed if not isinstance(settled[i].error, NonFinite)), failed[0]
-            )
+            # Other problems come before numbers that are not finite.
+            worst = min(failed, key=lambda i: isinstance(settled[i].error, NonFinite))
+            kind = RewardError
             if isinstance(settled[worst].error, NonFinite):
                 kind = NonFiniteRewardError
-            else:
-                kind = RewardError
             raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
         answers: list[Answer] = [
             state.value or Answer(RewardOutput([None] * len(part)), [True] * len(part))
@@ -144,16 +148,17 @@ class FunctionReward:
         if self.reward_manager == "dapo" and not output.metrics:
             output.metrics["acc"] = list(output.scores)  # before any penalty, as in verl
         if self.on_reward_failure == "unscored" or self.reward_retries:
-            if taken := sorted({"failures", "timeouts"} & output.metrics.keys()):
+            if reserved := sorted({"failures", "timeouts"} & output.metrics.keys()):
                 raise RewardError(
-                    f"{self._label}: its metric {taken[0]!r} has the name of a count of ours; rename it"
+                    f"{self._label}: its metric {reserved[0]!r} has the name of a count of ours; rename it"
                 )
             samples = [
                 (state, bad) for state, answer in zip(settled, answers) for bad in answer.bad
             ]
             # a last try that failed only in part does not count for the samples that it scored
             output.metrics["failures"] = [
-                float(s.failures - (s.error is not None and not bad)) for s, bad in samples
+                float(state.failures - (state.error is not None and not bad))
+                for state, bad in samples
             ]
             output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
         return output
@@ -162,19 +167,19 @@ class FunctionReward:
         problem = state.error or ""
         if problem.startswith(self._label):
             return problem
+        samples = f"a batch of {len(rollouts)}"
         if self._style.per_sample:
-            which = describe_sample(rollouts, call)
-        else:
-            which = f"a batch of {len(rollouts)}"
-        unlabelled = self._bound.label_parameter and all(
+            samples = describe_sample(rollouts, call)
+        if self._bound.label_parameter and all(
             rollout.prompt.label is None for rollout in rollouts
-        )
-        hint = f". {NO_LABELS}" if unlabelled else ""
-        return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}{hint}"
+        ):
+            problem += f". {NO_LABELS}"
+        event = "failed" if state.cause is None else "raised"
+        return f"{self._label} {event} on {samples}: {problem}"
 
 
 def function_source(
-    given: str | Callable[..., Any] | RewardSource,
+    function: str | Callable[..., Any] | RewardSource,
     option: str = "--reward_fn",
     options: Mapping[str, Any] | None = None,
 ) -> RewardSource:
@@ -184,19 +189,19 @@ def function_source(
     """
     name = None
     spec = None
-    if isinstance(given, str):
-        path, default = split_python_spec(given, FUNCTION_NAMES[0], option=option)
-        given = load_python_object(given, *FUNCTION_NAMES, option=option)
-        spec = f"{path}:{getattr(given, '__name__', default)}"
+    if isinstance(function, str):
+        path, default = split_python_spec(function, FUNCTION_NAMES[0], option=option)
+        function = load_python_object(function, *FUNCTION_NAMES, option=option)
+        spec = f"{path}:{getattr(function, '__name__', default)}"
         name = Path(spec).name
-    if is_source(given):
-        return given
-    if isinstance(given, type) or not callable(given):
+    if is_source(function):
+        return function
+    if isinstance(function, type) or not callable(function):
         raise ValueError(
-            f"{option}: {given!r} is neither a function nor a source (an object with name and score)"
+            f"{option}: {function!r} is neither a function nor a source (an object with name and score)"
         )
     try:
-        return FunctionReward(given, name, spec=spec, **(options or {}))
+        return FunctionReward(function, name, spec=spec, **(options or {}))
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
 
@@ -232,21 +237,19 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
     }
     if name == default_names[0]:
-        name = next((known for known in default_names if known in bound), name)
-    matches = [
-        node for node in ast.walk(tree) if name in (getattr(node, "name", None), _assigned(node))
-    ]
+        name = next((default for default in default_names if default in bound), name)
+    nodes = list(ast.walk(tree))
+    matches = [node for node in nodes if name in (getattr(node, "name", None), _assigned(node))]
     if name not in bound:
-        own = [
+        defined_names = [
             node.name
             for node in tree.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
         ]
-        used = {symbol.get_name() for symbol in symbols} | {
-            n.name for n in ast.walk(tree) if isinstance(n, ast.alias)
-        }
+        used = {symbol.get_name() for symbol in symbols}
+        used |= {node.name for node in nodes if isinstance(node, ast.alias)}
         if not used & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
-            raise no_such_name(path, name, own, option)
+            raise no_such_name(path, name, defined_names, option)
     if (
         len(matches) != 1
         or not isinstance(matches[0], ast.FunctionDef | ast.AsyncFunctionDef)
@@ -255,8 +258,9 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
         return None
     parameters = matches[0].args
     body = ast.Module(matches[0].body)
-    for one in (node for node in ast.walk(parameters) if isinstance(node, ast.arg)):
-        one.annotation = None
+    for node in ast.walk(parameters):
+        if isinstance(node, ast.arg):
+            node.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
     parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
     # This evaluates nothing of the file but names of parameters.
@@ -306,11 +310,13 @@ def check_reward_files(
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
-    return (
-        bound if gets_all else None,
-        bound.label_parameter if bound.label_parameter in declared.names else None,
-    )
+    label_parameter = bound.label_parameter
+    if label_parameter not in declared.names:
+        label_parameter = None
+    return bound if gets_all else None, label_parameter
 
+
+# -- how the calls of a function run: in threads, an event loop or processes, and again where they failed -------------
 
 _CALLS_AT_A_TIME = 16
 _MAX_STUCK = 64  # abandoned threads at most
@@ -364,8 +370,9 @@ def function_spec(fn: Callable[..., Any], name: str) -> str:
             f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
             "the top level of a module or of a file of its own (--reward_fn path.py:name)"
         )
-    from_file = module.__name__.startswith("lightppo_file_")
-    return f"{module.__file__ if from_file else module.__name__}:{path}"
+    if module.__name__.startswith("lightppo_file_"):
+        return f"{module.__file__}:{path}"
+    return f"{module.__name__}:{path}"
 
 
 def check_failure_options(
@@ -395,13 +402,16 @@ def settle(
     settled = [Outcome() for _ in calls]
     pending = list(range(len(calls)))
     for _ in range(retries + 1):
-        for i, outcome in zip(pending, run([calls[i] for i in pending]) if pending else []):
+        if not pending:
+            break
+        for i, outcome in zip(pending, run([calls[i] for i in pending])):
             state = settled[i]
             state.error = outcome.error
             state.cause = outcome.cause
             if outcome.error is None:
                 result, state.error = read(i, outcome.value)
-                state.value = state.value if result is None else result
+                if result is not None:
+                    state.value = result
             state.failures += state.error is not None
             state.timeouts += outcome.timeouts
         pending = [i for i in pending if settled[i].error is not None]
@@ -414,16 +424,16 @@ _timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=Non
 
 def _watch(name: str) -> None:
     """Have a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
-    real = getattr(signal, name)
+    original = getattr(signal, name)
 
-    @functools.wraps(real)
-    def watched(first: Any, *rest: Any) -> Any:
+    @functools.wraps(original)
+    def watched(*arguments: Any) -> Any:
         timers = _timers_set.get()
-        ours = timers is not None and (name != "signal" or first == signal.SIGALRM)
-        if ours and threading.current_thread() is not threading.main_thread():
+        sets_timer = timers is not None and (name != "signal" or arguments[0] == signal.SIGALRM)
+        if sets_timer and threading.current_thread() is not threading.main_thread():
             timers.append(name)
             raise ValueError("signal only works in main thread of the main interpreter")
-        return real(first, *rest)
+        return original(*arguments)
 
     setattr(signal, name, watched)
 
@@ -499,7 +509,7 @@ class ThreadRunner:
                 heartbeat.beat()
 
     def _give_up(self, future: Future[Outcome]) -> None:
-        self._stuck = [f for f in self._stuck if not f.done()] + [future]
+        self._stuck = [stuck for stuck in self._stuck if not stuck.done()] + [future]
         if len(self._stuck) > _MAX_STUCK:
             raise RewardError(
                 f"{len(self._stuck)} calls of the reward function hang, longer than --reward_timeout "
@@ -545,7 +555,7 @@ class LoopRunner:
     async def _gather(self, calls: Sequence[UserCall]) -> list[Outcome]:
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def one(call: UserCall) -> Outcome:
+        async def limited(call: UserCall) -> Outcome:
             async with slots:
                 task = asyncio.ensure_future(self._call(call))
                 # Not wait_for, which waits until a cancelled coroutine has ended; a coroutine may refuse to.
@@ -555,7 +565,7 @@ class LoopRunner:
                 task.cancel()
                 return late(self.timeout)
 
-        return await asyncio.gather(*(one(call) for call in calls))
+        return await asyncio.gather(*(limited(call) for call in calls))
 
     async def _call(self, call: UserCall) -> Outcome:
         with without_copies("the reward function"), _without_timers():

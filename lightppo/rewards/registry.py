@@ -39,8 +39,8 @@ def source_of(request: RewardRequest) -> RewardSource:
     """Return the source that the options of a run name: one, or a weighted sum of several."""
     plan = reward_plan(request.config)
     if plan is None:
-        given = given_sources(request.config) or ["function"]
-        return source_named(given[-1], request)
+        names = given_sources(request.config) or ["function"]
+        return source_named(names[-1], request)
     sources = {name: source_named(name, request) for name in names_in(plan)}
     routes = {
         route: [(sources[name], weight) for name, weight in weights.items()]
@@ -91,8 +91,10 @@ def build_reward_source(
     """
     urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
     if urls and (reward_models or reward_fn is not None):
-        other = "--reward_pretrain" if reward_models else "--reward_fn"
-        raise ValueError(f"--remote_rm_url and {other} are both set; rewards come from one of them")
+        second_flag = "--reward_pretrain" if reward_models else "--reward_fn"
+        raise ValueError(
+            f"--remote_rm_url and {second_flag} are both set; rewards come from one of them"
+        )
     if reward_models:
         from lightppo.rewards.reward_model import source_of_models  # loads torch
 
@@ -154,14 +156,11 @@ class RoutedReward:
                     raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
                 weights[route] = float(weight)
         self._plan = list(plan.values())
-        twice = [
-            name
-            for name, count in Counter(source.name for source, _ in self._plan).items()
-            if count > 1
-        ]
-        if twice:
+        counts = Counter(source.name for source, _ in self._plan)
+        repeated = sorted(source_name for source_name, count in counts.items() if count > 1)
+        if repeated:
             raise ValueError(
-                f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name"
+                f"{name}: several sources are named {', '.join(repeated)}; give each its own name"
             )
         self.name = name
         self.by = by
@@ -190,25 +189,30 @@ class RoutedReward:
             except NonFiniteRewardError as error:
                 non_finite = error
                 continue
-            own = {source.name: output.scores} | {
-                f"{source.name}/{m}": v for m, v in output.metrics.items()
-            }
+            source_metrics = {f"/{name}": values for name, values in output.metrics.items()}
+            source_texts = {f"/{name}": values for name, values in output.texts.items()}
             for target, columns in (
-                (metrics, own),
-                (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()}),
+                (metrics, {"": output.scores} | source_metrics),
+                (texts, source_texts),
             ):
-                for key, values in columns.items():
-                    of_place = dict(zip(places, values))
-                    target[key] = [of_place.get(i) for i in range(samples)]
-            for i, score, row in zip(
+                for suffix, values in columns.items():
+                    value_of_sample = dict(zip(places, values))
+                    column = [value_of_sample.get(i) for i in range(samples)]
+                    target[f"{source.name}{suffix}"] = column
+            for i, score, token_scores in zip(
                 places, output.scores, output.token_scores or [None] * len(places)
             ):
                 weight = weights[routes[i]]
-                total = totals[i]
-                totals[i] = None if total is None or score is None else total + weight * score
-                if row is not None:
-                    before = token_totals[i] or [0.0] * len(row)
-                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
+                if score is None or totals[i] is None:
+                    totals[i] = None
+                else:
+                    totals[i] += weight * score
+                if token_scores is not None:
+                    sums = token_totals[i] or [0.0] * len(token_scores)
+                    token_totals[i] = [
+                        total + weight * token_score
+                        for total, token_score in zip(sums, token_scores)
+                    ]
         if non_finite is not None:
             raise non_finite
         for count in ("failures", "timeouts"):
@@ -221,8 +225,10 @@ class RoutedReward:
                 metrics[count] = [
                     sum(value for value in row if value is not None) for row in zip(*parts)
                 ]
-        dense = any(row is not None for row in token_totals)
-        return RewardOutput(totals, metrics, token_totals if dense else None, texts)
+        output = RewardOutput(totals, metrics, texts=texts)
+        if any(row is not None for row in token_totals):
+            output.token_scores = token_totals
+        return output
 
     def close(self) -> None:
         """End what the sources have started."""
@@ -235,7 +241,9 @@ class RoutedReward:
             value = getattr(prompt, self.by)
         else:
             value = prompt.extra.get(self.by)
-        key = value if isinstance(value, str) else repr(value)
+        key = value
+        if not isinstance(value, str):
+            key = repr(value)
         if key in self._routes:
             return key
         if ANY_ROUTE in self._routes:

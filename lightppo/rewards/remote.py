@@ -52,7 +52,7 @@ def server_reward(request: RewardRequest) -> RewardSource:
 
 @dataclass(eq=False, repr=False)
 class RemoteReward:
-    """Splits the samples of all ranks over several servers of the same service and asks them in parallel.
+    """Split the samples of all ranks over several servers of the same service and ask them in parallel.
 
     A rank asks only the servers of its share: not each of many ranks asks each server for a sample or two.
 
@@ -107,8 +107,10 @@ class RemoteReward:
         with ThreadPoolExecutor(len(shares), thread_name_prefix="reward") as pool:
             answers = list(pool.map(self._ask, *zip(*shares)))
         if errors := [answer for answer in answers if isinstance(answer, Exception)]:
-            alike = all(isinstance(error, NonFiniteRewardError) for error in errors)
-            raise (NonFiniteRewardError if alike else RewardError)("; ".join(map(str, errors)))
+            message = "; ".join(map(str, errors))
+            if all(isinstance(error, NonFiniteRewardError) for error in errors):
+                raise NonFiniteRewardError(message)
+            raise RewardError(message)
         return join_outputs(answers)
 
     def close(self) -> None:
@@ -145,6 +147,6 @@ class RemoteReward:
         if self.retries or self.on_reward_failure == "unscored":
             timeouts = sum(failure.timed_out for failure in failures)
             for name, count in (("failures", len(failures)), ("timeouts", timeouts)):
-                sent = output.metrics.get(name, [None] * samples)
-                output.metrics[name] = [float(count) + (value or 0.0) for value in sent]
+                server_counts = output.metrics.get(name, [None] * samples)
+                output.metrics[name] = [float(count) + (value or 0.0) for value in server_counts]
         return output

@@ -5,7 +5,7 @@ A model reads the actor's ids, or the samples in the template and the ids of ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -114,7 +114,7 @@ class RewardModelSource:
                 micro_batch=self._micro_batch,
                 ranks=self.ranks,
                 device=self.device,
-                whose=f"{self.name}: model {i}",
+                model_name=f"{self.name}: model {i}",
             )  # (n,)
             for i, (model, reads) in enumerate(zip(self.models, self.inputs))
         ]
@@ -189,11 +189,13 @@ def form_of(model: ScoreModel) -> RowForm | None:
 def rows_of_ids(rollouts: list[Rollout], form: RowForm | None) -> Rows:
     """Return the actor's ids; a finished answer ends as the model's rows in its training: at the turn's end or behind it."""
     rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
-    if form is None:
-        return rows
+    return rows if form is None else with_ends(rollouts, rows, form.end_id)
+
+
+def with_ends(rollouts: list[Rollout], rows: Rows, end_id: int) -> Rows:
+    """Return the rows, those of finished answers with the end that the model was trained to score."""
     return [
-        row if rollout.truncated else ended(row, form.end_id)
-        for rollout, row in zip(rollouts, rows)
+        row if rollout.truncated else ended(row, end_id) for rollout, row in zip(rollouts, rows)
     ]
 
 
@@ -206,7 +208,7 @@ def score_rows(
     micro_batch: MicroBatchSpec,
     ranks: Ranks,
     device: torch.device | str,
-    whose: str,
+    model_name: str,
 ) -> Tensor:
     """Return scores of rows of ids, (n,) float32 on the CPU; the longest rows go first, for little padding. Collective.
 
@@ -221,20 +223,22 @@ def score_rows(
         batch = [torch.tensor(rows[i]) for i in places] or [torch.tensor([pad_token_id])]
         sequences = pad_sequence(batch, batch_first=True, padding_value=pad_token_id)  # (B, S)
         attention_mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
-        of_batch = model(to_device(sequences, device), to_device(attention_mask, device))
-        of_batch = checked_scores(of_batch, len(batch), whose).float().cpu()
+        batch_scores = model(to_device(sequences, device), to_device(attention_mask, device))
+        batch_scores = checked_scores(batch_scores, len(batch), model_name).float().cpu()
         heartbeat.beat()
         if places:
-            scores[places] = of_batch
+            scores[places] = batch_scores
     return scores
 
 
-def checked_scores(scores: Any, rows: int, whose: str) -> Tensor:
+def checked_scores(scores: Any, rows: int, model_name: str) -> Tensor:
     """Return the scores (rows,); raise :class:`RewardError` for another shape or type."""
-    if isinstance(scores, Tensor) and scores.shape == (rows,):
-        return scores
-    got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-    raise RewardError(f"{whose} must return a tensor of shape ({rows},), got {got}")
+    description = type(scores).__name__
+    if isinstance(scores, Tensor):
+        if scores.shape == (rows,):
+            return scores
+        description = f"shape {tuple(scores.shape)}"
+    raise RewardError(f"{model_name} must return a tensor of shape ({rows},), got {description}")
 
 
 # -- what a model reads --------------------------------------------------------------------------------------------------
@@ -278,15 +282,17 @@ class Retokenized:
                 "--reward_input_tokenizer: set the tokenizer's EOS token in tokenizer_config.json"
             )
         self._form = form
-        self._end = tokenizer.eos_token_id if form is None else form.end_id
-        self.pad_token_id: int = (
-            self._end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        )
+        self._end = tokenizer.eos_token_id
+        template_options = {}
+        if form is not None:
+            self._end = form.end_id
+            template_options = form.template_options
+        self.pad_token_id: int = tokenizer.pad_token_id
+        if tokenizer.pad_token_id is None:
+            self.pad_token_id = self._end
         self.bos_token_id = tokenizer.bos_token_id
         self._has_chats = bool(getattr(tokenizer, "chat_template", None))
-        self._template = PromptTemplate(
-            tokenizer, **({} if form is None else form.template_options)
-        )
+        self._template = PromptTemplate(tokenizer, **template_options)
 
     def encode(self, rollouts: list[Rollout]) -> Rows:
         is_chat = self._form is not None and self._form.is_chat
@@ -297,7 +303,7 @@ class Retokenized:
             if not rollout.truncated and not text.endswith(end):
                 text += end
             texts.append(Rendered(text, is_chat=is_chat, messages=None))
-        return self._ended(rollouts, self._template.encode_rendered(texts))
+        return with_ends(rollouts, self._template.encode_rendered(texts), self._end)
 
     def _turn_end(self) -> str:
         """Return what the chat template writes behind an answer; texts of finished answers have nothing of it."""
@@ -306,12 +312,6 @@ class Retokenized:
         answer = "qzprobe"
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         return closed(self._template.chat_text(chat)).rpartition(answer)[2]
-
-    def _ended(self, rollouts: list[Rollout], rows: Iterable[list[int]]) -> Rows:
-        return [
-            row if rollout.truncated else ended(row, self._end)
-            for rollout, row in zip(rollouts, rows)
-        ]
 
 
 class Retemplated(Retokenized):
@@ -334,12 +334,12 @@ class Retemplated(Retokenized):
             )
         pairs = [self._texts(rollouts, i) for i in range(len(rollouts))]
         if self._form is None:
-            return self._template.encode_rendered([whole for _, whole in pairs])
+            return self._template.encode_rendered([answered for _, answered in pairs])
         try:
             rows = [ids for ids, _ in self._template.encode_answered(pairs)]
         except BadRowError as error:
             raise RewardError(f"--reward_input_tokenizer: {error}") from error
-        return self._ended(rollouts, rows)
+        return with_ends(rollouts, rows, self._end)
 
     def _texts(self, rollouts: list[Rollout], i: int) -> tuple[Rendered | None, Rendered]:
         """Return the prompt, where rows are written as in training, and the prompt with its answer."""
@@ -347,50 +347,55 @@ class Retemplated(Retokenized):
         messages = rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]
         try:
             # What the row says to the actor's template, as far as this one reads it, too.
-            given = template_options(rollout.prompt.extra)
-            options = {name: value for name, value in given.items() if self._template.reads(name)}
-            reads_prompt = rollout.truncated or self._form is not None
-            start = self._template.render(messages, options) if reads_prompt else None
+            options = {
+                name: value
+                for name, value in template_options(rollout.prompt.extra).items()
+                if self._template.reads(name)
+            }
+            start = None
+            if rollout.truncated or self._form is not None:
+                start = self._template.render(messages, options)
             if rollout.truncated:  # an unfinished answer must stay open
-                whole = start.text + rollout.response_text
+                text = start.text + rollout.response_text
             else:
                 answered = _answered(messages, rollout.response_text)
-                whole = self._template.chat_text(answered, options)
-                whole = whole if self._form is None else closed(whole)
+                text = self._template.chat_text(answered, options)
+                if self._form is not None:
+                    text = closed(text)
         except (BadRowError, DataError) as error:
             raise RewardError(
                 f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}"
             ) from error
-        return start, Rendered(whole, is_chat=True, messages=messages)
+        return start, Rendered(text, is_chat=True, messages=messages)
 
 
 def check_same_ids(
     actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, path: str
 ) -> None:
     """Refuse a reward model whose tokenizer gives the actor's ids other meanings; special tokens may differ."""
-    own = {index: token for token, index in reward.get_vocab().items()}
+    token_of_id = {index: token for token, index in reward.get_vocab().items()}
     special = set(actor.all_special_tokens)
-    other = [
+    differing = [
         token
         for token, index in actor.get_vocab().items()
-        if own.get(index) != token and token not in special
+        if token_of_id.get(index) != token and token not in special
     ]
-    if other:
+    if differing:
         raise ValueError(
-            f"--reward_pretrain {path} has another tokenizer than the actor: {len(other)} of the actor's tokens have "
-            f"no id there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …). Set --reward_input_tokenizer"
+            f"--reward_pretrain {path} has another tokenizer than the actor: {len(differing)} of the actor's tokens have "
+            f"no id there or another one ({', '.join(map(repr, sorted(differing)[:3]))}, …). Set --reward_input_tokenizer"
         )
 
 
 def _answered(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
-    last = messages[-1]
-    if last["role"] != "assistant":
+    last_message = messages[-1]
+    if last_message["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": answer}]
-    if not isinstance(last.get("content"), str):
+    if not isinstance(last_message.get("content"), str):
         raise DataError(
             "the chat ends in a message of the assistant that is not text, so the answer cannot follow it"
         )
-    return [*messages[:-1], {**last, "content": last["content"] + answer}]
+    return [*messages[:-1], {**last_message, "content": last_message["content"] + answer}]
 
 
 def reward_inputs(

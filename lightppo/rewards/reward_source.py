@@ -126,7 +126,7 @@ def shown(value: Any, chars: int = 300) -> str:
     return text if len(text) <= chars else text[:chars] + "…"
 
 
-# --- answers
+# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
@@ -137,7 +137,7 @@ def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     for output in outputs:
         missing: list[None] = [None] * len(output.scores)
         joined.scores += output.scores
-        token_scores += missing if output.token_scores is None else output.token_scores
+        token_scores += output.token_scores or missing
         for name, values in joined.metrics.items():
             values += output.metrics.get(name, missing)
         for name, texts in joined.texts.items():
@@ -182,9 +182,7 @@ def _checked_output(
     if (token_scores := output.token_scores) is not None:
         token_scores = _token_numbers(token_scores, rollouts, source_name)
     for name, texts in output.texts.items():
-        if len(texts) != len(rollouts) or not all(
-            text is None or isinstance(text, str) for text in texts
-        ):
+        if len(texts) != len(rollouts) or not all(isinstance(text, str | None) for text in texts):
             raise RewardError(
                 f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
             )
@@ -202,13 +200,11 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
     """Write a checked answer into its samples: ``reward``, ``token_rewards``, ``extras`` and ``texts``."""
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
-        rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
-        rollout.extras.update(
-            {name: values[i] for name, values in output.metrics.items() if values[i] is not None}
-        )
-        rollout.texts.update(
-            {name: texts[i] for name, texts in output.texts.items() if texts[i] is not None}
-        )
+        rollout.token_rewards = output.token_scores and output.token_scores[i]
+        for target, columns in ((rollout.extras, output.metrics), (rollout.texts, output.texts)):
+            for name, values in columns.items():
+                if values[i] is not None:
+                    target[name] = values[i]
 
 
 _KEYS = {"rewards", "scores", "extra_logs", "token_scores"}  # of a dict that is an answer
@@ -243,12 +239,13 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
                 f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged"
             )
     for name, values in extra_logs.items():
-        single = finite(values)
-        if single is None:
-            column = _as_list(values, source_name, f"extra_logs[{name!r}]")
-        else:
-            column = [single] * count
-        (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
+        number = finite(values)
+        if number is not None:
+            metrics[name] = [number] * count
+            continue
+        column = _as_list(values, source_name, f"extra_logs[{name!r}]")
+        is_text = any(isinstance(value, str) for value in column)
+        (texts if is_text else metrics)[name] = column
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
     return RewardOutput(
@@ -256,39 +253,44 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
     )
 
 
-def _as_list(values: Any, source_name: str, what: str) -> list[Any]:
+def _as_list(values: Any, source_name: str, label: str) -> list[Any]:
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise RewardError(f"{source_name}: {what} must have shape (B,), got {tuple(shape)}")
+        raise RewardError(f"{source_name}: {label} must have shape (B,), got {tuple(shape)}")
     if hasattr(values, "tolist"):
         return values.tolist()
     if isinstance(values, (list, tuple)):
         return list(values)
-    got = type(values).__name__
     raise RewardError(
-        f"{source_name}: {what} must be a list or tensor with one number per sample, got {got}"
+        f"{source_name}: {label} must be a list or tensor with one number per sample, got {type(values).__name__}"
     )
 
 
 def _numbers(
-    values: Any, rollouts: Sequence[Rollout], source_name: str, what: str
+    values: Any, rollouts: Sequence[Rollout], source_name: str, label: str
 ) -> list[float | None]:
-    values = _as_list(values, source_name, f"{what}s")
+    values = _as_list(values, source_name, f"{label}s")
     if len(values) != len(rollouts):
-        raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
+        raise RewardError(f"{source_name}: {len(values)} {label}s for {len(rollouts)} samples")
     numbers = [finite(value) for value in values]
     bad = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
     if bad:
-        worst = next((i for i in bad if not is_non_finite(values[i])), bad[0])
-        raise (NonFiniteRewardError if is_non_finite(values[worst]) else RewardError)(
-            f"{source_name}: the {what} of {describe_sample(rollouts, worst)} is {_shown_number(values[worst])}; "
-            "it must be a finite number, or None for an unscored sample"
+        worst = min(bad, key=lambda i: is_non_finite(values[i]))
+        raise _number_error(
+            values[worst],
+            f"{source_name}: the {label} of {describe_sample(rollouts, worst)}",
+            "; it must be a finite number, or None for an unscored sample",
         )
     return numbers
 
 
-def _shown_number(value: Any) -> str:
-    return shown(repr(value) if isinstance(value, str) else value, 80) + reading_error(value)
+def _number_error(value: Any, subject: str, rule: str) -> RewardError:
+    """Return the error of a value that is no finite number."""
+    kind = RewardError
+    if is_non_finite(value):
+        kind = NonFiniteRewardError
+    text = shown(repr(value) if isinstance(value, str) else value, 80)
+    return kind(f"{subject} is {text}{reading_error(value)}{rule}")
 
 
 def _token_numbers(
@@ -312,11 +314,16 @@ def _token_numbers(
                 f"{source_name}: {len(numbers)} token scores for the {length} response tokens of {sample}"
             )
         if None in numbers:
-            place = numbers.index(None)
-            raise (NonFiniteRewardError if is_non_finite(row[place]) else RewardError)(
-                f"{source_name}: token score {place} of {sample} is {_shown_number(row[place])}; it must be a finite number"
+            token = numbers.index(None)
+            raise _number_error(
+                row[token],
+                f"{source_name}: token score {token} of {sample}",
+                "; it must be a finite number",
             )
     return checked
+
+
+# -- scores of finished samples while the engine still generates the others (--async_rewards) ------------------------
 
 
 @dataclass(eq=False)
@@ -372,12 +379,12 @@ class AsyncScorer:
         parts = self._parts
         self._parts = []
         late = wait([future for _, future in parts], self.timeout).not_done
-        everything = [rollout for rollouts, _ in parts for rollout in rollouts]
+        samples = [rollout for rollouts, _ in parts for rollout in rollouts]
         if late:
             self.close()
-            left = sum(len(rollouts) for rollouts, future in parts if future in late)
+            unscored = sum(len(rollouts) for rollouts, future in parts if future in late)
             raise RewardError(
-                f"{self.source.name}: {left} of {len(everything)} samples were not scored {self.timeout:g} s after the "
+                f"{self.source.name}: {unscored} of {len(samples)} samples were not scored {self.timeout:g} s after the "
                 "end of generation"
             )
         errors = [error for _, future in parts if (error := future.exception()) is not None]
@@ -385,7 +392,7 @@ class AsyncScorer:
             # The worst error is raised.
             raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))
         output = join_outputs([future.result() for _, future in parts])
-        write_output(output, everything)
+        write_output(output, samples)
         return output
 
     def close(self) -> None:

@@ -59,10 +59,9 @@ def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
     except RewardError as error:
         problem = NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
     if output is None:
-        columns = []
-    else:
-        columns = [output.scores, *output.metrics.values(), *output.texts.values()]
-    if output is None or any(len(values) != len(part) for values in columns):
+        return None, problem
+    columns = [output.scores, *output.metrics.values(), *output.texts.values()]
+    if any(len(values) != len(part) for values in columns):
         return None, problem
     scores = [finite(score) for score in output.scores]
     metrics = {
@@ -70,10 +69,6 @@ def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
     }
     bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
     return Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
-
-
-def _as_they_are(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
-    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +89,14 @@ class Style:
     # Further names with a meaning in this convention. A function that has one in another place does not follow our own.
     words: Collection[str] = ()
     # Where arguments go by their places: the function's own names → the convention's.
-    renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = _as_they_are
+    renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = lambda parameters: {}
 
 
-def _ours(rollout: Rollout) -> Values:
-    return values_of(rollout) | _episode(rollout)
-
-
-def _episode(rollout: Rollout) -> Values:
-    """Return what there is to say of a conversation of several turns; nothing of a single response."""
-    if rollout.turns is None:
-        return {}
-    return {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
+def _queries(rollout: Rollout) -> Values:
+    values = values_of(rollout)
+    if rollout.turns is not None:  # of an episode
+        values |= {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
+    return values
 
 
 def row_of(rollout: Rollout) -> Values:
@@ -116,7 +107,7 @@ def row_of(rollout: Rollout) -> Values:
 QUERIES = Style(
     "(queries, prompts, labels, **extra)",
     {"queries"},
-    _ours,
+    _queries,
     positional=POSITIONAL,
     columns=row_of,
     words={"query", "prompt", "label", "response", "responses", "prompt_ids", "response_ids"},
@@ -139,43 +130,37 @@ def recognise(fn: RewardFunction, name: str) -> str:
         if {*style.needs} <= names and (open_ended or style.forbids not in names)
     ]
     # Drop a convention whose marks are among those of another one that fits.
-    fits = [
-        one
-        for one in fits
-        if not any({*styles[one].needs} < {*styles[other].needs} for other in fits)
+    matching_styles = [
+        key
+        for key in fits
+        if not any({*styles[key].needs} < {*styles[second].needs} for second in fits)
     ]
-    others = {key: style for key, style in styles.items() if style is not QUERIES}
-    in_place = _in_place(parameters, _words(styles))
-    if len(fits) == 1 and (fits[0] in others or in_place):
-        return fits[0]
+    foreign_styles = [key for key, style in styles.items() if style is not QUERIES]
+    in_place = _in_place(parameters, styles.values())
+    if len(matching_styles) == 1 and (matching_styles[0] in foreign_styles or in_place):
+        return matching_styles[0]
     # prompt_ids is a keyword of our own convention, too.
-    foreign = {word for style in others.values() for word in style.needs} - {"prompt_ids"}
-    if not fits and not names & foreign and in_place:
+    foreign = {word for key in foreign_styles for word in styles[key].needs} - {"prompt_ids"}
+    if not matching_styles and not names & foreign and in_place:
         return "queries"  # names of its own, e.g. f(q, p, labels)
+    choices = " or ".join(matching_styles) or "no convention"
     raise ValueError(
-        f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
+        f"reward function {name}{_signature(fn, name)} may follow {choices}; say which "
         f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in styles.items())}"
     )
 
 
-def _words(styles: Mapping[str, Style]) -> set[str]:
-    """Return names with a meaning in some convention."""
-    return {
-        word
-        for style in styles.values()
-        for word in (*style.needs, *style.words, *style.positional)
-    }
-
-
-def _in_place(parameters: Iterable[inspect.Parameter], words: Collection[str]) -> bool:
+def _in_place(parameters: Iterable[inspect.Parameter], styles: Iterable[Style]) -> bool:
     """Tell whether each known word among the first three parameters stands where our own convention has it."""
+    words = {word for style in styles for word in (*style.needs, *style.words, *style.positional)}
     by_position = [
-        p.name
-        for p in parameters
-        if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
     ]
     return all(
-        word == right or word not in words for word, right in zip(by_position, QUERIES.positional)
+        word == expected or word not in words
+        for word, expected in zip(by_position, QUERIES.positional)
     )
 
 
@@ -301,14 +286,15 @@ def read_samples(value: Any, part: list[Rollout], label: str) -> Reading:
             f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed",
         )
     readings = [read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    # Other problems come before numbers that are not finite.
-    bad = sorted((isinstance(text, NonFinite), i) for i, (_, text) in enumerate(readings) if text)
+    answers = [answer or Answer(RewardOutput([None]), [True]) for answer, _ in readings]
     problem = None
-    if bad:
-        text = f"{describe_sample(part, bad[0][1])}: {readings[bad[0][1]][1]}"
-        problem = NonFinite(text) if bad[0][0] else text
-    outputs = [RewardOutput([None]) if answer is None else answer.output for answer, _ in readings]
-    return Answer(join_outputs(outputs), [answer is None for answer, _ in readings]), problem
+    if incomplete := [i for i, (_, reason) in enumerate(readings) if reason]:
+        # Other problems come before numbers that are not finite.
+        worst = min(incomplete, key=lambda i: isinstance(readings[i][1], NonFinite))
+        reason = readings[worst][1]
+        problem = type(reason)(f"{describe_sample(part, worst)}: {reason}")
+    output = join_outputs([answer.output for answer in answers])
+    return Answer(output, [bad for answer in answers for bad in answer.bad]), problem
 
 
 # -- verl
@@ -322,7 +308,8 @@ _WORDS = {"completion", "completions", "messages"} | {
 
 def _verl(rollout: Rollout) -> Values:
     info = rollout.prompt.extra.get("extra_info")
-    info = info if isinstance(info, dict) else rollout.prompt.extra
+    if not isinstance(info, dict):
+        info = rollout.prompt.extra
     num_turns = None if rollout.turns is None else len(rollout.turns)
     return {
         "data_source": rollout.prompt.data_source,
@@ -339,19 +326,23 @@ def _verl_batch(rollout: Rollout) -> Values:
 
 def verl_names(plural: str, parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
     """Return the function's own names of verl's arguments → verl's, by their places before ``ground_truth``."""
-    names = [p.name for p in parameters]
+    names = [parameter.name for parameter in parameters]
     label = f"ground_truth{plural}"
-    own = names[: names.index(label)] if label in names else []
-    theirs = [f"data_source{plural}", f"solution_str{plural}"][-len(own) :] if own else []
-    renamed = {name: right for name, right in zip(own, theirs) if name != right}
+    if label not in names:
+        return {}
+    function_names = names[: names.index(label)]
+    verl_arguments = [f"data_source{plural}", f"solution_str{plural}"]
+    if len(function_names) > len(verl_arguments):
+        return {}
+    pairs = zip(function_names, verl_arguments[len(verl_arguments) - len(function_names) :])
+    renamed = {name: argument for name, argument in pairs if name != argument}
     of_solution = {"completion"} | {f"{word}{plural}" for word in _SOLUTION_WORDS}
-    taken = _WORDS | {*QUERIES.words, *QUERIES.positional}  # have a meaning of their own
-    known = any(
-        name in taken and (right == f"data_source{plural}" or name not in of_solution)
-        for name, right in renamed.items()
+    reserved = _WORDS | {*QUERIES.words, *QUERIES.positional}  # have a meaning of their own
+    has_meaning = any(
+        name in reserved and (argument == f"data_source{plural}" or name not in of_solution)
+        for name, argument in renamed.items()
     )
-    is_complete = len(own) == len(theirs) and not {*renamed.values()} & {*names}
-    return renamed if is_complete and not known else {}
+    return {} if has_meaning or {*renamed.values()} & {*names} else renamed
 
 
 VERL = Style(
@@ -391,8 +382,10 @@ def _trl(rollout: Rollout) -> Values:
     answer = [{"role": "assistant", "content": text}]
     if rollout.messages is not None:
         answer = rollout.messages[len(prompt.messages) :]
-    own = {} if rollout.environment is None else {"environments": rollout.environment}
-    return own | {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
+    values = {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
+    if rollout.environment is not None:
+        values["environments"] = rollout.environment
+    return values
 
 
 def discard(*args: Any) -> None:

@@ -106,57 +106,12 @@ Seeds = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_toke
 Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
 
 
-class RequestQueue:
-    """The requests of one call by their numbers; the longest prompts come first.
-
-    Decoders ask it for all that concerns requests. A subclass may bring more of them while others decode.
-    """
-
-    def __init__(
-        self,
-        forward: CachedForward,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.device = device
-        self.max_new_tokens = max_new_tokens
-        self.prompts: list[list[int]] = []  # of all requests so far
-        self.waiting = 0  # requests that nobody decodes yet
-        self.prompt_columns = max(map(len, prompts), default=0)  # most tokens of a prompt
-        self.columns = self.prompt_columns + max_new_tokens  # and of its response
-        self.add(prompts)
-
-    def add(self, prompts: list[list[int]]) -> None:
-        """Add requests behind those that are there."""
-        self.prompts += prompts
-        self.waiting += len(prompts)
-
-    def look(self, idle: bool) -> bool:
-        """Return whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
-        return False
-
-    def limits(self, numbers: list[int]) -> list[int]:
-        """Return the most new tokens of each request."""
-        return [self.max_new_tokens] * len(numbers)
-
-    def take_in_order(self, count: int) -> list[int]:
-        """Return numbers of the next requests, at most ``count``."""
-        first = len(self.prompts) - self.waiting
-        self.waiting -= min(count, self.waiting)
-        return list(range(first, len(self.prompts) - self.waiting))
-
-
 @dataclass
 class Decoder:
-    """Decodes many requests with one model, at most ``slots`` at a time.
+    """Decode many requests with one model, at most ``slots`` at a time.
 
-    ``run(queue, seeds)`` yields the numbers of some requests and their responses, until all of a queue of
-    ``queue_kind`` are done.
+    ``run(queue, seeds)`` yields the numbers of some requests and their responses, until all of a queue are done.
     """
-
-    queue_kind: ClassVar[type[RequestQueue]] = RequestQueue
 
     forward: CachedForward
     sampler: TokenSampler
@@ -165,15 +120,15 @@ class Decoder:
     max_new_tokens: int
     device: torch.device
 
-    def run(self, queue: Any, seeds: Seeds) -> Decoded:
+    def run(self, queue: PromptQueue, seeds: Seeds) -> Decoded:
         raise NotImplementedError
 
 
 class BatchDecoder(Decoder):
-    """Decodes one micro batch after the other, with the cache that transformers makes for the model."""
+    """Decode one micro batch after the other, with the cache that transformers makes for the model."""
 
     @torch.no_grad()
-    def run(self, queue: RequestQueue, seeds: Seeds) -> Decoded:
+    def run(self, queue: PromptQueue, seeds: Seeds) -> Decoded:
         """See :class:`Decoder`."""
         while queue.look(idle=True) or queue.waiting:
             if not queue.waiting:
@@ -218,10 +173,10 @@ class BatchDecoder(Decoder):
             inputs = tokens.unsqueeze(1)
             positions = positions[:, -1:] + 1
             if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
-                left = (~done).nonzero().squeeze(1)
-                cache.batch_select_indices(left)
+                remaining = (~done).nonzero().squeeze(1)
+                cache.batch_select_indices(remaining)
                 rows, mask, inputs, positions, seeds = (
-                    x[left] for x in (rows, mask, inputs, positions, seeds)
+                    tensor[remaining] for tensor in (rows, mask, inputs, positions, seeds)
                 )
                 done = done.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)
@@ -229,8 +184,10 @@ class BatchDecoder(Decoder):
 
 def _can_drop_rows(cache: Cache) -> bool:
     """Return whether the cache can drop rows: not with recurrent states, which would stay behind."""
-    recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
-    return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
+    return all(
+        hasattr(layer, "batch_select_indices") and not hasattr(layer, "update_recurrent_state")
+        for layer in cache.layers
+    )
 
 
 # -- continuous batching: a cache written in place, one pass per prompt -----------------------------------------------
@@ -240,7 +197,9 @@ CPU_COLUMNS = 16
 OTHER_COLUMNS = 128  # elsewhere: at least so many, and half of the columns in use
 # columns beyond the longest row in a fixed cache, whose number is a multiple of it
 FIXED_SPARE = 64
-CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
+# fixed cost of a forward, in positions
+CALL_COST = {"cpu": 64}
+OTHER_CALL_COST = 2048
 # of the slots free: prompts go through the model together, which costs less than one by one
 REFILL_SHARE = 1 / 8
 Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
@@ -280,17 +239,17 @@ class SlotCache(DynamicCache):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Return the type of keys and values."""
         return next(layer.dtype for layer in self.layers if layer.buffers)
 
     def fix(self, device: torch.device) -> None:
-        """Call it first: all columns are there from the start, and the buffers stay where they are."""
+        """Make all columns at once, and leave the buffers where they are; call it first."""
         self.fixed = True
         self.columns = self.span.end + self._more(self.span.end)
         self.span.column = torch.full((1,), self.span.end, device=device)
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
-        """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
+        """Add ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
         for layer, source in zip(self.layers, prompts.layers):
             layer.append(source, rows, width, self.slots, self.columns)
         self._set_rows(self.span.rows + len(rows))
@@ -298,7 +257,7 @@ class SlotCache(DynamicCache):
     def move_rows(
         self, sources: list[int], targets: list[int], rows: int, *, exchange: bool = False
     ) -> None:
-        """Copies some rows over others, or has them change places; afterwards ``rows`` rows are in use."""
+        """Copy some rows over others, or have them change places; afterwards ``rows`` rows are in use."""
         if exchange:
             sources, targets = sources + targets, targets + sources
         for layer in self.layers if sources else ():
@@ -311,7 +270,7 @@ class SlotCache(DynamicCache):
             layer.see_rows()
 
     def make_room(self, slots: int, at_least: int) -> int:
-        """Moves everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
+        """Move everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
 
         The first free column is at least number ``at_least``. Returns how many columns everything moved left.
         """
@@ -338,7 +297,7 @@ class SlotCache(DynamicCache):
 
 
 def slot_layer(layer: Any, span: Span) -> SlotLayer:
-    """In place of a layer of transformers' cache."""
+    """Return what takes the place of a layer of transformers' cache."""
     if type(layer).__name__ == EMPTY_LAYER:
         return NoSlots()
     if type(layer) in RECURRENT_LAYERS:
@@ -347,7 +306,7 @@ def slot_layer(layer: Any, span: Span) -> SlotLayer:
 
 
 def can_use_slots(config) -> bool:
-    """Whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
+    """Tell whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
     recurrent, or keep nothing."""
     text_config = config.get_text_config(decoder=True)
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
@@ -379,10 +338,11 @@ class Prefilled:
     waiting: deque[tuple[int, int]]
 
 
-class PromptQueue(RequestQueue):
-    """Requests, those with equal prompts together: such a prompt goes through the model once.
+class PromptQueue:
+    """The requests of one call by their numbers, the longest prompts first; equal prompts go through the model once.
 
-    A subclass may keep rows that have ended.
+    Decoders ask it for all that concerns requests. A subclass may bring more of them while others decode, and may keep
+    rows that have ended.
     """
 
     # Whether rows that have ended stay in their slots, and :meth:`keep` and :meth:`give_way` are called.
@@ -395,91 +355,109 @@ class PromptQueue(RequestQueue):
         max_new_tokens: int,
         device: torch.device,
     ) -> None:
+        self.forward = forward
+        self.device = device
+        self.max_new_tokens = max_new_tokens
+        self.prompts: list[list[int]] = []  # of all requests so far
+        self.waiting = 0  # requests that nobody decodes yet
+        self.prompt_columns = max(map(len, prompts), default=0)  # most tokens of a prompt
+        self.columns = self.prompt_columns + max_new_tokens  # and of its response
         self._groups: deque[Group] = deque()
         self._parts: deque[list[Group]] = deque()  # each for one forward
         self._block: Prefilled | None = None
-        super().__init__(forward, prompts, max_new_tokens, device)
+        self.add(prompts)
 
     def add(self, prompts: list[list[int]]) -> None:
-        same: dict[tuple[int, ...], list[int]] = {}
+        """Add requests behind those that are there."""
+        numbers_of_prompt: dict[tuple[int, ...], list[int]] = {}
         for number, ids in enumerate(prompts, start=len(self.prompts)):
-            same.setdefault(tuple(ids), []).append(number)
-        self._groups.extend((list(ids), numbers) for ids, numbers in same.items())
-        super().add(prompts)
+            numbers_of_prompt.setdefault(tuple(ids), []).append(number)
+        self._groups.extend((list(ids), numbers) for ids, numbers in numbers_of_prompt.items())
+        self.prompts += prompts
+        self.waiting += len(prompts)
 
     # -- for subclasses --------------------------------------------------------------------------------------------
 
+    def look(self, idle: bool) -> bool:
+        """Return whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
+        return False
+
+    def limits(self, numbers: list[int]) -> list[int]:
+        """Return the most new tokens of each request."""
+        return [self.max_new_tokens] * len(numbers)
+
     def most_rows(self, running: int) -> int:
-        """Slots that may be needed from now on, while so many rows run."""
+        """Return how many slots may be needed from now on, while so many rows run."""
         return running + self.waiting
 
     def is_ready(self, free: int, slots: int) -> bool:
-        """Whether waiting requests should get some of the free slots now."""
+        """Tell whether waiting requests should get some of the free slots now."""
         if self.at_hand:
             return free > 0
         return self.waiting > 0 and free >= min(max(1, REFILL_SHARE * slots), self.waiting)
 
     def new_tokens(self, group: Group) -> int:
-        """Tokens of a prompt that go through the model."""
+        """Return how many tokens of a prompt go through the model."""
         return len(group[0])
 
     def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
-        """Of a forward of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
+        """Return the inputs of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
         padded, mask, positions = left_pad([ids for ids, _ in groups], self.device)
         return padded.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
 
     def keep(self, number: int, cache: SlotCache, slot: int, start: int, length: int) -> None:
-        """A request has ended, whose keys and values are in a slot, from column ``start`` on, until it gives way."""
+        """Note that a request has ended, whose keys and values stay in a slot, from column ``start`` on."""
 
     def give_way(self, slots: range) -> None:
-        """These slots are about to be written over."""
+        """Give up these slots, which are about to be written over."""
 
-    # -- for the decoder -------------------------------------------------------------------------------------------
+    # -- for decoders ----------------------------------------------------------------------------------------------
+
+    def take_in_order(self, count: int) -> list[int]:
+        """Return numbers of the next requests, at most ``count``."""
+        start = len(self.prompts) - self.waiting
+        self.waiting -= min(count, self.waiting)
+        return list(range(start, len(self.prompts) - self.waiting))
 
     @property
     def at_hand(self) -> bool:
-        """Whether requests wait whose prompts have been through the model, or are already divided into parts."""
+        """Tell whether requests wait whose prompts have been through the model, or are already divided into parts."""
         return self._block is not None or bool(self._parts)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest waiting prompt; 0 if no prompt waits."""
-        if self._block is None:
-            block = []
-        else:
-            block = [len(self._block.prompts[row]) for row, _ in self._block.waiting]
-        groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
-        return max((*block, *groups), default=0)
+        """Return the tokens of the longest waiting prompt; 0 if no prompt waits."""
+        lengths = [len(ids) for part in (*self._parts, self._groups) for ids, _ in part]
+        if self._block is not None:
+            lengths += [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        return max(lengths, default=0)
 
     def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
-        """The next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
+        """Return the next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
         if not self.at_hand:
             self._divide(count)
-        block = self._block or self._through_the_model(self._parts.popleft())
-        rows, numbers = map(
-            list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting)))))
-        )
+        block = self._block or self._prefill(self._parts.popleft())
+        requests = [block.waiting.popleft() for _ in range(min(count, len(block.waiting)))]
+        rows, numbers = map(list, zip(*requests))
         self._block = block if block.waiting else None
         self.waiting -= len(rows)
         return block, rows, numbers
 
     def _divide(self, count: int) -> None:
-        """Divides the prompts of the next ``count`` requests into parts."""
+        """Divide the prompts of the next ``count`` requests into parts."""
         groups: list[Group] = []
         while self._groups and count > 0:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
-        call_cost = CALL_COST["cpu" if self.device.type == "cpu" else "other"]
+        call_cost = CALL_COST.get(self.device.type, OTHER_CALL_COST)
         parts = cheapest_parts([self.new_tokens(group) for group in groups], call_cost)
         self._parts.extend(groups[first:end] for first, end in parts)
 
-    def _through_the_model(self, groups: list[Group]) -> Prefilled:
+    def _prefill(self, groups: list[Group]) -> Prefilled:
         ids, mask, positions, cache = self.inputs(groups)
         logits = self.forward(ids, mask, positions, cache)
-        waiting = deque(
-            (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
-        )
-        return Prefilled([ids for ids, _ in groups], cache, logits, waiting)
+        waiting = [(row, number) for row, (_, numbers) in enumerate(groups) for number in numbers]
+        return Prefilled([ids for ids, _ in groups], cache, logits, deque(waiting))
 
 
 class SlotRows:
@@ -517,7 +495,7 @@ class SlotRows:
         prompts: Tensor | None,
         limits: Tensor,
     ) -> slice:
-        """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
+        """Add rows without tokens; return where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
@@ -529,13 +507,13 @@ class SlotRows:
         return new
 
     def history(self, rows: slice, width: int) -> Tensor:
-        """The last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
+        """Return the last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
         ends = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
         columns = ends.unsqueeze(1) + torch.arange(-width, 0, device=ends.device)
         return self.ids[rows].gather(1, columns.clamp(min=0))
 
     def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
-        """Writes the newest token of some rows."""
+        """Write the newest token of some rows."""
         ages = self.ages[rows].unsqueeze(1)
         self.tokens[rows].scatter_(1, ages, tokens.unsqueeze(1))
         self.log_probs[rows].scatter_(1, ages, log_probs.unsqueeze(1))
@@ -543,32 +521,25 @@ class SlotRows:
         self.positions[rows] += 1
 
     def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
-        """Removes rows; the last rows move into the holes. Returns their old and new places."""
-        left = len(self) - len(gone)
-        holes = [row for row in gone if row < left]
-        movers = sorted(set(range(left, len(self))) - set(gone))
+        """Remove rows; the last rows move into the holes. Return their old and new places."""
+        remaining = len(self) - len(gone)
+        holes = [row for row in gone if row < remaining]
+        movers = sorted(set(range(remaining, len(self))) - set(gone))
         for mover, hole in zip(movers, holes):
             self.numbers[hole], self.starts[hole] = self.numbers[mover], self.starts[mover]
-        del self.numbers[left:], self.starts[left:]
+        del self.numbers[remaining:], self.starts[remaining:]
         if holes:
-            index = torch.tensor([movers, holes], device=self.ages.device)
-            for x in (
-                self.ids,
-                self.log_probs,
-                self.seeds,
-                self.ages,
-                self.limits,
-                self.positions,
-            ):
-                x[index[1]] = x[index[0]]
-        self.ages[left : left + len(gone)] = self.tokens.shape[1]
+            sources, targets = torch.tensor([movers, holes], device=self.ages.device)
+            tensors = [self.ids, self.log_probs, self.seeds, self.ages, self.limits, self.positions]
+            for tensor in tensors:
+                tensor[targets] = tensor[sources]
+        self.ages[remaining : remaining + len(gone)] = self.tokens.shape[1]
         return movers, holes
 
 
 class SlotDecoder(Decoder):
-    """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
+    """Decode in a fixed number of slots; needs a model with ``can_use_slots``."""
 
-    queue_kind = PromptQueue
     attention: ClassVar[str] = SLOT_SDPA  # what steps attend by
 
     @torch.no_grad()
@@ -598,13 +569,12 @@ class SlotDecoder(Decoder):
         can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.slots = min(self.slots, queue.most_rows(0))
-        tight = self.device.type == "cpu"
         self.cache = SlotCache(
             self.forward.config,
             slots=self.slots,
             prompt_columns=queue.longest,
             max_columns=queue.columns,
-            tight=tight,
+            tight=self.device.type == "cpu",
         )
         self.rows = SlotRows(
             self.slots,
@@ -623,7 +593,7 @@ class SlotDecoder(Decoder):
         numbers: list[int],
         seeds_of: Seeds,
     ) -> None:
-        """Gives requests a slot and their first token."""
+        """Give requests a slot and their first token."""
         seeds = seeds_of(numbers)
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
@@ -646,7 +616,7 @@ class SlotDecoder(Decoder):
         self._see_starts()
 
     def _step(self) -> None:
-        """Decodes one more token for every row."""
+        """Decode one more token for every row."""
         rows = self.rows
         span = self.cache.span
         self._make_room()
@@ -660,14 +630,13 @@ class SlotDecoder(Decoder):
             )
         span.end += 1
         seeds = rows.seeds[active].gather(1, ages.unsqueeze(1)).squeeze(1)
+        history = None
         if self.sampler.needs_history:
             history = rows.history(active, span.end - span.first)
-        else:
-            history = None
         rows.write(active, *self.sampler(logits, seeds, ages, history))
 
     def _make_room(self) -> None:
-        """A free column, if there is none."""
+        """Make a free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
             most = self.queue.most_rows(len(self.rows))
             self._move_columns(min(self.slots, most), self.queue.longest)
@@ -680,7 +649,7 @@ class SlotDecoder(Decoder):
             self._see_starts()
 
     def _step_mask(self) -> Tensor:
-        """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
+        """Return the mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
         span = self.cache.span
         columns = self.cache.columns
         prepared = self.prepares_masks and (
@@ -698,14 +667,14 @@ class SlotDecoder(Decoder):
         )
 
     def _ended(self) -> Tensor:
-        """(b,) bool."""
+        """Return which rows have ended, (b,) bool."""
         rows = torch.arange(len(self.rows), device=self.device)
         ages = self.rows.ages[: len(self.rows)]
         self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
         return self._stopped | (ages == self.rows.limits[: len(self.rows)])
 
     def _leave(self, gone: list[int]) -> tuple[list[int], DecodedBatch]:
-        """Takes finished rows out of the batch."""
+        """Take finished rows out of the batch."""
         rows = self.rows
         numbers = [rows.numbers[row] for row in gone]
         index = torch.tensor(gone, device=self.device)
@@ -724,7 +693,7 @@ class SlotDecoder(Decoder):
         return numbers, ended
 
     def _see_starts(self) -> None:
-        """Updates the columns in use and the mask from the rows' first columns."""
+        """Update the columns in use and the mask from the rows' first columns."""
         span = self.cache.span
         starts = self.rows.starts
         span.first = min(starts, default=span.end)

@@ -24,6 +24,7 @@ from lightppo.rollout.decoding import (
     CachedForward,
     DecodedBatch,
     Decoder,
+    PromptQueue,
     SlotDecoder,
     can_use_slots,
 )
@@ -154,7 +155,7 @@ class HFRolloutEngine:
 
             finished: list[Rollout] = []
             in_order = [requests[number][0].token_ids for number in order]
-            queue = decoder.queue_kind(forward, in_order, most, decoder.device)
+            queue = PromptQueue(forward, in_order, most, decoder.device)
             for numbers, decoded in decoder.run(queue, seeds):
                 samples = [requests[order[i]] for i in numbers]
                 ended = self.to_rollouts(samples, decoded, decoder.stop)

@@ -163,13 +163,13 @@ class TestTurns:
     def test_turns_that_come_one_by_one_go_through_the_model_together(
         self, llama, engine_of, prompts, monkeypatch
     ):
-        passes, through = [], TurnQueue._through_the_model
+        passes, through = [], TurnQueue._prefill
 
         def counted(queue, groups):
             passes[-1] += 1
             return through(queue, groups)
 
-        monkeypatch.setattr(TurnQueue, "_through_the_model", counted)
+        monkeypatch.setattr(TurnQueue, "_prefill", counted)
         played = []
         for steps in (0, 4):
             passes.append(0)

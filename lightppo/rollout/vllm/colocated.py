@@ -42,11 +42,10 @@ from lightppo.rollout.sampling import (
 )
 from lightppo.rollout.vllm.lora_adapters import (
     adapter_obstacle,
-    forget_adapters,
-    hold_adapter,
     lora_arguments,
     model_obstacle,
     pushes_adapters_alone,
+    shelf_of,
 )
 from lightppo.rollout.vllm.offload_optimizer import Room
 from lightppo.rollout.vllm.weights import (
@@ -182,7 +181,7 @@ class VLLMEngine:
 
     @property
     def asks_for_adapters(self) -> bool:
-        """Whether adapters should travel alone, where vLLM can take them."""
+        """Tell whether adapters should travel alone, where vLLM can take them."""
         return self.exporter is not None and self.config.engine.vllm_lora_push != "merged"
 
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -235,11 +234,10 @@ class Requests:
         how = self._how_to_sample() | lengths | {"seed": request_seed(*key)}
         return turn.token_ids, how
 
-    def parameters(self, request: int) -> dict[str, Any]:
-        """Return how to sample a request."""
-        return self._how_to_sample() | {
-            "seed": request_seed(self.sampling.seed, *self._streams[request])
-        }
+    def of_sample(self, number: int) -> tuple[list[int], dict[str, Any]]:
+        """Return the request of a sample: its ids, and how to sample."""
+        seed = request_seed(self.sampling.seed, *self._streams[number])
+        return self.samples[number][0].token_ids, self._how_to_sample() | {"seed": seed}
 
     def _how_to_sample(self) -> dict[str, Any]:
         sampling = self.sampling
@@ -264,16 +262,6 @@ class Requests:
             parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
         return parameters
 
-    def rollout(
-        self,
-        request: int,
-        ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str | None,
-    ) -> Rollout:
-        """Return the answer to a request; the text is decoded and cut here, as for every engine."""
-        return self.rollout_of(*self.samples[request], ids, log_probs, finish_reason)
-
     def rollout_of(
         self,
         prompt: Prompt,
@@ -282,7 +270,7 @@ class Requests:
         log_probs: Sequence[float],
         finish_reason: str | None,
     ) -> Rollout:
-        """Return what was sampled of a prompt."""
+        """Return what was sampled of a prompt; the text is decoded and cut here, as for every engine."""
         ids = list(ids)
         if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
             what = f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
@@ -348,7 +336,7 @@ def vocabulary_limits(
 
 
 def _lacks_the_model(error: Exception) -> bool:
-    """Return whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
+    """Tell whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
     return isinstance(error, NotImplementedError) or is_models_own(error)
 
 
@@ -500,26 +488,21 @@ class VLLMRolloutEngine(VLLMEngine):
         on_finished: OnFinished,
     ) -> list[Rollout]:
         requests = Requests(self, prompts, sampling)
-        own = [
-            (prompt.token_ids, requests.parameters(r))
-            for r, (prompt, _) in enumerate(requests.samples)
-        ]
-        before, everything = self._of_group(own)
-        rollouts: list[Rollout | None] = [None] * len(own)
+        rank_requests = [requests.of_sample(i) for i in range(len(requests.samples))]
+        start, group_requests = self._of_group(rank_requests)
+        rollouts: list[Rollout | None] = [None] * len(rank_requests)
         with in_any_order(), ExitStack() as stack:
             if not self._seeds_each_response:
-                stack.enter_context(self._one_seed(everything))
-            for r, output in self._answers(everything):
-                if 0 <= (i := r - before) < len(own):
-                    rollouts[i] = requests.rollout(
-                        i, output.token_ids, output.logprobs.logprobs, output.finish_reason
-                    )
+                stack.enter_context(self._one_seed(group_requests))
+            for number, answer in self._answers(group_requests):
+                if 0 <= (i := number - start) < len(rollouts):
+                    rollouts[i] = requests.rollout_of(*requests.samples[i], *_completion(answer))
                     on_finished([rollouts[i]])
         return rollouts
 
     @property
     def _seeds_each_response(self) -> bool:
-        """On a GPU each seed costs vLLM kernels of their own per row and token."""
+        """Tell whether each request has a seed of its own: on a GPU each costs vLLM kernels per row and token."""
         requested = self.config.engine.vllm_request_seeds
         return not self.on_gpu if requested is None else requested
 
@@ -600,11 +583,9 @@ class VLLMRolloutEngine(VLLMEngine):
                     for output in engine.step() if running else ():
                         if output.finished:
                             turn = running.pop(output.request_id)
-                            answer = output.outputs[0]
-                            values = (answer.token_ids, answer.logprobs.logprobs)
+                            completion = _completion(output.outputs[0])
                             sample = (turn.prompt, turn.sample_index)
-                            reason = answer.finish_reason
-                            turns.ended(turn, requests.rollout_of(*sample, *values, reason))
+                            turns.ended(turn, requests.rollout_of(*sample, *completion))
         finally:
             if running:
                 engine.abort_request(list(running))
@@ -625,8 +606,9 @@ class VLLMRolloutEngine(VLLMEngine):
 
         self.adapter = f"{self._run}-{self._pushes}"
         tensors = list(self._counted(self._named(adapter_weights(self.actor))))
+        description = self.exporter.description()
         self.llm.collective_rpc(
-            hold_adapter, args=(self.adapter, tensors, self.exporter.description())
+            lambda worker: shelf_of(worker).hold(self.adapter, tensors, description)
         )
         if self._request is not None:
             self._retired.append(self._request)
@@ -641,7 +623,7 @@ class VLLMRolloutEngine(VLLMEngine):
         for request in self._retired:
             self.llm.llm_engine.remove_lora(request.lora_int_id)
         names = [request.lora_name for request in self._retired]
-        self.llm.collective_rpc(forget_adapters, args=(names,))
+        self.llm.collective_rpc(lambda worker: shelf_of(worker).forget(names))
         self._retired = []
 
     def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
@@ -692,6 +674,11 @@ class VLLMRolloutEngine(VLLMEngine):
         if llm is not None:
             with default_group_kept():
                 llm.llm_engine.engine_core.shutdown()
+
+
+def _completion(output: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
+    """Return ids, log probs and finish reason of an output of vLLM."""
+    return output.token_ids, output.logprobs.logprobs, output.finish_reason
 
 
 def described_model(hf_config: Any, tokenizer: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -295,6 +295,7 @@ def shelf_of(worker: Any) -> AdapterShelf:
 
 def adapter_obstacle(worker: Any, names: Iterable[str], rank: int) -> str | None:
     """Return why a worker cannot take adapters with matrices of these names and this rank; None: it can."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.model_executor.layers.fused_moe import MoERunner
     from vllm.platforms import current_platform
 
@@ -313,18 +314,12 @@ def adapter_obstacle(worker: Any, names: Iterable[str], rank: int) -> str | None
     for fused, parts in manager.packed_modules.items():
         if fused in within:
             within |= set(parts)
-    for name in _layers(names, _names_within(loader)):
-        if name not in within:
-            return f"vLLM has no adapters for {name}"
-    return None
-
-
-def _layers(names: Iterable[str], mapper: Any) -> Iterator[str]:
-    """Yield vLLM's names of the layers that matrices are of."""
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
+    mapper = _names_within(loader)
     for name in names:
-        yield parse_fine_tuned_lora_name(_PEFT_PREFIX + name, mapper)[0]
+        layer, _ = parse_fine_tuned_lora_name(_PEFT_PREFIX + name, mapper)
+        if layer not in within:
+            return f"vLLM has no adapters for {layer}"
+    return None
 
 
 def _names_within(loader: Any) -> Any | None:
@@ -333,21 +328,6 @@ def _names_within(loader: Any) -> Any | None:
     if mapper is None:
         return None
     return mapper.get_rename_mapper()
-
-
-# -- in process --------------------------------------------------------------------------------------------------------
-
-
-def hold_adapter(
-    worker: Any, name: str, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]
-) -> None:
-    """Call :meth:`AdapterShelf.hold` of a worker."""
-    shelf_of(worker).hold(name, tensors, config)
-
-
-def forget_adapters(worker: Any, names: Iterable[str]) -> None:
-    """Call :meth:`AdapterShelf.forget` of a worker."""
-    shelf_of(worker).forget(names)
 
 
 # -- for comparisons ---------------------------------------------------------------------------------------------------

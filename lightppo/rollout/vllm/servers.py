@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Answers = queue.SimpleQueue[tuple[int, Any, Future]]  # server, the request's key, its completion
+
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for what needs no computing
 _START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
@@ -126,10 +128,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     @property
     def live(self) -> list[int]:
-        """Servers in use."""
+        """Return the servers in use."""
         return [i for i in range(len(self.servers)) if i not in self.lost]
 
     def lose(self, reasons: Mapping[int, str]) -> None:
+        """Use these servers no more until a push of weights reaches them."""
         for i, reason in sorted(reasons.items()):
             if i not in self.lost:
                 self.lost[i] = reason
@@ -140,6 +143,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 )
 
     def check_any_left(self) -> None:
+        """Raise RolloutError if no server is in use."""
         if not self.live:
             raise RolloutError(
                 f"--vllm_server_url: none of the {len(self.servers)} servers is left: "
@@ -193,57 +197,72 @@ class VLLMServerRolloutEngine(VLLMEngine):
         each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
         return max(1, min(each + (rank < more), self._connections // max(1, len(self.live))))
 
+    def begin_request(
+        self,
+        server: int,
+        key: Any,
+        request: tuple[list[int], dict[str, Any]],
+        answers: Answers,
+    ) -> None:
+        """Ask a server in a thread of its own; ``answers`` gets (server, key, future)."""
+        token_ids, parameters = request
+        vocab_size = vocab_size_of(self.hf_model)
+        answer = thread(self.servers[server].complete)(
+            parameters, token_ids, vocab_size, self.version, self.adapter
+        )
+        answer.add_done_callback(lambda answer: answers.put((server, key, answer)))
+
+    def completion_of(self, server: int, answer: Future) -> tuple[Any, ...] | None:
+        """Return what a server has sampled; None: it is lost, and the request must be sent to another one."""
+        try:
+            return answer.result()
+        except RefusedError as error:
+            raise RolloutError(str(error)) from None
+        except RequestError as error:
+            self.lose({server: str(error)})
+            self.check_any_left()
+            return None
+
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
         """Send the dearest requests first, each to the server with the least under way."""
         self.check_any_left()
-        vocab_size = vocab_size_of(self.hf_model)
         rank = self.strategy.get_rank()
-        parameters = requests.parameters
         costs = [
             len(prompt.token_ids) + requests.sampling.max_new_tokens
             for prompt, _ in requests.samples
         ]
         waiting = sorted(range(len(costs)), key=costs.__getitem__)
         under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
-        ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
+        answers: Answers = queue.SimpleQueue()
         rollouts: list[Rollout | None] = [None] * len(costs)
 
-        def room(server: int) -> bool:
+        def has_room(server: int) -> bool:
             return len(under_way[server]) < self.requests_at_a_time()
 
-        def begin(server: int, request: int) -> None:
-            under_way[server].add(request)
-            prompt_ids = requests.samples[request][0].token_ids
-            answer = thread(self.servers[server].complete)(
-                parameters(request), prompt_ids, vocab_size, self.version, self.adapter
-            )
-            answer.add_done_callback(lambda answer: ended.put((server, request, answer)))
+        def load(server: int) -> tuple[int, int]:
+            cost = sum(costs[request] for request in under_way[server])
+            # ranks prefer different servers among equals
+            return cost, (server - rank) % len(self.servers)
 
         shows = self.strategy.is_rank_0() and sys.stderr.isatty()
         with tqdm(
             total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows
         ) as bar:
             while waiting or any(under_way.values()):
-                while waiting and (free := [i for i in self.live if room(i)]):
-                    # ranks prefer different servers among equals
-                    load = {
-                        i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers))
-                        for i in free
-                    }
-                    begin(min(free, key=load.__getitem__), waiting.pop())
-                server, request, answer = ended.get()
+                while waiting and (free := [i for i in self.live if has_room(i)]):
+                    server = min(free, key=load)
+                    request = waiting.pop()
+                    under_way[server].add(request)
+                    self.begin_request(server, request, requests.of_sample(request), answers)
+                server, request, answer = answers.get()
                 under_way[server].remove(request)
-                try:
-                    completion = answer.result()
-                except RefusedError as error:
-                    raise RolloutError(str(error)) from None
-                except RequestError as error:
-                    self.lose({server: str(error)})
-                    self.check_any_left()
+                completion = self.completion_of(server, answer)
+                if completion is None:
                     waiting.append(request)
                     continue
-                rollouts[request] = requests.rollout(request, *completion)
-                on_finished([rollouts[request]])
+                rollout = requests.rollout_of(*requests.samples[request], *completion)
+                rollouts[request] = rollout
+                on_finished([rollout])
                 bar.update()
         return rollouts
 
@@ -269,14 +288,29 @@ class VLLMServerRolloutEngine(VLLMEngine):
             try:
                 if self.strategy.is_rank_0():
                     targets = [i for i in lacking if i not in lost]
-                    problem = self._send(whole, version, targets, lost)
+                    problem = self._send(
+                        whole,
+                        targets,
+                        lost,
+                        lambda transport, server: server.open_update(transport, version),
+                        lambda server: server.finish_update(version),
+                    )
             finally:
                 for _ in whole:  # collective: what rank 0 did not send is gathered all the same
                     pass
         if self.pushes_adapters:
             adapter = list(self._counted(adapter_weights(self.actor)))  # on every rank
             if self.strategy.is_rank_0() and problem is None:
-                problem = self._send_adapter(adapter, name, lost)
+                # Servers go on with what they compute by the adapter before.
+                description = self.exporter.description()
+                problem = self._send(
+                    adapter,
+                    [i for i in range(len(self.servers)) if i not in lost],
+                    lost,
+                    lambda transport, server: transport.open(server),
+                    lambda server: server.serve_adapter(name, description),
+                    of_adapter=True,
+                )
         result = (problem, lost, version, name) if self.strategy.is_rank_0() else None
         problem, lost, version, name = self.strategy.broadcast_object(result)
         if first and lost:
@@ -340,71 +374,41 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _send(
         self,
-        weights: Iterator[tuple[str, Tensor]],
-        version: str,
+        weights: Iterable[tuple[str, Tensor]],
         targets: Sequence[int],
-        lost: dict[int, str],
+        failures: dict[int, str],
+        open_server: Callable[[WeightFiles | Broadcasts, VLLMServer], None],
+        finish: Callable[[VLLMServer], None],
+        of_adapter: bool = False,
     ) -> str | None:
-        """Return, on rank 0, why nothing could be brought to anybody, or None; ``lost`` gets those that failed, and why."""
+        """Send weights to servers in buckets, on rank 0. Return why nothing could be brought to anybody, or None.
+
+        ``failures`` gets the servers that failed, and why.
+        """
+
+        def on_each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in targets if i not in failures], step)
+
         problem = None
-
-        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
-            return self._begin([i for i in targets if i not in lost], step)
-
+        device = next(self.hf_model.parameters()).device
         try:
-            with self._transport() as way:
-                lost |= self._failures(each(partial(_open, way, version)))
-                self._travel(
-                    way, self._named(weights, [i for i in targets if i not in lost]), each, lost
-                )
-                lost |= self._failures(each(lambda server: server.finish_update(version)))
+            with closing(open_transport(self.config.engine, device)) as transport:
+                failures |= self._failures(on_each(partial(open_server, transport)))
+                under_way: dict[int, Future] = {}
+                opened = [i for i in targets if i not in failures]
+                for bucket in buckets(self._named(weights, opened)):
+                    packed = transport.pack(bucket)  # while the one before travels
+                    failures |= self._failures(under_way)
+                    under_way = on_each(
+                        partial(transport.send, packed=packed, of_adapter=of_adapter)
+                    )
+                failures |= self._failures(under_way)
+                failures |= self._failures(on_each(finish))
         except RolloutError as error:
             problem = str(error)
         paused = [i for i, server in enumerate(self.servers) if server.is_paused]
-        lost |= self._failures(self._begin(paused, VLLMServer.resume)) | lost
+        failures |= self._failures(self._begin(paused, VLLMServer.resume)) | failures
         return problem
-
-    def _send_adapter(
-        self,
-        adapter: Sequence[tuple[str, Tensor]],
-        name: str,
-        lost: dict[int, str],
-    ) -> str | None:
-        """Send an adapter as :meth:`_send` does, to all servers. They go on with what they compute by the adapter before."""
-
-        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
-            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
-
-        described = self.exporter.description()
-        reached = [i for i in range(len(self.servers)) if i not in lost]
-        try:
-            with self._transport() as way:
-                lost |= self._failures(each(way.open))
-                self._travel(way, self._named(iter(adapter), reached), each, lost, of_adapter=True)
-                lost |= self._failures(each(lambda server: server.serve_adapter(name, described)))
-        except RolloutError as error:
-            return str(error)
-        return None
-
-    def _transport(self) -> Any:
-        device = next(self.hf_model.parameters()).device
-        return closing(open_transport(self.config.engine, device))
-
-    def _travel(
-        self,
-        way: WeightFiles | Broadcasts,
-        weights: Iterator[tuple[str, Tensor]],
-        each: Callable[[Callable[[VLLMServer], object]], dict[int, Future]],
-        lost: dict[int, str],
-        **how: bool,
-    ) -> None:
-        """Send weights to each server in buckets."""
-        under_way: dict[int, Future] = {}
-        for bucket in buckets(weights):  # gathered while the one before travels
-            packed = way.pack(bucket)
-            lost |= self._failures(under_way)
-            under_way = each(partial(way.send, packed=packed, **how))
-        lost |= self._failures(under_way)
 
     def _admit(self, first: bool, server: VLLMServer) -> None:
         """Raise RequestError where a server cannot sample for the actor."""
@@ -457,8 +461,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
             )
 
     def _named(
-        self, weights: Iterator[tuple[str, Any]], opened: list[int]
-    ) -> Iterator[tuple[str, Any]]:
+        self, weights: Iterable[tuple[str, Any]], opened: Sequence[int]
+    ) -> Iterable[tuple[str, Any]]:
         """Name weights by what the servers serve: of the language model alone, or of a checkpoint with towers.
 
         A RolloutError where they do not all serve the same: each bucket is packed once.
@@ -541,23 +545,15 @@ class VLLMServerRolloutEngine(VLLMEngine):
             server.close()
 
 
-def _open(way: WeightFiles | Broadcasts, version: str, server: VLLMServer) -> None:
-    """Have a server wait for weights."""
-    server.pause()
-    way.open(server, version=version)
-    server.post("/start_weight_update")
-
-
 class _Conversations:
     """The turns of one call of ``generate_turns``, each asked by a thread of its own."""
 
     def __init__(self, engine: VLLMServerRolloutEngine, requests: Requests) -> None:
         self.engine = engine
         self.requests = requests
-        self.vocab_size = vocab_size_of(engine.hf_model)
         self.server_of: dict[tuple[int, int], int] = {}  # conversation → where it is
         self.under_way: dict[int, int] = dict.fromkeys(engine.live, 0)  # server → turns
-        self.answers: queue.SimpleQueue[tuple[int, Turn, Future]] = queue.SimpleQueue()
+        self.answers: Answers = queue.SimpleQueue()
 
     def run(self, turns: TurnSource) -> None:
         """Run until no more turns come."""
@@ -587,11 +583,7 @@ class _Conversations:
             return False
         self.server_of[key] = server
         self.under_way[server] += 1
-        token_ids, parameters = self.requests.of_turn(turn)
-        complete = self.engine.servers[server].complete
-        weights = (self.engine.version, self.engine.adapter)
-        answer = thread(complete)(parameters, token_ids, self.vocab_size, *weights)
-        answer.add_done_callback(lambda answer: self.answers.put((server, turn, answer)))
+        self.engine.begin_request(server, turn, self.requests.of_turn(turn), self.answers)
         return True
 
     def _bring(self, turns: TurnSource) -> list[Turn]:
@@ -601,13 +593,8 @@ class _Conversations:
         except queue.Empty:
             return []
         self.under_way[server] -= 1
-        try:
-            completion = answer.result()
-        except RefusedError as error:
-            raise RolloutError(str(error)) from None
-        except RequestError as error:
-            self.engine.lose({server: str(error)})
-            self.engine.check_any_left()
+        completion = self.engine.completion_of(server, answer)
+        if completion is None:
             return [turn]
         turns.ended(turn, self.requests.rollout_of(turn.prompt, turn.sample_index, *completion))
         return []
@@ -704,10 +691,12 @@ class VLLMServer:
             raise RequestError(other)
         return completion
 
-    def pause(self) -> None:
-        """Abort what it computes and empty its caches."""
+    def open_update(self, transport: WeightFiles | Broadcasts, version: str) -> None:
+        """Abort what it computes, empty its caches, and have it wait for weights."""
         self.post("/pause?mode=abort")
         self.is_paused = True
+        transport.open(self, version=version)
+        self.post("/start_weight_update")
 
     def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
         """Take one step of a push; its workers say what went wrong, since the route cannot."""
@@ -738,10 +727,12 @@ class VLLMServer:
         self._check(ADAPTERS, [self.post(ADAPTERS, {"name": name})])
 
     def finish_update(self, version: str) -> None:
+        """Have it use the weights that have come."""
         self.push_step("/finish_weight_update")
         self.post("/update_weight_version", {"new_version": version})
 
     def resume(self) -> None:
+        """Have it take requests again."""
         self.post("/resume", timeout=_QUICK_SECONDS)
         self.is_paused = False
 

@@ -88,7 +88,7 @@ def adapter_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if adapters.is_adapter_weight(name)
     ]
-    for group in _together(own, lambda pair: full_shape(pair[1]).numel(), GATHERED_NUMEL):
+    for group in _grouped(own, lambda pair: full_shape(pair[1]).numel(), GATHERED_NUMEL):
         tensors = dict(group)
         whole = _gathered_copies(tensors) if sharded else tensors
         for name, tensor in adapters.alone(whole).items():
@@ -107,16 +107,17 @@ def _weights(
     prepared: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield weights; ``prepared`` makes weights of the checkpoint from those of whole layers; None: they are these."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
-    convert = _checkpoint_names(model)
-    layer_of = _layer_of if adapters is None else adapters.layer_of
+    layer_of = adapters.layer_of if adapters else lambda name: name.rpartition(".")[0]
     # every name of a tied weight
     modules = itertools.groupby(
         model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0])
     )
     parts = [list(tensors) for _, tensors in modules]
-    for group in _together(
+    for group in _grouped(
         parts, lambda part: sum(full_shape(one).numel() for _, one in part), GATHERED_NUMEL
     ):
         tensors = dict(itertools.chain.from_iterable(group))
@@ -124,7 +125,9 @@ def _weights(
             whole = _gathered_copies(tensors)
         else:
             whole = {name: tensor.detach() for name, tensor in tensors.items()}
-        yield from convert(whole if prepared is None else prepared(whole)).items()
+        prepared_weights = whole if prepared is None else prepared(whole)
+        # names and shapes of checkpoints, which differ where transformers fuses experts, for example
+        yield from revert_weight_conversion(model, prepared_weights).items()
 
 
 def whole_names(actor: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -134,12 +137,7 @@ def whole_names(actor: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[t
         yield whole.name_of(name), tensor
 
 
-def _layer_of(name: str) -> str:
-    """Return the module of a parameter."""
-    return name.rpartition(".")[0]
-
-
-def _together(
+def _grouped(
     parts: Iterable[T],
     size: Callable[[T], int],
     limit: int,
@@ -168,17 +166,10 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies[id(tensor)] for name, tensor in group.items()}
 
 
-def _checkpoint_names(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Map names and shapes in memory to those of checkpoints (transformers fuses experts, for example)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return partial(revert_weight_conversion, model)
-
-
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
     """Return weights in their order, ``BUCKET_BYTES`` together."""
     detached = ((name, tensor.detach()) for name, tensor in weights)
-    return _together(detached, lambda pair: pair[1].nbytes, BUCKET_BYTES)
+    return _grouped(detached, lambda pair: pair[1].nbytes, BUCKET_BYTES)
 
 
 _SHAPES = (

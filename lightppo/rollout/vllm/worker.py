@@ -416,12 +416,10 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
             own.pop("weight", None)
         for key, weight in own.items():
             weight = weight.detach().float()
-            if weight.dim() < 3:
-                matrix = weight.dim() == 2
-                if matrix:
-                    prints[f"{name}.{key}"] = weight @ probe_vector(weight.shape[-1], device)
-                else:
-                    prints[f"{name}.{key}"] = weight
+            if weight.dim() == 2:
+                weight = weight @ probe_vector(weight.shape[-1], device)
+            if weight.dim() < 2:
+                prints[f"{name}.{key}"] = weight
     packed = dict(getattr(model, "packed_modules_mapping", None) or {})
     for name, value in added_outputs(worker, model, probe_vector).items():
         if f"{name}.weight" in prints:
