@@ -93,8 +93,8 @@ class FunctionReward:
     def __post_init__(self) -> None:
         check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
         if self.reward_manager not in get_args(RewardManager):
-            known = ", ".join(get_args(RewardManager))
-            raise ValueError(f"--reward_manager: {self.reward_manager!r} is none of {known}")
+            names = ", ".join(get_args(RewardManager))
+            raise ValueError(f"--reward_manager: {self.reward_manager!r} is none of {names}")
         if self.reward_workers is not None and self.reward_workers < 1:
             raise ValueError(f"--reward_workers must be ≥ 1, got {self.reward_workers}")
         self.name = self.name or getattr(self.fn, "__name__", type(self.fn).__name__)
@@ -121,13 +121,13 @@ class FunctionReward:
         """Score the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""
         if not rollouts:
             return RewardOutput([])
-        parts = [rollouts]
+        samples_of_calls = [rollouts]
         if self._style.per_sample:
-            parts = [[rollout] for rollout in rollouts]
+            samples_of_calls = [[rollout] for rollout in rollouts]
 
         def read(i: int, value: Any) -> Reading:
             try:
-                return self._style.read(value, parts[i], self._label)
+                return self._style.read(value, samples_of_calls[i], self._label)
             except Exception as error:  # code of the values themselves: __len__, tolist, items, …
                 return None, f"its answer cannot be read: {error_text(error)}"
 
@@ -141,8 +141,9 @@ class FunctionReward:
                 kind = NonFiniteRewardError
             raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
         answers: list[Answer] = [
-            state.value or Answer(RewardOutput([None] * len(part)), [True] * len(part))
-            for state, part in zip(settled, parts)
+            state.value
+            or Answer(RewardOutput([None] * len(samples_of_call)), [True] * len(samples_of_call))
+            for state, samples_of_call in zip(settled, samples_of_calls)
         ]
         output = join_outputs([answer.output for answer in answers])
         if self.reward_manager == "dapo" and not output.metrics:
@@ -163,13 +164,13 @@ class FunctionReward:
             output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
         return output
 
-    def _error_text(self, state: Outcome, rollouts: list[Rollout], call: int) -> str:
+    def _error_text(self, state: Outcome, rollouts: list[Rollout], position: int) -> str:
         problem = state.error or ""
         if problem.startswith(self._label):
             return problem
         samples = f"a batch of {len(rollouts)}"
         if self._style.per_sample:
-            samples = describe_sample(rollouts, call)
+            samples = describe_sample(rollouts, position)
         if self._bound.label_parameter and all(
             rollout.prompt.label is None for rollout in rollouts
         ):
@@ -229,26 +230,26 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
     """
     path, name = split_python_spec(spec, default_names[0], option=option)
     try:
-        tree = ast.parse(source := path.read_bytes(), str(path))
+        module = ast.parse(source := path.read_bytes(), str(path))
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise fails_when_run(path, error, option) from error
-    bound = {
+    bound_names = {
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
     }
     if name == default_names[0]:
-        name = next((default for default in default_names if default in bound), name)
-    nodes = list(ast.walk(tree))
+        name = next((default for default in default_names if default in bound_names), name)
+    nodes = list(ast.walk(module))
     matches = [node for node in nodes if name in (getattr(node, "name", None), _assigned(node))]
-    if name not in bound:
+    if name not in bound_names:
         defined_names = [
             node.name
-            for node in tree.body
+            for node in module.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
         ]
-        used = {symbol.get_name() for symbol in symbols}
-        used |= {node.name for node in nodes if isinstance(node, ast.alias)}
-        if not used & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
+        used_names = {symbol.get_name() for symbol in symbols}
+        used_names |= {node.name for node in nodes if isinstance(node, ast.alias)}
+        if not used_names & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
             raise no_such_name(path, name, defined_names, option)
     if (
         len(matches) != 1
@@ -285,35 +286,35 @@ def check_reward_files(
     """
     reward = config.reward
     sources = reward_sources(config)
-    option = flag
-    spec = reward.reward_fn if "function" in sources else None
-    if not spec and is_file_alone(reward.remote_rm_url):
-        option = "--remote_rm_url"
-        spec = reward.remote_rm_url[0]
-    if isinstance(reward.reward_fn, str) and not spec and "model" in sources:
+    flag_of_file = flag
+    python_spec = reward.reward_fn if "function" in sources else None
+    if not python_spec and is_file_alone(reward.remote_rm_url):
+        flag_of_file = "--remote_rm_url"
+        python_spec = reward.remote_rm_url[0]
+    if isinstance(reward.reward_fn, str) and not python_spec and "model" in sources:
         declared_function(reward.reward_fn, COMBINE_NAME, option=flag)
     options = RewardRequest(config, None).options_of(FunctionReward)
     gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
-    if is_object(spec):
-        source = function_source(spec, option, options)
-        if source is spec or not gets_all:
+    if is_object(python_spec):
+        built_source = function_source(python_spec, flag_of_file, options)
+        if built_source is python_spec or not gets_all:
             return None, None
-        return BoundFunction(spec, source.name, config.verifier.reward_fn_style), None
-    if spec is None:
+        return BoundFunction(python_spec, built_source.name, config.verifier.reward_fn_style), None
+    if python_spec is None:
         return None, None
-    declared = declared_function(spec, *FUNCTION_NAMES, option=option)
-    if declared is None:
+    declaration = declared_function(python_spec, *FUNCTION_NAMES, option=flag_of_file)
+    if declaration is None:
         return None, None
-    name = Path(spec).name
+    name = Path(python_spec).name
     try:
-        FunctionReward(declared.function, name, spec=spec, **options)
+        FunctionReward(declaration.function, name, spec=python_spec, **options)
     except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    bound = BoundFunction(declared.function, name, config.verifier.reward_fn_style)
-    label_parameter = bound.label_parameter
-    if label_parameter not in declared.names:
+        raise ValueError(f"{flag_of_file}: {error}") from None
+    bound_function = BoundFunction(declaration.function, name, config.verifier.reward_fn_style)
+    label_parameter = bound_function.label_parameter
+    if label_parameter not in declaration.names:
         label_parameter = None
-    return bound if gets_all else None, label_parameter
+    return bound_function if gets_all else None, label_parameter
 
 
 # -- how the calls of a function run: in threads, an event loop or processes, and again where they failed -------------
@@ -390,7 +391,7 @@ def check_failure_options(
 
 
 def settle(
-    run: Callable[[Sequence[UserCall]], list[Outcome]],
+    run_calls: Callable[[Sequence[UserCall]], list[Outcome]],
     calls: Sequence[UserCall],
     read: Callable[[int, Any], tuple[Any, str | None]],
     retries: int,
@@ -404,7 +405,7 @@ def settle(
     for _ in range(retries + 1):
         if not pending:
             break
-        for i, outcome in zip(pending, run([calls[i] for i in pending])):
+        for i, outcome in zip(pending, run_calls([calls[i] for i in pending])):
             state = settled[i]
             state.error = outcome.error
             state.cause = outcome.cause
@@ -422,20 +423,22 @@ def settle(
 _timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)
 
 
-def _watch(name: str) -> None:
+def _watch(function_name: str) -> None:
     """Have a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
-    original = getattr(signal, name)
+    original = getattr(signal, function_name)
 
     @functools.wraps(original)
     def watched(*arguments: Any) -> Any:
         timers = _timers_set.get()
-        sets_timer = timers is not None and (name != "signal" or arguments[0] == signal.SIGALRM)
+        sets_timer = timers is not None and (
+            function_name != "signal" or arguments[0] == signal.SIGALRM
+        )
         if sets_timer and threading.current_thread() is not threading.main_thread():
-            timers.append(name)
+            timers.append(function_name)
             raise ValueError("signal only works in main thread of the main interpreter")
         return original(*arguments)
 
-    setattr(signal, name, watched)
+    setattr(signal, function_name, watched)
 
 
 # Here, as a file of the user that is loaded later may have ``from signal import alarm``. Outside of calls in threads
@@ -448,11 +451,11 @@ for _name in ("signal", "alarm", "setitimer"):
 def _without_timers() -> Iterator[None]:
     """Raise :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
     timers: list[str] = []
-    token = _timers_set.set(timers)
+    context_token = _timers_set.set(timers)
     try:
         yield
     finally:
-        _timers_set.reset(token)
+        _timers_set.reset(context_token)
     if timers:
         raise RewardError(
             "the reward function, or a library that it calls (math_verify does so), sets a time limit with "
@@ -477,26 +480,26 @@ class ThreadRunner:
         if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
             return [self._call(call) for call in calls]
         outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(calls)))
-        running: dict[Future[Outcome], tuple[int, float]] = {}  # → position, start
+        waiting_calls = deque(range(len(calls)))
+        running_calls: dict[Future[Outcome], tuple[int, float]] = {}  # → position, start
         while len(outcomes) < len(calls):
-            while waiting and len(running) < self.workers:
-                i = waiting.popleft()
-                running[in_daemon_thread(self._call, calls[i])] = (i, time.monotonic())
-            patience = None
+            while waiting_calls and len(running_calls) < self.workers:
+                i = waiting_calls.popleft()
+                running_calls[in_daemon_thread(self._call, calls[i])] = (i, time.monotonic())
+            seconds_left = None
             if self.timeout is not None:
-                patience = max(
-                    next(iter(running.values()))[1] + self.timeout - time.monotonic(), 0.0
+                seconds_left = max(
+                    next(iter(running_calls.values()))[1] + self.timeout - time.monotonic(), 0.0
                 )
-            wait(running, patience, FIRST_COMPLETED)
-            for future, (i, start) in list(running.items()):
+            wait(running_calls, seconds_left, FIRST_COMPLETED)
+            for future, (i, start) in list(running_calls.items()):
                 if future.done():
                     outcomes[i] = future.result()
                 elif self.timeout is not None and time.monotonic() >= start + self.timeout:
                     outcomes[i] = late(self.timeout)
                     self._give_up(future)
                 if i in outcomes:
-                    del running[future]
+                    del running_calls[future]
         return [outcomes[i] for i in range(len(calls))]
 
     def _call(self, call: UserCall) -> Outcome:
@@ -559,8 +562,8 @@ class LoopRunner:
             async with slots:
                 task = asyncio.ensure_future(self._call(call))
                 # Not wait_for, which waits until a cancelled coroutine has ended; a coroutine may refuse to.
-                done, _ = await asyncio.wait({task}, timeout=self.timeout)
-                if done or self.timeout is None:
+                ended_tasks, _ = await asyncio.wait({task}, timeout=self.timeout)
+                if ended_tasks or self.timeout is None:
                     return task.result()
                 task.cancel()
                 return late(self.timeout)

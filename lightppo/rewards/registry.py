@@ -37,18 +37,18 @@ Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources
 
 def source_of(request: RewardRequest) -> RewardSource:
     """Return the source that the options of a run name: one, or a weighted sum of several."""
-    plan = reward_plan(request.config)
-    if plan is None:
+    route_plan = reward_plan(request.config)
+    if route_plan is None:
         names = given_sources(request.config) or ["function"]
         return source_named(names[-1], request)
-    sources = {name: source_named(name, request) for name in names_in(plan)}
+    sources = {name: source_named(name, request) for name in names_in(route_plan)}
     routes = {
         route: [(sources[name], weight) for name, weight in weights.items()]
-        for route, weights in plan.items()
+        for route, weights in route_plan.items()
     }
     if list(routes) != [ANY_ROUTE]:
         return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
-    if list(plan[ANY_ROUTE].values()) == [1.0]:
+    if list(route_plan[ANY_ROUTE].values()) == [1.0]:
         return routes[ANY_ROUTE][0][0]
     return CombinedReward(dict(routes[ANY_ROUTE]))
 
@@ -89,8 +89,8 @@ def build_reward_source(
             :class:`~lightppo.rewards.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
             :class:`~lightppo.rewards.reward_model.RewardModelSource`.
     """
-    urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
-    if urls and (reward_models or reward_fn is not None):
+    server_urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+    if server_urls and (reward_models or reward_fn is not None):
         second_flag = "--reward_pretrain" if reward_models else "--reward_fn"
         raise ValueError(
             f"--remote_rm_url and {second_flag} are both set; rewards come from one of them"
@@ -99,12 +99,12 @@ def build_reward_source(
         from lightppo.rewards.reward_model import source_of_models  # loads torch
 
         return source_of_models(reward_models, reward_fn, model_options or {})
-    if is_file_alone(urls):
-        return function_source(urls[0], "--remote_rm_url", function_options)
-    if urls:
+    if is_file_alone(server_urls):
+        return function_source(server_urls[0], "--remote_rm_url", function_options)
+    if server_urls:
         from lightppo.rewards.remote import RemoteReward  # loads requests
 
-        return RemoteReward(urls, **(remote_options or {}))
+        return RemoteReward(server_urls, **(remote_options or {}))
     if reward_fn is None:
         raise ValueError(
             "no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain"
@@ -117,13 +117,17 @@ def build_reward_source(
 
 def check_routes(building: Any) -> None:
     """Raise ConfigError where ``--reward_routes_by`` is no column of the prompts."""
-    flat = building.config.flat()
+    options = building.config.flat()
     data = {"--prompt_data": building.rows.get("prompt_data"), "--eval_data": building.held_out}
-    for flag, prompts in data.items() if flat.get("reward_routes") else ():
+    for flag, prompts in data.items() if options.get("reward_routes") else ():
         columns = [] if prompts is None else prompts.dataset.column_names
-        if columns and (by := flat["reward_routes_by"]) not in ("label", "data_source", *columns):
+        if columns and (column := options["reward_routes_by"]) not in (
+            "label",
+            "data_source",
+            *columns,
+        ):
             raise ConfigError(
-                f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {columns}"
+                f"--reward_routes_by {column!r} is not a column of {flag}; its columns: {columns}"
             )
 
 
@@ -180,14 +184,14 @@ class RoutedReward:
         metrics: dict[str, list[float | None]] = {}
         texts: dict[str, list[str | None]] = {}
         # Raised at the end, because other ranks may wait in the next source.
-        non_finite: NonFiniteRewardError | None = None
+        non_finite_error: NonFiniteRewardError | None = None
         for source, weights in self._plan:
-            places = [i for i, route in enumerate(routes) if route in weights]
-            share = [rollouts[i] for i in places]
+            positions = [i for i, route in enumerate(routes) if route in weights]
+            route_rollouts = [rollouts[i] for i in positions]
             try:
-                output = check_output(source.score(share), share, source.name)
+                output = check_output(source.score(route_rollouts), route_rollouts, source.name)
             except NonFiniteRewardError as error:
-                non_finite = error
+                non_finite_error = error
                 continue
             source_metrics = {f"/{name}": values for name, values in output.metrics.items()}
             source_texts = {f"/{name}": values for name, values in output.texts.items()}
@@ -196,11 +200,11 @@ class RoutedReward:
                 (texts, source_texts),
             ):
                 for suffix, values in columns.items():
-                    value_of_sample = dict(zip(places, values))
+                    value_of_sample = dict(zip(positions, values))
                     column = [value_of_sample.get(i) for i in range(samples)]
                     target[f"{source.name}{suffix}"] = column
             for i, score, token_scores in zip(
-                places, output.scores, output.token_scores or [None] * len(places)
+                positions, output.scores, output.token_scores or [None] * len(positions)
             ):
                 weight = weights[routes[i]]
                 if score is None or totals[i] is None:
@@ -213,8 +217,8 @@ class RoutedReward:
                         total + weight * token_score
                         for total, token_score in zip(sums, token_scores)
                     ]
-        if non_finite is not None:
-            raise non_finite
+        if non_finite_error is not None:
+            raise non_finite_error
         for count in ("failures", "timeouts"):
             parts = [
                 metrics[key]
@@ -241,15 +245,15 @@ class RoutedReward:
             value = getattr(prompt, self.by)
         else:
             value = prompt.extra.get(self.by)
-        key = value
+        route = value
         if not isinstance(value, str):
-            key = repr(value)
-        if key in self._routes:
-            return key
+            route = repr(value)
+        if route in self._routes:
+            return route
         if ANY_ROUTE in self._routes:
             return ANY_ROUTE
         raise RewardError(
-            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
+            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(route)!r} of "
             f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
             f"{ANY_ROUTE!r} for all others"
         )

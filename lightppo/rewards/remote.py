@@ -96,11 +96,13 @@ class RemoteReward:
             size * ranks.world_size * i // servers - size * ranks.get_rank()
             for i in range(servers + 1)
         ]
-        parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
+        rollout_parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
         # Calls take turns, so that a few finished samples at a time reach all servers, too.
-        turn = next(self._calls)
+        call_number = next(self._calls)
         shares = [
-            (self._servers[(i + turn) % servers], part) for i, part in enumerate(parts) if part
+            (self._servers[(i + call_number) % servers], rollouts_of_server)
+            for i, rollouts_of_server in enumerate(rollout_parts)
+            if rollouts_of_server
         ]
         if not shares:
             return RewardOutput([])
@@ -146,7 +148,7 @@ class RemoteReward:
             output = RewardOutput([None] * samples)
         if self.retries or self.on_reward_failure == "unscored":
             timeouts = sum(failure.timed_out for failure in failures)
-            for name, count in (("failures", len(failures)), ("timeouts", timeouts)):
+            for name, number in (("failures", len(failures)), ("timeouts", timeouts)):
                 server_counts = output.metrics.get(name, [None] * samples)
-                output.metrics[name] = [float(count) + (value or 0.0) for value in server_counts]
+                output.metrics[name] = [float(number) + (value or 0.0) for value in server_counts]
         return output

@@ -71,20 +71,24 @@ class RewardModelSource:
     name: str = "reward_model"
 
     def __post_init__(self) -> None:
-        count = len(self.models)
-        longest = self.reward_max_length
-        size = self.micro_batch_size
-        if count == 0 or (count > 1 and self.reward_fn is None):
+        model_count = len(self.models)
+        max_length = self.reward_max_length
+        micro_batch_size = self.micro_batch_size
+        if model_count == 0 or (model_count > 1 and self.reward_fn is None):
             raise ValueError(
-                f"{count} reward models: give one, or several with --reward_fn to combine them"
+                f"{model_count} reward models: give one, or several with --reward_fn to combine them"
             )
-        if longest is not None and longest < 2:
-            raise ValueError(f"--reward_max_length must be at least 2, got {longest}")
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"--reward_max_length must be at least 2, got {max_length}")
         if self.reward_truncation not in get_args(Truncation):
             raise ValueError(
                 f"--reward_truncation must be error or left, got {self.reward_truncation!r}"
             )
-        self._micro_batch = MicroBatchSpec(size) if isinstance(size, int) else size
+        self._micro_batch = (
+            MicroBatchSpec(micro_batch_size)
+            if isinstance(micro_batch_size, int)
+            else micro_batch_size
+        )
         if self._micro_batch.size < 1:
             raise ValueError(f"micro_batch_size must be at least 1, got {self._micro_batch.size}")
         if self.inputs is None:
@@ -93,59 +97,62 @@ class RewardModelSource:
             self.inputs = [
                 SameIds(self.pad_token_id, form=form) for form in map(form_of, self.models)
             ]
-        if len(self.inputs) not in (1, count):
+        if len(self.inputs) not in (1, model_count):
             raise ValueError(
-                f"{len(self.inputs)} inputs for {count} reward models: give one for all, or one for each"
+                f"{len(self.inputs)} inputs for {model_count} reward models: give one for all, or one for each"
             )
-        self.inputs = list(self.inputs) * (count if len(self.inputs) == 1 else 1)
+        self.inputs = list(self.inputs) * (model_count if len(self.inputs) == 1 else 1)
         self.ranks = self.ranks or Alone(self.device)
 
     @torch.no_grad()
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples. Collective: a rank without samples takes part too."""
-        count = len(rollouts)
+        sample_count = len(rollouts)
         # models may share their inputs
-        rows = {id(reads): self._rows(reads, rollouts) for reads in self.inputs}
+        rows_of_inputs = {
+            id(model_inputs): self._rows(model_inputs, rollouts) for model_inputs in self.inputs
+        }
         scores = [
             score_rows(
                 model,
-                rows[id(reads)][0],
-                pad_token_id=reads.pad_token_id,
+                rows_of_inputs[id(model_inputs)][0],
+                pad_token_id=model_inputs.pad_token_id,
                 micro_batch=self._micro_batch,
                 ranks=self.ranks,
                 device=self.device,
                 model_name=f"{self.name}: model {i}",
             )  # (n,)
-            for i, (model, reads) in enumerate(zip(self.models, self.inputs))
+            for i, (model, model_inputs) in enumerate(zip(self.models, self.inputs))
         ]
         metrics: dict[str, list[float | None]] = {}
         if self.reward_max_length is not None:
             metrics["input_truncated"] = [
-                float(any(cut)) for cut in zip(*(cut for _, cut in rows.values()))
+                float(any(was_cut))
+                for was_cut in zip(*(was_cut for _, was_cut in rows_of_inputs.values()))
             ]
-        if self.reward_fn is None or count == 0:
+        if self.reward_fn is None or sample_count == 0:
             return RewardOutput(scores[0].tolist(), metrics)
         metrics |= {f"{self.name}_{i}": values.tolist() for i, values in enumerate(scores)}
-        combined = checked_scores(self.reward_fn(scores), count, f"{self.name}: --reward_fn")
+        combined = checked_scores(self.reward_fn(scores), sample_count, f"{self.name}: --reward_fn")
         return RewardOutput(combined.float().tolist(), metrics)
 
-    def _rows(self, reads: RewardInputs, rollouts: list[Rollout]) -> tuple[Rows, list[bool]]:
+    def _rows(self, model_inputs: RewardInputs, rollouts: list[Rollout]) -> tuple[Rows, list[bool]]:
         """Return a model's rows, cut where they are too long, and which were cut; begin-of-text and the scored end stay."""
-        rows = list(reads.encode(rollouts)) if rollouts else []
-        longest = self.reward_max_length
-        cut = [longest is not None and len(row) > longest for row in rows]
+        rows = list(model_inputs.encode(rollouts)) if rollouts else []
+        max_length = self.reward_max_length
+        is_cut = [max_length is not None and len(row) > max_length for row in rows]
         for i, row in enumerate(rows):
             if not row:
                 raise RewardError(f"{self.name}: {describe_sample(rollouts, i)} has no token")
-            if cut[i] and self.reward_truncation == "error":
+            if is_cut[i] and self.reward_truncation == "error":
                 raise RewardError(
                     f"{self.name}: {describe_sample(rollouts, i)} has {len(row)} tokens for the reward model, more "
-                    f"than --reward_max_length {longest}: raise it, or set --reward_truncation left"
+                    f"than --reward_max_length {max_length}: raise it, or set --reward_truncation left"
                 )
-            if cut[i]:
-                start = row[:1] if row[0] == reads.bos_token_id else []
-                rows[i] = start + row[len(row) - longest + len(start) :]
-        return rows, cut
+            if is_cut[i]:
+                kept_start = row[:1] if row[0] == model_inputs.bos_token_id else []
+                rows[i] = kept_start + row[len(row) - max_length + len(kept_start) :]
+        return rows, is_cut
 
 
 def source_of_models(
@@ -216,18 +223,20 @@ def score_rows(
     """
     if isinstance(model, nn.Module):
         model.eval()
-    parts = micro_batches([(len(row), 0) for row in rows], micro_batch)
+    row_batches = micro_batches([(len(row), 0) for row in rows], micro_batch)
     scores = torch.empty(len(rows))
-    for places in level(parts, ranks, list):
+    for row_indices in level(row_batches, ranks, list):
         # a rank without rows scores padding
-        batch = [torch.tensor(rows[i]) for i in places] or [torch.tensor([pad_token_id])]
-        sequences = pad_sequence(batch, batch_first=True, padding_value=pad_token_id)  # (B, S)
-        attention_mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
+        batch_rows = [torch.tensor(rows[i]) for i in row_indices] or [torch.tensor([pad_token_id])]
+        sequences = pad_sequence(batch_rows, batch_first=True, padding_value=pad_token_id)  # (B, S)
+        attention_mask = pad_sequence(
+            [torch.ones_like(row) for row in batch_rows], batch_first=True
+        )
         batch_scores = model(to_device(sequences, device), to_device(attention_mask, device))
-        batch_scores = checked_scores(batch_scores, len(batch), model_name).float().cpu()
+        batch_scores = checked_scores(batch_scores, len(batch_rows), model_name).float().cpu()
         heartbeat.beat()
-        if places:
-            scores[places] = batch_scores
+        if row_indices:
+            scores[row_indices] = batch_scores
     return scores
 
 
@@ -296,22 +305,25 @@ class Retokenized:
 
     def encode(self, rollouts: list[Rollout]) -> Rows:
         is_chat = self._form is not None and self._form.is_chat
-        end = self._turn_end() if is_chat else ""
-        texts = []
+        turn_end = self._turn_end() if is_chat else ""
+        rendered_texts = []
         for rollout in rollouts:
-            text = rollout.prompt.text + rollout.response_text
-            if not rollout.truncated and not text.endswith(end):
-                text += end
-            texts.append(Rendered(text, is_chat=is_chat, messages=None))
-        return with_ends(rollouts, self._template.encode_rendered(texts), self._end)
+            sample_text = rollout.prompt.text + rollout.response_text
+            if not rollout.truncated and not sample_text.endswith(turn_end):
+                sample_text += turn_end
+            rendered_texts.append(Rendered(sample_text, is_chat=is_chat, messages=None))
+        return with_ends(rollouts, self._template.encode_rendered(rendered_texts), self._end)
 
     def _turn_end(self) -> str:
         """Return what the chat template writes behind an answer; texts of finished answers have nothing of it."""
         if not self._has_chats:
             return ""
-        answer = "qzprobe"
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        return closed(self._template.chat_text(chat)).rpartition(answer)[2]
+        probe_answer = "qzprobe"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": probe_answer},
+        ]
+        return closed(self._template.chat_text(messages)).rpartition(probe_answer)[2]
 
 
 class Retemplated(Retokenized):
@@ -352,21 +364,21 @@ class Retemplated(Retokenized):
                 for name, value in template_options(rollout.prompt.extra).items()
                 if self._template.reads(name)
             }
-            start = None
+            rendered_prompt = None
             if rollout.truncated or self._form is not None:
-                start = self._template.render(messages, options)
+                rendered_prompt = self._template.render(messages, options)
             if rollout.truncated:  # an unfinished answer must stay open
-                text = start.text + rollout.response_text
+                answered_text = rendered_prompt.text + rollout.response_text
             else:
                 answered = _answered(messages, rollout.response_text)
-                text = self._template.chat_text(answered, options)
+                answered_text = self._template.chat_text(answered, options)
                 if self._form is not None:
-                    text = closed(text)
+                    answered_text = closed(answered_text)
         except (BadRowError, DataError) as error:
             raise RewardError(
                 f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}"
             ) from error
-        return start, Rendered(text, is_chat=True, messages=messages)
+        return rendered_prompt, Rendered(answered_text, is_chat=True, messages=messages)
 
 
 def check_same_ids(
@@ -417,14 +429,14 @@ def reward_inputs(
     )
     if paths := config.reward.reward_input_tokenizer:
         paths = list(paths) * (len(forms) if len(paths) == 1 else 1)
-        reads = cache(lambda path, form: Retemplated(load_tokenizer(files.bring(path)), form))
-        return [reads(path, form) for path, form in zip(paths, forms, strict=True)]
+        inputs_of = cache(lambda path, form: Retemplated(load_tokenizer(files.bring(path)), form))
+        return [inputs_of(path, form) for path, form in zip(paths, forms, strict=True)]
     for path in model.reward_pretrain:
         folder = files.bring(path)
         if Path(folder, "tokenizer_config.json").is_file():
             check_same_ids(tokenizer, load_tokenizer(folder), path)
-    reads = cache(lambda form: SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id, form))
-    return [reads(form) for form in forms]
+    inputs_of = cache(lambda form: SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id, form))
+    return [inputs_of(form) for form in forms]
 
 
 def check_reward_tokenizers(building: Any) -> None:

@@ -71,10 +71,10 @@ class RewardRequest:
     # returns make(), a source around it, or one in its place, which is then never made.
     around: Callable[..., RewardSource] | None = None
 
-    def options_of(self, kind: Callable[..., Any]) -> dict[str, Any]:
-        """Return the run's options that ``kind`` takes as arguments, by their names; without those that are None."""
+    def options_of(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the run's options that ``function`` takes as arguments, by their names; without those that are None."""
         options = self.config.flat()
-        values = {name: options.get(name) for name in inspect.signature(kind).parameters}
+        values = {name: options.get(name) for name in inspect.signature(function).parameters}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -116,14 +116,14 @@ def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
     return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {prompt!r})"
 
 
-def shown(value: Any, chars: int = 300) -> str:
+def shown(value: Any, max_chars: int = 300) -> str:
     """Return the start of a value's text, for error texts."""
     try:
-        text = value if isinstance(value, str) else repr(value)
+        value_text = value if isinstance(value, str) else repr(value)
     except Exception as error:  # the value's own code
-        text = f"a {type(value).__name__} (no text: {error_text(error)})"
-    text = plain(text)
-    return text if len(text) <= chars else text[:chars] + "…"
+        value_text = f"a {type(value).__name__} (no text: {error_text(error)})"
+    value_text = plain(value_text)
+    return value_text if len(value_text) <= max_chars else value_text[:max_chars] + "…"
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -181,8 +181,10 @@ def _checked_output(
     scores = _numbers(output.scores, rollouts, source_name, "score")
     if (token_scores := output.token_scores) is not None:
         token_scores = _token_numbers(token_scores, rollouts, source_name)
-    for name, texts in output.texts.items():
-        if len(texts) != len(rollouts) or not all(isinstance(text, str | None) for text in texts):
+    for name, text_values in output.texts.items():
+        if len(text_values) != len(rollouts) or not all(
+            isinstance(text, str | None) for text in text_values
+        ):
             raise RewardError(
                 f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
             )
@@ -273,9 +275,9 @@ def _numbers(
     if len(values) != len(rollouts):
         raise RewardError(f"{source_name}: {len(values)} {label}s for {len(rollouts)} samples")
     numbers = [finite(value) for value in values]
-    bad = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
-    if bad:
-        worst = min(bad, key=lambda i: is_non_finite(values[i]))
+    invalid = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
+    if invalid:
+        worst = min(invalid, key=lambda i: is_non_finite(values[i]))
         raise _number_error(
             values[worst],
             f"{source_name}: the {label} of {describe_sample(rollouts, worst)}",
@@ -300,11 +302,11 @@ def _token_numbers(
         raise RewardError(
             f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples"
         )
-    checked: list[list[float] | None] = [None] * len(rows)
+    checked_rows: list[list[float] | None] = [None] * len(rows)
     for i, row in enumerate(rows):
         if row is None:
             continue
-        checked[i] = numbers = [
+        checked_rows[i] = numbers = [
             finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
         ]
         sample = describe_sample(rollouts, i)
@@ -320,7 +322,7 @@ def _token_numbers(
                 f"{source_name}: token score {token} of {sample}",
                 "; it must be a finite number",
             )
-    return checked
+    return checked_rows
 
 
 # -- scores of finished samples while the engine still generates the others (--async_rewards) ------------------------
@@ -378,11 +380,11 @@ class AsyncScorer:
         """
         parts = self._parts
         self._parts = []
-        late = wait([future for _, future in parts], self.timeout).not_done
+        unfinished = wait([future for _, future in parts], self.timeout).not_done
         samples = [rollout for rollouts, _ in parts for rollout in rollouts]
-        if late:
+        if unfinished:
             self.close()
-            unscored = sum(len(rollouts) for rollouts, future in parts if future in late)
+            unscored = sum(len(rollouts) for rollouts, future in parts if future in unfinished)
             raise RewardError(
                 f"{self.source.name}: {unscored} of {len(samples)} samples were not scored {self.timeout:g} s after the "
                 "end of generation"
@@ -402,8 +404,8 @@ class AsyncScorer:
             self._waiting.put(None)
 
     def _work(self) -> None:
-        while (part := self._waiting.get()) is not None:
-            rollouts, future = part
+        while (waiting_part := self._waiting.get()) is not None:
+            rollouts, future = waiting_part
             try:
                 if self._ended:
                     raise RewardError(f"{self.source.name}: scoring was ended before these samples")

@@ -67,8 +67,8 @@ def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
     metrics = {
         str(name): [finite(item) for item in values] for name, values in output.metrics.items()
     }
-    bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-    return Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
+    is_bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
+    return Answer(RewardOutput(scores, metrics, texts=output.texts), is_bad), problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def recognise(fn: RewardFunction, name: str) -> str:
     parameters = _signature(fn, name).parameters.values()
     styles: dict[str, Style] = {key: entry.fn for key, entry in REWARD_STYLES.items()}
     renamed = {word for style in styles.values() for word in style.renames(parameters).values()}
-    names = ({p.name for p in parameters} | renamed) - _filled(fn)
-    open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+    names = ({parameter.name for parameter in parameters} | renamed) - _filled(fn)
+    open_ended = any(parameter.kind is _KINDS.VAR_KEYWORD for parameter in parameters)
     fits = [
         key
         for key, style in styles.items()
@@ -167,42 +167,46 @@ def _in_place(parameters: Iterable[inspect.Parameter], styles: Iterable[Style]) 
 class BoundFunction:
     """Know how to call a reward function; ``style`` is a name in ``REWARD_STYLES``, or ``"auto"``."""
 
-    def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
-        if style != "auto" and style not in REWARD_STYLES:
+    def __init__(self, fn: RewardFunction, name: str, style_name: str = "auto") -> None:
+        if style_name != "auto" and style_name not in REWARD_STYLES:
             raise ValueError(
-                f"--reward_fn_style must be one of auto, {', '.join(REWARD_STYLES)}, got {style!r}"
+                f"--reward_fn_style must be one of auto, {', '.join(REWARD_STYLES)}, got {style_name!r}"
             )
         self.name = name
         self.signature = _signature(fn, name)
-        self._style_name = recognise(fn, name) if style == "auto" else style
+        self._style_name = recognise(fn, name) if style_name == "auto" else style_name
         self.style: Style = REWARD_STYLES[self._style_name].fn
-        if style != "auto" and not {*self.style.needs} <= {*self.signature.parameters}:
+        if style_name != "auto" and not {*self.style.needs} <= {*self.signature.parameters}:
             self._refuse_another_style()
         try:
-            taken = set(self.signature.bind_partial(*self.style.positional).arguments)
+            positional_names = set(self.signature.bind_partial(*self.style.positional).arguments)
         except TypeError as error:
             raise ValueError(
                 f"reward function {name}{self.signature} must take {self.style.shape}: {error}"
             ) from None
         parameters = self.signature.parameters.values()
         self._named = {
-            p.name
-            for p in parameters
-            if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
         }
-        self._taken = taken | _filled(fn) | set(self.style.positional)
+        self._taken = positional_names | _filled(fn) | set(self.style.positional)
         self._own_names = self.style.renames(parameters)
-        self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+        self._open_ended = any(parameter.kind is _KINDS.VAR_KEYWORD for parameter in parameters)
 
     def calls(self, rollouts: list[Rollout]) -> list[UserCall]:
         """Return the calls that score the samples: one per sample, or one with lists."""
         rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
         if self.style.per_sample:
-            return [self._call(columns | named) for named, columns in rows]
+            return [self._call(columns | named_values) for named_values, columns in rows]
         names = dict.fromkeys(name for _, columns in rows for name in columns)
-        lists: Values = {name: [columns.get(name) for _, columns in rows] for name in names}
-        lists |= {name: [named[name] for named, _ in rows] for name in rows[0][0]}
-        return [self._call(lists)]
+        columns_of_batch: Values = {
+            name: [columns.get(name) for _, columns in rows] for name in names
+        }
+        columns_of_batch |= {
+            name: [named_values[name] for named_values, _ in rows] for name in rows[0][0]
+        }
+        return [self._call(columns_of_batch)]
 
     @property
     def label_parameter(self) -> str | None:
@@ -213,27 +217,31 @@ class BoundFunction:
 
     def _refuse_another_style(self) -> None:
         names = {*self.signature.parameters}
-        for other, entry in REWARD_STYLES.items():
+        for other_style, entry in REWARD_STYLES.items():
             if len(entry.fn.needs) > 1 and {*entry.fn.needs} <= names:
                 raise ValueError(
-                    f"reward function {self.name}{self.signature} is {other}'s, not --reward_fn_style "
+                    f"reward function {self.name}{self.signature} is {other_style}'s, not --reward_fn_style "
                     f"{self._style_name}'s"
                 )
 
     def _call(self, values: Values) -> UserCall:
-        renamed = {own: values[name] for own, name in self._own_names.items() if name in values}
-        values = self.style.always | values | renamed
-        args = tuple(values.pop(name) for name in self.style.positional)
+        renamed_values = {
+            function_name: values[name]
+            for function_name, name in self._own_names.items()
+            if name in values
+        }
+        values = self.style.always | values | renamed_values
+        positional_arguments = tuple(values.pop(name) for name in self.style.positional)
         accepted = (values.keys() if self._open_ended else self._named) - self._taken
-        kwargs = {name: value for name, value in values.items() if name in accepted}
+        keyword_arguments = {name: value for name, value in values.items() if name in accepted}
         try:
-            self.signature.bind(*args, **kwargs)
+            self.signature.bind(*positional_arguments, **keyword_arguments)
         except TypeError as error:
             raise RewardError(
                 f"reward function {self.name}{self.signature}: {error}; called as f{self.style.shape}, "
                 f"--reward_fn_style {self._style_name}, it could get {', '.join((*self.style.positional, *values))}"
             ) from None
-        return UserCall(args, kwargs)
+        return UserCall(positional_arguments, keyword_arguments)
 
 
 def _filled(fn: RewardFunction) -> set[str]:
@@ -257,42 +265,42 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
 
 def read_sample(value: Any, part: list[Rollout], label: str) -> Reading:
     """Read a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
-    score = value
+    raw_score = value
     metrics = {}
     texts = {}
     if isinstance(value, Mapping):
         if "score" not in value:
             return None, f"it returned a dict without 'score': {shown(value)}"
-        score = value["score"]
+        raw_score = value["score"]
         numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
         metrics = {name: [number] for name, number in numbers.items() if number is not None}
         texts = {str(name): [item] for name, item in value.items() if isinstance(item, str)}
     elif isinstance(value, (list, tuple)) and value:
-        score = value[0]
-    number = finite(score)
-    if number is None and score is not None:
+        raw_score = value[0]
+    number = finite(raw_score)
+    if number is None and raw_score is not None:
         problem = f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
-        problem += reading_error(score)
-        return None, NonFinite(problem) if is_non_finite(score) else problem
+        problem += reading_error(raw_score)
+        return None, NonFinite(problem) if is_non_finite(raw_score) else problem
     return Answer(RewardOutput([number], metrics, texts=texts), [False]), None
 
 
-def read_samples(value: Any, part: list[Rollout], label: str) -> Reading:
+def read_samples(value: Any, samples: list[Rollout], label: str) -> Reading:
     """Read a list with one entry per sample, each as :func:`read_sample` does."""
     values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)) or len(values) != len(part):
+    if not isinstance(values, (list, tuple)) or len(values) != len(samples):
         return (
             None,
-            f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed",
+            f"it returned {shown(value)}; a list with one entry for each of {len(samples)} samples is needed",
         )
-    readings = [read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
+    readings = [read_sample(item, samples[i : i + 1], label) for i, item in enumerate(values)]
     answers = [answer or Answer(RewardOutput([None]), [True]) for answer, _ in readings]
     problem = None
     if incomplete := [i for i, (_, reason) in enumerate(readings) if reason]:
         # Other problems come before numbers that are not finite.
         worst = min(incomplete, key=lambda i: isinstance(readings[i][1], NonFinite))
         reason = readings[worst][1]
-        problem = type(reason)(f"{describe_sample(part, worst)}: {reason}")
+        problem = type(reason)(f"{describe_sample(samples, worst)}: {reason}")
     output = join_outputs([answer.output for answer in answers])
     return Answer(output, [bad for answer in answers for bad in answer.bad]), problem
 

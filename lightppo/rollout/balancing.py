@@ -39,16 +39,16 @@ def balance_ranks(
         if not prompt_once or samples[index] == 0:
             tokens[index] += len(rollout.prompt.token_ids)
         samples[index] += 1
-    before: list[list[Group]] = strategy.all_gather_object(
+    groups_of_ranks: list[list[Group]] = strategy.all_gather_object(
         [Group(tokens[index], samples[index], index) for index in samples]
     )
-    after = swapped(before)
-    if after == before:
+    balanced_groups = swapped(groups_of_ranks)
+    if balanced_groups == groups_of_ranks:
         return list(rollouts)
-    rank_of = {group.index: rank for rank, groups in enumerate(after) for group in groups}
+    rank_of = {group.index: rank for rank, groups in enumerate(balanced_groups) for group in groups}
     staying: list[Rollout] = []
     leaving: dict[int, list[Rollout]] = defaultdict(list)  # by the rank that they go to
-    staying_indices = {group.index for group in after[strategy.get_rank()]}
+    staying_indices = {group.index for group in balanced_groups[strategy.get_rank()]}
     for rollout in rollouts:
         index = rollout.prompt.index
         if index in staying_indices:
@@ -73,14 +73,14 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
     while max(loads) > mean * (1 + tolerance):
         heavy = loads.index(max(loads))
         light = loads.index(min(loads))
-        pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
-        if pair is None:
+        best_pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
+        if best_pair is None:
             break
-        given, taken = pair
-        result[heavy][result[heavy].index(given)] = taken
-        result[light][result[light].index(taken)] = given
-        loads[heavy] -= given.tokens - taken.tokens
-        loads[light] += given.tokens - taken.tokens
+        heavy_group, light_group = best_pair
+        result[heavy][result[heavy].index(heavy_group)] = light_group
+        result[light][result[light].index(light_group)] = heavy_group
+        loads[heavy] -= heavy_group.tokens - light_group.tokens
+        loads[light] += heavy_group.tokens - light_group.tokens
     return result
 
 
@@ -93,13 +93,17 @@ def _best_swap(
     for group in sorted(light):
         if group.index not in shared:
             partners[group.samples].append(group)
-    for given in sorted(heavy):
-        candidates = partners.get(given.samples, []) if given.index not in shared else []
-        place = bisect_left(candidates, given.tokens - gap / 2, key=lambda group: group.tokens)
-        for taken in candidates[max(place - 1, 0) : place + 1]:
-            left = abs(gap - 2 * (given.tokens - taken.tokens))
-            if left < (gap if best is None else best[0]):
-                best = (left, given, taken)
+    for heavy_group in sorted(heavy):
+        candidates = (
+            partners.get(heavy_group.samples, []) if heavy_group.index not in shared else []
+        )
+        position = bisect_left(
+            candidates, heavy_group.tokens - gap / 2, key=lambda group: group.tokens
+        )
+        for light_group in candidates[max(position - 1, 0) : position + 1]:
+            remaining_gap = abs(gap - 2 * (heavy_group.tokens - light_group.tokens))
+            if remaining_gap < (gap if best is None else best[0]):
+                best = (remaining_gap, heavy_group, light_group)
     return None if best is None else best[1:]
 
 

@@ -85,11 +85,11 @@ class CachedForward:
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor(
+    padded_ids = torch.tensor(
         [[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device
     )
-    mask = (ids != NO_TOKEN).long()
-    return ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
+    mask = (padded_ids != NO_TOKEN).long()
+    return padded_ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
 
 
 @dataclass
@@ -140,45 +140,47 @@ class BatchDecoder(Decoder):
 
     def _decode(self, prompts: list[list[int]], seeds: Tensor, limits: Tensor) -> DecodedBatch:
         """Decode until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
-        batch_size, most = seeds.shape
+        batch_size, max_new_tokens = seeds.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
-        ids = pad(prompt_ids, (0, most))  # (B, P + max_new)
+        ids = pad(prompt_ids, (0, max_new_tokens))  # (B, P + max_new)
         responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
-        log_probs = torch.zeros(batch_size, most, device=self.device)
+        log_probs = torch.zeros(batch_size, max_new_tokens, device=self.device)
         lengths = limits.clone()
         stopped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
 
-        # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
-        rows = torch.arange(batch_size, device=self.device)
-        done = stopped.clone()
-        mask = pad(mask, (0, most), value=1)  # (b, P + max_new)
+        # What follows has b rows: those still in the batch, of which `has_ended` have ended but have not left it yet.
+        active_rows = torch.arange(batch_size, device=self.device)
+        has_ended = stopped.clone()
+        mask = pad(mask, (0, max_new_tokens), value=1)  # (b, P + max_new)
         inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
         cache = DynamicCache(config=self.forward.config)
-        for step in range(most):
+        for step in range(max_new_tokens):
             heartbeat.beat()
             width = prompt_width + step
             logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
-            history = ids[rows, :width] if self.sampler.needs_history else None
-            tokens, log_probs[rows, step] = self.sampler(logits, seeds[:, step], step, history)
-            responses[rows, step] = tokens
+            history = ids[active_rows, :width] if self.sampler.needs_history else None
+            tokens, log_probs[active_rows, step] = self.sampler(
+                logits, seeds[:, step], step, history
+            )
+            responses[active_rows, step] = tokens
 
-            ended = self.stop.ended(responses, rows, step + 1) & ~done
-            lengths[rows] = torch.where(ended, step + 1, lengths[rows])
-            stopped[rows] |= ended
-            done |= ended | (limits[rows] == step + 1)
-            running = len(rows) - int(done.sum())
+            ended = self.stop.ended(responses, active_rows, step + 1) & ~has_ended
+            lengths[active_rows] = torch.where(ended, step + 1, lengths[active_rows])
+            stopped[active_rows] |= ended
+            has_ended |= ended | (limits[active_rows] == step + 1)
+            running = len(active_rows) - int(has_ended.sum())
             if running == 0:
                 break
             inputs = tokens.unsqueeze(1)
             positions = positions[:, -1:] + 1
-            if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
-                remaining = (~done).nonzero().squeeze(1)
+            if running <= COMPACT_BELOW * len(active_rows) and _can_drop_rows(cache):
+                remaining = (~has_ended).nonzero().squeeze(1)
                 cache.batch_select_indices(remaining)
-                rows, mask, inputs, positions, seeds = (
-                    tensor[remaining] for tensor in (rows, mask, inputs, positions, seeds)
+                active_rows, mask, inputs, positions, seeds = (
+                    tensor[remaining] for tensor in (active_rows, mask, inputs, positions, seeds)
                 )
-                done = done.new_zeros(running)
+                has_ended = has_ended.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)
 
 
@@ -264,8 +266,8 @@ class SlotCache(DynamicCache):
             layer.move_rows(sources, targets)
         self._set_rows(rows)
 
-    def _set_rows(self, rows: int) -> None:
-        self.span.rows = rows
+    def _set_rows(self, row_count: int) -> None:
+        self.span.rows = row_count
         for layer in self.layers:
             layer.see_rows()
 
@@ -275,16 +277,18 @@ class SlotCache(DynamicCache):
         The first free column is at least number ``at_least``. Returns how many columns everything moved left.
         """
         span = self.span
-        end = max(span.end - span.first, at_least)
-        first = end - (span.end - span.first)
-        shift = span.end - end
-        self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
+        end_column = max(span.end - span.first, at_least)
+        first_column = end_column - (span.end - span.first)
+        shift = span.end - end_column
+        if not self.fixed:
+            self.slots = slots
+        self.columns = end_column + self._more(end_column)
         for layer in self.layers:
             # One layer after the other, so that little memory is held twice.
-            layer.make_room(self.slots, self.columns, first, end, self.fixed)
+            layer.make_room(self.slots, self.columns, first_column, end_column, self.fixed)
             layer.see_rows()
-        span.first = first
-        span.end = end
+        span.first = first_column
+        span.end = end_column
         return shift
 
     def _more(self, columns: int) -> int:
@@ -427,7 +431,7 @@ class PromptQueue:
     @property
     def longest(self) -> int:
         """Return the tokens of the longest waiting prompt; 0 if no prompt waits."""
-        lengths = [len(ids) for part in (*self._parts, self._groups) for ids, _ in part]
+        lengths = [len(ids) for groups in (*self._parts, self._groups) for ids, _ in groups]
         if self._block is not None:
             lengths += [len(self._block.prompts[row]) for row, _ in self._block.waiting]
         return max(lengths, default=0)
@@ -451,7 +455,7 @@ class PromptQueue:
             count -= len(groups[-1][1])
         call_cost = CALL_COST.get(self.device.type, OTHER_CALL_COST)
         parts = cheapest_parts([self.new_tokens(group) for group in groups], call_cost)
-        self._parts.extend(groups[first:end] for first, end in parts)
+        self._parts.extend(groups[start:end] for start, end in parts)
 
     def _prefill(self, groups: list[Group]) -> Prefilled:
         ids, mask, positions, cache = self.inputs(groups)
@@ -496,15 +500,15 @@ class SlotRows:
         limits: Tensor,
     ) -> slice:
         """Add rows without tokens; return where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
-        new = slice(len(self), len(self) + len(numbers))
+        new_rows = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
-        self.seeds[new], self.ages[new], self.positions[new] = seeds, 0, positions
-        self.limits[new] = limits
+        self.seeds[new_rows], self.ages[new_rows], self.positions[new_rows] = seeds, 0, positions
+        self.limits[new_rows] = limits
         if prompts is not None:
             width = self.ids.shape[1] - self.tokens.shape[1]
-            self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
-        return new
+            self.ids[new_rows, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
+        return new_rows
 
     def history(self, rows: slice, width: int) -> Tensor:
         """Return the last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
@@ -520,11 +524,11 @@ class SlotRows:
         self.ages[rows] += 1
         self.positions[rows] += 1
 
-    def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
+    def remove(self, ended_rows: list[int]) -> tuple[list[int], list[int]]:
         """Remove rows; the last rows move into the holes. Return their old and new places."""
-        remaining = len(self) - len(gone)
-        holes = [row for row in gone if row < remaining]
-        movers = sorted(set(range(remaining, len(self))) - set(gone))
+        remaining = len(self) - len(ended_rows)
+        holes = [row for row in ended_rows if row < remaining]
+        movers = sorted(set(range(remaining, len(self))) - set(ended_rows))
         for mover, hole in zip(movers, holes):
             self.numbers[hole], self.starts[hole] = self.numbers[mover], self.starts[mover]
         del self.numbers[remaining:], self.starts[remaining:]
@@ -533,7 +537,7 @@ class SlotRows:
             tensors = [self.ids, self.log_probs, self.seeds, self.ages, self.limits, self.positions]
             for tensor in tensors:
                 tensor[targets] = tensor[sources]
-        self.ages[remaining : remaining + len(gone)] = self.tokens.shape[1]
+        self.ages[remaining : remaining + len(ended_rows)] = self.tokens.shape[1]
         return movers, holes
 
 
@@ -559,9 +563,9 @@ class SlotDecoder(Decoder):
             else:
                 break
             # In a step, this is the only wait for the device.
-            gone = self._ended().cpu().nonzero().squeeze(1).tolist()
-            if gone:
-                yield self._leave(gone)
+            ended_rows = self._ended().cpu().nonzero().squeeze(1).tolist()
+            if ended_rows:
+                yield self._leave(ended_rows)
 
     def _start(self, queue: PromptQueue) -> None:
         self.queue = queue
@@ -600,19 +604,19 @@ class SlotDecoder(Decoder):
         if max(lengths) > self.cache.span.end:  # it came after the others
             self._move_columns(self.slots, max(lengths))
         end = self.cache.span.end
-        index = torch.tensor([rows, lengths], device=self.device)
+        indices = torch.tensor([rows, lengths], device=self.device)
         history = left_pad(prompts, self.device)[0] if self.sampler.needs_history else None
-        new = self.rows.append(
+        new_rows = self.rows.append(
             numbers,
             [end - length for length in lengths],
-            index[1] - 1,
+            indices[1] - 1,
             seeds,
             history,
             torch.tensor(self.queue.limits(numbers), device=self.device),
         )
-        self.queue.give_way(range(new.start, new.stop))
+        self.queue.give_way(range(new_rows.start, new_rows.stop))
         self.cache.append(block.cache, rows, max(lengths))
-        self.rows.write(new, *self.sampler(block.logits[index[0]], seeds[:, 0], 0, history))
+        self.rows.write(new_rows, *self.sampler(block.logits[indices[0]], seeds[:, 0], 0, history))
         self._see_starts()
 
     def _step(self) -> None:
@@ -638,12 +642,12 @@ class SlotDecoder(Decoder):
     def _make_room(self) -> None:
         """Make a free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
-            most = self.queue.most_rows(len(self.rows))
-            self._move_columns(min(self.slots, most), self.queue.longest)
+            max_rows = self.queue.most_rows(len(self.rows))
+            self._move_columns(min(self.slots, max_rows), self.queue.longest)
 
-    def _move_columns(self, slots: int, at_least: int) -> None:
+    def _move_columns(self, slots: int, min_columns: int) -> None:
         self.queue.give_way(range(self.slots))
-        shift = self.cache.make_room(slots, at_least)
+        shift = self.cache.make_room(slots, min_columns)
         self.rows.starts = [start - shift for start in self.rows.starts]
         if len(self.rows):
             self._see_starts()
@@ -652,12 +656,12 @@ class SlotDecoder(Decoder):
         """Return the mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
         span = self.cache.span
         columns = self.cache.columns
-        prepared = self.prepares_masks and (
+        is_prepared = self.prepares_masks and (
             self.cache.window is None or self.cache.window >= columns
         )
-        span.whole = prepared and self.cache.tight
+        span.whole = is_prepared and self.cache.tight
         self._added[:, span.end] = 0
-        if not prepared:
+        if not is_prepared:
             return (self._added[:, span.first : span.end + 1] == 0).long()
         if span.whole:
             return self._added[:, None, None]
@@ -673,21 +677,21 @@ class SlotDecoder(Decoder):
         self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
         return self._stopped | (ages == self.rows.limits[: len(self.rows)])
 
-    def _leave(self, gone: list[int]) -> tuple[list[int], DecodedBatch]:
+    def _leave(self, ended_rows: list[int]) -> tuple[list[int], DecodedBatch]:
         """Take finished rows out of the batch."""
         rows = self.rows
-        numbers = [rows.numbers[row] for row in gone]
-        index = torch.tensor(gone, device=self.device)
+        numbers = [rows.numbers[row] for row in ended_rows]
+        index = torch.tensor(ended_rows, device=self.device)
         ended = DecodedBatch(
             rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
         )
-        starts = [rows.starts[row] for row in gone]
+        starts = [rows.starts[row] for row in ended_rows]
         # The tokens that went through the model: all but the newest one.
         lengths = rows.positions[index].tolist() if self._keeps_rows else []
-        movers, holes = rows.remove(gone)
+        movers, holes = rows.remove(ended_rows)
         self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)
         slots = dict(zip(holes, movers))
-        for row, number, start, length in zip(gone, numbers, starts, lengths):
+        for row, number, start, length in zip(ended_rows, numbers, starts, lengths):
             self.queue.keep(number, self.cache, slots.get(row, row), start, length)
         self._see_starts()
         return numbers, ended
@@ -698,7 +702,9 @@ class SlotDecoder(Decoder):
         starts = self.rows.starts
         span.first = min(starts, default=span.end)
         columns = torch.arange(self.cache.columns, device=self.device)
-        hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
-        hidden |= columns >= span.end
-        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
-        self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)
+        is_hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
+        is_hidden |= columns >= span.end
+        additive_mask = torch.zeros(is_hidden.shape, dtype=self.cache.dtype, device=self.device)
+        self._added = additive_mask.masked_fill_(
+            is_hidden, torch.finfo(additive_mask.dtype).min
+        )  # (b, columns)

@@ -85,9 +85,9 @@ class CUDAGraphs:
     def warm_up(self, step: Callable[[], None]) -> None:
         """Run a step on the capturing stream, so that its kernels and workspaces are there; fail if the host would wait."""
         self._stream = self._stream or torch.cuda.Stream()
-        before = torch.cuda.get_sync_debug_mode()
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
+        sync_mode = torch.cuda.get_sync_debug_mode()
+        current_stream = torch.cuda.current_stream()
+        self._stream.wait_stream(current_stream)
         with warnings.catch_warnings():  # torch calls it a prototype
             warnings.filterwarnings("ignore", "Synchronization debug mode")
             torch.cuda.set_sync_debug_mode("error")
@@ -95,8 +95,8 @@ class CUDAGraphs:
             with torch.cuda.stream(self._stream):
                 step()
         finally:
-            torch.cuda.set_sync_debug_mode(before)
-            here.wait_stream(self._stream)
+            torch.cuda.set_sync_debug_mode(sync_mode)
+            current_stream.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Return what does such a step's work, without doing it yet. Other threads may use the GPU meanwhile."""
@@ -135,10 +135,10 @@ def check_device(building: Any) -> None:
         raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
 
 
-def rounded(count: int, parts: int) -> int:
+def rounded(number: int, parts: int) -> int:
     """Round up to a multiple of 1/``parts`` of a power of two, so that few sizes are captured."""
-    unit = max(1, (1 << (count - 1).bit_length()) // (2 * parts))
-    return -(-count // unit) * unit
+    unit = max(1, (1 << (number - 1).bit_length()) // (2 * parts))
+    return -(-number // unit) * unit
 
 
 @dataclass
@@ -182,13 +182,13 @@ class StaticDecoder(SlotDecoder):
         span = self.cache.span
         for _ in range(1 if self.stop.strings else LOOK_EVERY):
             self._make_room()
-            rows = min(rounded(len(self.rows), 1), self.slots)
+            row_count = min(rounded(len(self.rows), 1), self.slots)
             span.width = min(rounded(max(span.end + 1, LEAST_WIDTH), 4), self.cache.columns)
             with attention_to_slots(self.text_config):
-                self.runner((rows, span.width), partial(self._advance, rows))
+                self.runner((row_count, span.width), partial(self._advance, row_count))
             span.end += 1
             self.forward.calls += 1
-            self.forward.positions += rows
+            self.forward.positions += row_count
 
     def _advance(self, count: int) -> None:
         """Decode one more token for the first rows; read and write only tensors, what it goes on from at the end."""
@@ -205,15 +205,19 @@ class StaticDecoder(SlotDecoder):
         mask = self._mask[active, None, None, : span.width]
         positions = rows.positions[active].unsqueeze(1)
         logits = self.forward.logits(newest, mask, positions, self.cache)
-        at = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
+        columns = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
         if self.sampler.needs_history:
             history = rows.history(active, rows.ids.shape[1] - 1)
         else:
             history = None
-        drawn = self.sampler(logits, rows.seeds[active].gather(1, at).squeeze(1), ages, history)
-        for target, new in zip((tokens, log_probs), drawn):
+        new_values = self.sampler(
+            logits, rows.seeds[active].gather(1, columns).squeeze(1), ages, history
+        )
+        for target, new_value in zip((tokens, log_probs), new_values):
             target.scatter_(
-                1, at, torch.where(runs, new, target.gather(1, at).squeeze(1)).unsqueeze(1)
+                1,
+                columns,
+                torch.where(runs, new_value, target.gather(1, columns).squeeze(1)).unsqueeze(1),
             )
         rows.ages[active] += runs
         rows.positions[active] += runs
@@ -251,7 +255,7 @@ class AlignedLayer(SlotLayer):
     """Keys and values of one layer, each row from column 0 on; ``span.column`` (B,) is where each gets its next."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *further_arguments: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         rows = torch.arange(len(key_states))
         for buffer, states in zip(self.buffers, (key_states, value_states)):
@@ -282,17 +286,20 @@ class AlignedCache(SlotCache):
         span = self.span
         ends = self.positions[span.rows : span.rows + len(rows)].tolist()
         for layer, source in zip(self.layers, prompts.layers):
-            states = source.keys, source.values
+            prompt_states = source.keys, source.values
             if not layer.buffers:
-                layer.buffers = [x.new_zeros(self.slots, x.shape[1], 0, x.shape[3]) for x in states]
+                layer.buffers = [
+                    tensor.new_zeros(self.slots, tensor.shape[1], 0, tensor.shape[3])
+                    for tensor in prompt_states
+                ]
                 layer.dtype = source.keys.dtype
                 layer.device = source.keys.device
                 layer.is_initialized = True
         self.reach(max(ends) + 1)
         for layer, source in zip(self.layers, prompts.layers):
-            for buffer, x in zip(layer.buffers, (source.keys, source.values)):
+            for buffer, tensor in zip(layer.buffers, (source.keys, source.values)):
                 for row, (number, end) in enumerate(zip(rows, ends), start=span.rows):
-                    buffer[row, :, : end + 1] = x[number, :, x.shape[2] - end - 1 :]
+                    buffer[row, :, : end + 1] = tensor[number, :, tensor.shape[2] - end - 1 :]
         span.rows += len(rows)
 
     def reach(self, end: int) -> None:

@@ -53,8 +53,8 @@ class SamplingParams:
                     f"{name} must be a sequence, got the string {value!r}; write ({value!r},)"
                 )
             object.__setattr__(self, name, tuple(value))
-        first = self.first_token_temperature
-        for name, ok, expected in (
+        first_temperature = self.first_token_temperature
+        for name, is_valid, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             (
                 "min_new_tokens",
@@ -71,10 +71,14 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("stop", all(self.stop), "without empty strings"),
             ("bad_words", all(word.strip() for word in self.bad_words), "without empty words"),
-            ("first_token_temperature", first is None or 0 < first < math.inf, "above 0, or None"),
+            (
+                "first_token_temperature",
+                first_temperature is None or 0 < first_temperature < math.inf,
+                "above 0, or None",
+            ),
             ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids of 0 or above"),
         ):
-            if not ok:
+            if not is_valid:
                 raise ValueError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
     @property
@@ -112,12 +116,12 @@ def capabilities_of(engine: Any) -> Capabilities:
     declared = getattr(engine, "capabilities", None)
     if declared is not None:
         return declared
-    said = {
-        one.name: getattr(engine, one.name)
-        for one in fields(Capabilities)
-        if hasattr(engine, one.name)
+    attributes = {
+        capability.name: getattr(engine, capability.name)
+        for capability in fields(Capabilities)
+        if hasattr(engine, capability.name)
     }
-    return Capabilities(**{"compares_weights": hasattr(engine, "differing_weights")} | said)
+    return Capabilities(**{"compares_weights": hasattr(engine, "differing_weights")} | attributes)
 
 
 @runtime_checkable

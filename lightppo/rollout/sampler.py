@@ -107,20 +107,20 @@ class RolloutSampler:
         """
         baselines = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
         # All samples of a prompt share one baseline.
-        everything = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
+        scored_rollouts = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
         counts = dict.fromkeys(self.counted, 0)
         counts["generated_samples"] = len(rollouts)
         counts["generated_tokens"] = sum(rollout.trained_length for rollout in rollouts)
         not_finite = None
         try:
             if self.scorer is None:
-                score_rollouts(self.reward_source, everything)
+                score_rollouts(self.reward_source, scored_rollouts)
             else:
                 self.scorer.collect()
         except NonFiniteRewardError as error:
             # Other ranks wait, so nothing is raised here: the step is left out where all ranks meet.
             not_finite = str(error)
-            for rollout in everything:
+            for rollout in scored_rollouts:
                 rollout.reward = math.nan
         for check in self.checks:
             check(rollouts)
@@ -128,25 +128,25 @@ class RolloutSampler:
             return SampledBatch(rollouts, counts, not_finite=not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
         for name in FAILURE_COUNTS:
-            extra = name.removeprefix("reward/")
-            counts[name] = sum(rollout.extras.pop(extra, 0.0) for rollout in everything)
+            extra_name = name.removeprefix("reward/")
+            counts[name] = sum(rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts)
         scored = [rollout for rollout in rollouts if rollout.reward is not None]
         self._check_token_scores(scored)
         chosen = self.choose(scored, counts)
         sizes = Counter(rollout.prompt.index for rollout in chosen)
-        chosen_whole = [
+        trainable = [
             rollout
             for rollout in chosen
             if sizes[rollout.prompt.index] >= self.min_group_size
             and (rollout.baseline is None or rollout.baseline.reward is not None)
         ]
         unscored = len(rollouts) - len(scored)
-        small_group = len(chosen) - len(chosen_whole)
+        small_group = len(chosen) - len(trainable)
         if unscored or small_group:
-            text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
-            logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
+            message = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
+            logger.warning(message, self.reward_source.name, unscored, len(rollouts), small_group)
         counts |= {"unscored": unscored, "small_group": small_group}
-        return SampledBatch(chosen_whole, counts, scored)
+        return SampledBatch(trainable, counts, scored)
 
     def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
         """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
@@ -154,11 +154,11 @@ class RolloutSampler:
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
         name = self.reward_source.name
-        given = [rollout.token_rewards is not None for rollout in rollouts]
-        if not self.dense and any(given):
+        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
+        if not self.dense and any(has_token_scores):
             raise RewardError(f"{name} gave token scores: set --use_dense_reward to train on them")
-        if self.dense and not all(given):
-            sample = describe_sample(rollouts, given.index(False))
+        if self.dense and not all(has_token_scores):
+            sample = describe_sample(rollouts, has_token_scores.index(False))
             raise RewardError(f"--use_dense_reward: {name} gave no 'token_scores' for {sample}")
 
 
@@ -248,7 +248,7 @@ class BatchCollector:
         """Train on nothing, as a score is not finite; on this rank it is ``not_finite``. Collective."""
         messages = self.strategy.all_gather_object(not_finite)
         collected.not_finite = "; ".join(
-            f"rank {rank}: {text}" for rank, text in enumerate(messages) if text
+            f"rank {rank}: {message}" for rank, message in enumerate(messages) if message
         )
         collected.groups = 0
 
@@ -348,62 +348,66 @@ class GroupCollector(BatchCollector):
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """See :meth:`collect`; RewardError also where no sample has the filter's metric, or on ``"raise"``."""
-        tally = StepCounts()
+        step_counts = StepCounts()
         while True:
-            available, exhausted, judged, not_finite = self._agree(source, tally, step)
+            available, exhausted, judged, not_finite = self._agree(source, step_counts, step)
             total = sum(available)
             if not_finite:
-                return self._finish(step, tally, 0, [], total)
-            limit_reached = self.max_batches > 0 and tally.batches >= self.max_batches
+                return self._finish(step, step_counts, 0, [], total)
+            limit_reached = self.max_batches > 0 and step_counts.batches >= self.max_batches
             if total >= self.groups_per_step or exhausted or limit_reached:
                 break
-            self._generate(source, step, tally)
-        missing = self.groups_per_step - total
+            self._generate(source, step, step_counts)
+        missing_groups = self.groups_per_step - total
         repeats = [0] * len(available)  # of each rank
         # on_exhausted does not apply at the end of an episode, nor without a filter.
-        if missing > 0 and not exhausted and self.group_filter is not None:
-            text = (
-                f"step {step}: {total} of {self.groups_per_step} groups accepted after {tally.batches} generation "
+        if missing_groups > 0 and not exhausted and self.group_filter is not None:
+            message = (
+                f"step {step}: {total} of {self.groups_per_step} groups accepted after {step_counts.batches} generation "
                 f"batches (--max_num_gen_batches); {judged} were sampled"
             )
             if self.on_exhausted == "raise":
                 raise RewardError(
-                    f"{text}: raise the limit, widen --filter_range or choose another --on_exhausted"
+                    f"{message}: raise the limit, widen --filter_range or choose another --on_exhausted"
                 )
-            nothing = self.on_exhausted == "reuse" and total == 0
-            effect = " finds none to train on again: this step trains on nothing" if nothing else ""
-            self.strategy.print(f"{text}; --on_exhausted {self.on_exhausted}{effect}")
+            finds_none = self.on_exhausted == "reuse" and total == 0
+            effect = (
+                " finds none to train on again: this step trains on nothing" if finds_none else ""
+            )
+            self.strategy.print(f"{message}; --on_exhausted {self.on_exhausted}{effect}")
             if self.on_exhausted == "reuse":
                 repeats = deal(
-                    missing, available, [missing if groups else 0 for groups in available]
+                    missing_groups,
+                    available,
+                    [missing_groups if groups else 0 for groups in available],
                 )
         rank = self.strategy.get_rank()
         shares = deal(self.groups_per_step, [0] * len(available), room=available)
-        extra = [i % shares[rank] for i in range(repeats[rank])]
-        return self._finish(step, tally, shares[rank], extra, total - sum(shares))
+        repeated_groups = [i % shares[rank] for i in range(repeats[rank])]
+        return self._finish(step, step_counts, shares[rank], repeated_groups, total - sum(shares))
 
-    def _generate(self, source: PromptSource, step: int, tally: StepCounts) -> None:
+    def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
-        batch = self.sample(source.take(), step, tally.batches)
-        tally.batches += 1
-        tally.counts.update(batch.counts)
-        tally.scored += batch.scored
-        tally.names |= {name for rollout in batch.rollouts for name in rollout.extras}
+        batch = self.sample(source.take(), step, step_counts.batches)
+        step_counts.batches += 1
+        step_counts.counts.update(batch.counts)
+        step_counts.scored += batch.scored
+        step_counts.names |= {name for rollout in batch.rollouts for name in rollout.extras}
         if batch.not_finite is not None:
-            tally.not_finite = batch.not_finite
-            tally.lost = batch.rollouts
-            tally.counts["not_finite"] += 1
+            step_counts.not_finite = batch.not_finite
+            step_counts.lost = batch.rollouts
+            step_counts.counts["not_finite"] += 1
             return
         for group in group_by_prompt(batch.rollouts):
-            tally.counts["judged"] += 1
+            step_counts.counts["judged"] += 1
             reason = self.group_filter(group) if self.group_filter is not None else None
             if reason is None:
                 self.surplus.append((step, group))
             else:
-                tally.counts[reason] += 1
+                step_counts.counts[reason] += 1
 
     def _agree(
-        self, source: PromptSource, tally: StepCounts, step: int
+        self, source: PromptSource, step_counts: StepCounts, step: int
     ) -> tuple[list[int], bool, int, int]:
         """Agree on what every decision of a step rests on. Collective.
 
@@ -411,8 +415,13 @@ class GroupCollector(BatchCollector):
             accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
             generation batches with a score that is not finite.
         """
-        own = (len(self.surplus), source.exhausted, set(tally.names), Counter(tally.counts))
-        available, exhausted, names, counts = zip(*self.strategy.all_gather_object(own))
+        rank_state = (
+            len(self.surplus),
+            source.exhausted,
+            set(step_counts.names),
+            Counter(step_counts.counts),
+        )
+        available, exhausted, names, counts = zip(*self.strategy.all_gather_object(rank_state))
         total = sum(counts, Counter())
         if total["generated_samples"] and total["generated_samples"] == total["unscored"]:
             raise nothing_scored(step)
@@ -424,43 +433,50 @@ class GroupCollector(BatchCollector):
         return list(available), any(exhausted), total["judged"], total["not_finite"]
 
     def _finish(
-        self, step: int, tally: StepCounts, share: int, extra: list[int], surplus: int
+        self,
+        step: int,
+        step_counts: StepCounts,
+        share: int,
+        repeated_groups: list[int],
+        surplus: int,
     ) -> CollectedStep:
         """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
         chosen = self.surplus[:share]
         self.surplus = self.surplus[share:]
         rollouts = []
-        places = []
+        group_positions = []
         for sampled, group in chosen:
-            places.append(range(len(rollouts), len(rollouts) + len(group)))
+            group_positions.append(range(len(rollouts), len(rollouts) + len(group)))
             is_stale = sampled < step
             rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
-        names = [*self.sampler.counted, "judged", "not_finite", *REASONS]
+        count_names = [*self.sampler.counted, "judged", "not_finite", *REASONS]
         selection = {
-            "trained_groups": len(chosen) + len(extra),
-            "reused_groups": len(extra),
+            "trained_groups": len(chosen) + len(repeated_groups),
+            "reused_groups": len(repeated_groups),
             "stale_groups": sum(sampled < step for sampled, _ in chosen),
             "staleness": sum(step - sampled for sampled, _ in chosen),
         }
         counts = self.strategy.all_reduce(
-            {name: tally.counts[name] for name in names} | selection, "sum"
+            {name: step_counts.counts[name] for name in count_names} | selection, "sum"
         )
         trained = counts["trained_groups"]
         judged = counts.pop("judged")
         not_finite = counts.pop("not_finite")
         rejected = {name: counts.pop(name) for name in REASONS}
         counts["staleness"] /= max(1, trained - counts["reused_groups"])
-        counts |= {"num_gen_batches": tally.batches, "surplus_groups": surplus}
+        counts |= {"num_gen_batches": step_counts.batches, "surplus_groups": surplus}
         if self.group_filter is not None:
             counts |= rejected
             counts["kept_share"] = 1 - sum(rejected.values()) / judged if judged else float("nan")
-        collected = CollectedStep(rollouts, trained, counts, tally.scored, surplus=surplus)
+        collected = CollectedStep(rollouts, trained, counts, step_counts.scored, surplus=surplus)
         if not_finite:
-            collected.rollouts = rollouts + tally.lost
-            self.leave_out(collected, tally.not_finite)
+            collected.rollouts = rollouts + step_counts.lost
+            self.leave_out(collected, step_counts.not_finite)
         elif trained == 0 and self.group_filter is None:
             raise nothing_scored(step)
-        collected.repeated = [place for group in extra for place in places[group]]
+        collected.repeated = [
+            position for group in repeated_groups for position in group_positions[group]
+        ]
         return collected
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -490,27 +506,29 @@ def dealt_out(
     return [oldest_first[rank::ranks] for rank in range(ranks)]
 
 
-def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Return how many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
-    given = [0] * len(held)
-    heapify(ranks := [(held[rank], rank) for rank in range(len(held)) if room[rank] > 0])
-    for _ in range(min(count, sum(room))):
+def deal(group_count: int, held_groups: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Return how many of ``group_count`` groups each rank gets, one by one to the one that holds fewest and has room."""
+    dealt_groups = [0] * len(held_groups)
+    heapify(
+        ranks := [(held_groups[rank], rank) for rank in range(len(held_groups)) if room[rank] > 0]
+    )
+    for _ in range(min(group_count, sum(room))):
         holds, rank = heappop(ranks)
-        given[rank] += 1
-        if given[rank] < room[rank]:
+        dealt_groups[rank] += 1
+        if dealt_groups[rank] < room[rank]:
             heappush(ranks, (holds + 1, rank))
-    return given
+    return dealt_groups
 
 
 def best_of_n(
-    group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter"
+    group: Sequence[Rollout], best_count: int, tie: Literal["shorter", "longer"] = "shorter"
 ) -> list[Rollout]:
-    """Return the ``n`` samples with the highest scores, in sampling order; of equal scores ``tie`` takes one by length."""
+    """Return the ``best_count`` samples with the highest scores, in sampling order; ``tie`` decides between equal ones."""
     sign = 1 if tie == "shorter" else -1
     ranked = sorted(
         range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
     )
-    return [group[i] for i in sorted(ranked[:n])]
+    return [group[i] for i in sorted(ranked[:best_count])]
 
 
 @dataclass(kw_only=True)
