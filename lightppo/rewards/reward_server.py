@@ -71,7 +71,7 @@ class ScoreRequest(BaseModel):
 
 @dataclass(eq=False, repr=False)
 class RewardApp:
-    """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
+    """Answer requests with the scores of one source; ``app`` is the FastAPI application."""
 
     source: RewardSource  # gets samples with texts and labels, but without ids
     _: KW_ONLY
@@ -253,7 +253,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass(eq=False)
 class Connections:
-    """Those whose present request has not shown a key, of which the oldest gives way to a new one, and those of a key."""
+    """Count connections whose present request has not shown a key (the oldest gives way to a new one), and those of a key."""
 
     most_strangers: int
     seconds: float  # for a connection to show a key
@@ -334,7 +334,7 @@ class GatedConnection(H11Protocol):
 
 @dataclass(eq=False)
 class Gate:
-    """Around an application: checks the key before anything is read, and length and time while the body is read."""
+    """Stand around an application: check the key before anything is read, and length and time while the body is read."""
 
     app: Any
     connections: Connections

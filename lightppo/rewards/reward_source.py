@@ -1,4 +1,4 @@
-"""What a source of rewards is, what it is made of, and how its answers are read and checked.
+"""Sources of rewards: what they are made of, and how their answers are read and checked.
 
 Strings and lists only, no tensors. A source is any object with ``name`` and ``score``.
 """
@@ -60,7 +60,7 @@ class NoReward:
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a source of ``lightppo.plugin.REWARDS`` is made of: all that a run knows of its rewards."""
+    """Hold what a source of ``lightppo.plugin.REWARDS`` is made of: all that a run knows of its rewards."""
 
     config: PPOConfig  # resolved: what None means is in it
     tokenizer: Any  # the actor's

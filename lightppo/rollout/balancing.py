@@ -108,7 +108,7 @@ def _best_swap(
 
 
 class Balancing(Callback):
-    """Moves groups before anything else looks at the rollouts of a step."""
+    """Move groups before anything else looks at the rollouts of a step."""
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         # Repeated groups are named by their place on this rank, so with any of them nothing moves.

@@ -143,7 +143,7 @@ def rounded(number: int, parts: int) -> int:
 
 @dataclass
 class StaticDecoder(SlotDecoder):
-    """A :class:`SlotDecoder` that looks every few steps which rows have ended, and has a runner run the steps.
+    """Decode as :class:`SlotDecoder`, but look every few steps which rows have ended, and have a runner run the steps.
 
     Rows that have ended keep what they have; so do slots that nobody has, below the next power of two.
     """
@@ -237,7 +237,7 @@ def aligned_attention(
     attention_mask: Tensor,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """One new token of each row: (B, H, 1, D), (B, H_kv, S, D) twice -> (B, 1, H, D). Heads with the same keys are
+    """Attend from one new token of each row: (B, H, 1, D), (B, H_kv, S, D) twice -> (B, 1, H, D). Heads with the same keys are
     queries of one head."""
     rows, heads, _, width = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
@@ -282,7 +282,7 @@ class AlignedCache(SlotCache):
         self.span.first = self.columns = 0
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
-        """Adds ``rows`` of a cache of left-padded prompts, whose positions are set."""
+        """Add ``rows`` of a cache of left-padded prompts, whose positions are set."""
         span = self.span
         ends = self.positions[span.rows : span.rows + len(rows)].tolist()
         for layer, source in zip(self.layers, prompts.layers):
@@ -303,7 +303,7 @@ class AlignedCache(SlotCache):
         span.rows += len(rows)
 
     def reach(self, end: int) -> None:
-        """Makes room for columns below ``end``."""
+        """Make room for columns below ``end``."""
         self.span.width = end + -end % self.unit
         if self.span.width <= self.columns:
             return
@@ -315,7 +315,7 @@ class AlignedCache(SlotCache):
 
 
 class InvariantDecoder(SlotDecoder):
-    """Rows begin at column 0, so that the blocks of their keys are those of training."""
+    """Decode rows that begin at column 0, so that the blocks of their keys are those of training."""
 
     attention = ALIGNED_SDPA
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; every engine gives these the same meaning.
+    """Say how to sample; every engine gives these the same meaning.
 
     Penalties and bans act on the raw logits, then temperature, min-p, top-k and top-p (vLLM's order).
     """
@@ -83,18 +83,18 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the likeliest token is taken, without random numbers."""
+        """Tell whether the likeliest token is taken, without random numbers."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def log_prob_temperature(self) -> float:
-        """The temperature of recorded log probs."""
+        """Return the temperature of recorded log probs."""
         return 1.0 if self.greedy else self.temperature
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond the methods of :class:`RolloutEngine`."""
+    """Say what an engine can do beyond the methods of :class:`RolloutEngine`."""
 
     # in float32 they equal the log probs of a forward pass of the actor
     exact_log_probs: bool = False
@@ -126,7 +126,7 @@ def capabilities_of(engine: Any) -> Capabilities:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples responses with the actor's weights as of the last :meth:`sync_weights`.
+    """Sample responses with the actor's weights as of the last :meth:`sync_weights`.
 
     Every rank has its own engine. All ranks call every method together, because an engine may use collectives; a rank
     without prompts passes an empty list.
@@ -174,7 +174,7 @@ class Turn:
 
 
 class TurnSource(Protocol):
-    """Where an engine takes turns from, and brings them to when they have ended.
+    """Give an engine its turns, and take them when they have ended.
 
     An engine for episodes has a method ``generate_turns(turns, sampling)``: it samples the turns of a source until no
     more come, and takes new ones while others decode.

@@ -55,7 +55,7 @@ class SampledBatch:
 
 @dataclass
 class RolloutSampler:
-    """Samples responses and has them scored."""
+    """Sample responses and have them scored."""
 
     engine: RolloutEngine
     reward_source: RewardSource
@@ -163,7 +163,7 @@ class RolloutSampler:
 
 
 class AroundSampling(Protocol):
-    """Gives the rollouts of a generation batch of training, those of ``sample()`` for example. Collective."""
+    """Give the rollouts of a generation batch of training, those of ``sample()`` for example. Collective."""
 
     def __call__(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
@@ -180,7 +180,7 @@ class PromptSource(Protocol):
 
 @dataclass
 class CollectedStep:
-    """What a step trains on."""
+    """Hold what a step trains on."""
 
     rollouts: list[Rollout]  # this rank's, in whole groups
     groups: int  # trained on by all ranks, repeated groups included

@@ -837,7 +837,7 @@ def engine_arguments(
         ConfigError: a size that cannot work on this kind of machine.
     """
     requested = config.engine
-    longest_sequence_tokens = longest_sequence(config)
+    sequence_limit = longest_sequence(config)
     option_names = (
         "tensor_parallel_size",
         "load_format",
@@ -852,7 +852,7 @@ def engine_arguments(
         if getattr(requested, name) is not None
     } | {
         "distributed_executor_backend": "external_launcher",
-        "max_model_len": longest_sequence_tokens,
+        "max_model_len": sequence_limit,
         "enforce_eager": not on_gpu if requested.enforce_eager is None else requested.enforce_eager,
         "enable_sleep_mode": on_gpu and requested.free_cache_engine,
         "trust_remote_code": config.model.trust_remote_code,
@@ -866,18 +866,18 @@ def engine_arguments(
     # (torch's generator has no position there), and fails. So no prompt comes in pieces.
     if (
         requested.max_num_batched_tokens is not None
-        and requested.max_num_batched_tokens < longest_sequence_tokens
+        and requested.max_num_batched_tokens < sequence_limit
     ):
         raise ConfigError(
             f"--max_num_batched_tokens {requested.max_num_batched_tokens} is less than the longest sequence of "
-            f"{longest_sequence_tokens} tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
+            f"{sequence_limit} tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
         )
     return arguments | {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": requested.max_num_batched_tokens
-        or max(_CPU_BATCHED_TOKENS, longest_sequence_tokens),
+        or max(_CPU_BATCHED_TOKENS, sequence_limit),
         "kv_cache_memory_bytes": requested.kv_cache_memory_bytes
-        or cpu_kv_cache_bytes(model_config, requested.max_num_seqs, longest_sequence_tokens),
+        or cpu_kv_cache_bytes(model_config, requested.max_num_seqs, sequence_limit),
     }
 
 

@@ -22,7 +22,7 @@ _FLAT = (
 
 
 class Room:
-    """What trained engines hold for their optimizer steps, which goes to CPU memory and comes back.
+    """Move what trained engines hold for their optimizer steps to CPU memory and back.
 
     Storages are emptied, not tensors replaced: DeepSpeed keeps views of them. Whatever needs an engine's states before
     :meth:`come_back` brings them back: see :data:`lightppo.zero3.AWAY`.
@@ -98,7 +98,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 class SleepAfterEvaluation(Callback):
-    """Training rollouts end with the engine asleep; so do evaluations where the trainer needs its memory back."""
+    """Put the engine to sleep after evaluations, as after training rollouts, where the trainer needs its memory back."""
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         run.rollout_engine.sleep()

@@ -616,7 +616,7 @@ class _Conversations:
 
 
 class VLLMServer:
-    """What one server is asked; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
+    """Ask one server; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
 
     A completion that fails in a way that may pass is tried again, but not after a time-out.
     """

@@ -346,7 +346,7 @@ class Broadcasts:
 
 
 class BroadcastGroup:
-    """What both kinds of group share: ``begin`` and ``wait`` are theirs."""
+    """Share what both kinds of group do; ``begin`` and ``wait`` are in the subclasses."""
 
     device: torch.device | str = "cpu"  # where they send from, and receive
 
@@ -370,7 +370,7 @@ class BroadcastGroup:
 
 
 class GlooGroup(BroadcastGroup):
-    """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
+    """Broadcast from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
     connection or a time-out is a RuntimeError. ``message`` is what :meth:`Broadcasts.open` tells the server.
@@ -436,7 +436,7 @@ class GlooGroup(BroadcastGroup):
 
 
 class NCCLGroup(BroadcastGroup):
-    """The same by vLLM's NCCL communicator, from GPU to GPU. ``message`` is what :meth:`Broadcasts.open` tells the server.
+    """Broadcast by vLLM's NCCL communicator, from GPU to GPU. ``message`` is what :meth:`Broadcasts.open` tells the server.
 
     NCCL has no time-outs: whoever calls ``begin`` need not wait for the others, and ``close`` ends what hangs.
     """

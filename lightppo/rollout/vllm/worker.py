@@ -45,7 +45,7 @@ _WRAPPED = ".base_layer."  # in the names of layers that may have adapters
 
 
 class RecordingSampler(Sampler):
-    """Records log softmax(logits / temperature) over the valid vocabulary, before every filter, as training needs it.
+    """Record log softmax(logits / temperature) over the valid vocabulary, before every filter, as training needs it.
 
     vLLM's own log probs are either of the raw logits (no temperature) or of the filtered distribution. Ids from
     ``valid_vocab_size`` on are never sampled, log probs are over ``log_prob_vocab_size`` ids; None: all.
@@ -142,7 +142,7 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
 
 
 class Reload:
-    """Replaces a model's weights by a checkpoint's, in place and layer by layer: ``load_weights`` alone is wrong on a
+    """Replace a model's weights by a checkpoint's, in place and layer by layer: ``load_weights`` alone is wrong on a
     live model, because vLLM may have packed its linear layers in another form."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
