@@ -253,7 +253,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass(eq=False)
 class Connections:
-    """Count connections whose present request has not shown a key (the oldest gives way to a new one), and those of a key."""
+    """Count connections whose present request has not shown a key (a new one ends the oldest), and those of a key."""
 
     most_strangers: int
     seconds: float  # for a connection to show a key

@@ -155,40 +155,34 @@ def check_output(
     It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
     """
     try:
-        return _checked_output(output, rollouts, source_name)
+        if not isinstance(output, RewardOutput):
+            raise RewardError(
+                f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
+            )
+        metrics = {}
+        for name, values in output.metrics.items():
+            if not isinstance(name, str) or not name:
+                raise RewardError(
+                    f"{source_name}: metric names must be non-empty strings, got {name!r}"
+                )
+            metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
+        scores = _numbers(output.scores, rollouts, source_name, "score")
+        if (token_scores := output.token_scores) is not None:
+            token_scores = _token_numbers(token_scores, rollouts, source_name)
+        for name, text_values in output.texts.items():
+            if len(text_values) != len(rollouts) or not all(
+                isinstance(text, str | None) for text in text_values
+            ):
+                raise RewardError(
+                    f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
+                )
+        return RewardOutput(scores, metrics, token_scores, dict(output.texts))
     except RewardError:
         raise
     except Exception as error:  # the values' own code, such as a tensor's tolist
         raise RewardError(
             f"{source_name}: its answer cannot be read: {error_text(error)}"
         ) from error
-
-
-def _checked_output(
-    output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
-) -> RewardOutput:
-    if not isinstance(output, RewardOutput):
-        raise RewardError(
-            f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
-        )
-    metrics = {}
-    for name, values in output.metrics.items():
-        if not isinstance(name, str) or not name:
-            raise RewardError(
-                f"{source_name}: metric names must be non-empty strings, got {name!r}"
-            )
-        metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
-    scores = _numbers(output.scores, rollouts, source_name, "score")
-    if (token_scores := output.token_scores) is not None:
-        token_scores = _token_numbers(token_scores, rollouts, source_name)
-    for name, text_values in output.texts.items():
-        if len(text_values) != len(rollouts) or not all(
-            isinstance(text, str | None) for text in text_values
-        ):
-            raise RewardError(
-                f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
-            )
-    return RewardOutput(scores, metrics, token_scores, dict(output.texts))
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:

@@ -61,20 +61,12 @@ class CachedForward:
         attention_mask: Tensor,
         position_ids: Tensor,
         cache: Cache,
+        is_counted: bool = True,
     ) -> Tensor:
         """Return logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
-        self.calls += 1
-        self.positions += input_ids.numel()
-        return self.logits(input_ids, attention_mask, position_ids, cache)
-
-    def logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        cache: Cache,
-    ) -> Tensor:
-        """Return the same, not counted."""
+        if is_counted:
+            self.calls += 1
+            self.positions += input_ids.numel()
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
@@ -238,11 +230,6 @@ class SlotCache(DynamicCache):
             (layer.sliding_window for layer in layers if layer.is_sliding), default=None
         )
         self.keeps_tokens = all(layer.keeps_tokens for layer in layers)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of keys and values."""
-        return next(layer.dtype for layer in self.layers if layer.buffers)
 
     def fix(self, device: torch.device) -> None:
         """Make all columns at once, and leave the buffers where they are; call it first."""
@@ -438,24 +425,22 @@ class PromptQueue:
 
     def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
         """Return the next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
-        if not self.at_hand:
-            self._divide(count)
+        if not self.at_hand:  # divide the prompts of these requests into parts
+            groups: list[Group] = []
+            requests = 0
+            while self._groups and requests < count:
+                groups.append(self._groups.popleft())
+                requests += len(groups[-1][1])
+            lengths = [self.new_tokens(group) for group in groups]
+            call_cost = CALL_COST.get(self.device.type, OTHER_CALL_COST)
+            parts = cheapest_parts(lengths, call_cost)
+            self._parts.extend(groups[start:end] for start, end in parts)
         block = self._block or self._prefill(self._parts.popleft())
-        requests = [block.waiting.popleft() for _ in range(min(count, len(block.waiting)))]
-        rows, numbers = map(list, zip(*requests))
+        admitted = [block.waiting.popleft() for _ in range(min(count, len(block.waiting)))]
+        rows, numbers = map(list, zip(*admitted))
         self._block = block if block.waiting else None
         self.waiting -= len(rows)
         return block, rows, numbers
-
-    def _divide(self, count: int) -> None:
-        """Divide the prompts of the next ``count`` requests into parts."""
-        groups: list[Group] = []
-        while self._groups and count > 0:
-            groups.append(self._groups.popleft())
-            count -= len(groups[-1][1])
-        call_cost = CALL_COST.get(self.device.type, OTHER_CALL_COST)
-        parts = cheapest_parts([self.new_tokens(group) for group in groups], call_cost)
-        self._parts.extend(groups[start:end] for start, end in parts)
 
     def _prefill(self, groups: list[Group]) -> Prefilled:
         ids, mask, positions, cache = self.inputs(groups)
@@ -562,8 +547,12 @@ class SlotDecoder(Decoder):
                 continue
             else:
                 break
+            active_rows = torch.arange(len(self.rows), device=self.device)
+            ages = self.rows.ages[: len(self.rows)]
+            self._stopped = self.stop.ended(self.rows.tokens, active_rows, ages)  # (b,)
+            has_ended = self._stopped | (ages == self.rows.limits[: len(self.rows)])
             # In a step, this is the only wait for the device.
-            ended_rows = self._ended().cpu().nonzero().squeeze(1).tolist()
+            ended_rows = has_ended.cpu().nonzero().squeeze(1).tolist()
             if ended_rows:
                 yield self._leave(ended_rows)
 
@@ -670,13 +659,6 @@ class SlotDecoder(Decoder):
             memory_format=torch.contiguous_format
         )
 
-    def _ended(self) -> Tensor:
-        """Return which rows have ended, (b,) bool."""
-        rows = torch.arange(len(self.rows), device=self.device)
-        ages = self.rows.ages[: len(self.rows)]
-        self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
-        return self._stopped | (ages == self.rows.limits[: len(self.rows)])
-
     def _leave(self, ended_rows: list[int]) -> tuple[list[int], DecodedBatch]:
         """Take finished rows out of the batch."""
         rows = self.rows
@@ -704,7 +686,8 @@ class SlotDecoder(Decoder):
         columns = torch.arange(self.cache.columns, device=self.device)
         is_hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
         is_hidden |= columns >= span.end
-        additive_mask = torch.zeros(is_hidden.shape, dtype=self.cache.dtype, device=self.device)
+        dtype = next(layer.dtype for layer in self.cache.layers if layer.buffers)
+        additive_mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self.device)
         self._added = additive_mask.masked_fill_(
             is_hidden, torch.finfo(additive_mask.dtype).min
         )  # (b, columns)

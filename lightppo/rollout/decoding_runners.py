@@ -204,7 +204,7 @@ class StaticDecoder(SlotDecoder):
         self._mask.index_fill_(1, span.column, 0)
         mask = self._mask[active, None, None, : span.width]
         positions = rows.positions[active].unsqueeze(1)
-        logits = self.forward.logits(newest, mask, positions, self.cache)
+        logits = self.forward(newest, mask, positions, self.cache, is_counted=False)
         columns = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
         if self.sampler.needs_history:
             history = rows.history(active, rows.ids.shape[1] - 1)
@@ -237,8 +237,10 @@ def aligned_attention(
     attention_mask: Tensor,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from one new token of each row: (B, H, 1, D), (B, H_kv, S, D) twice -> (B, 1, H, D). Heads with the same keys are
-    queries of one head."""
+    """Attend from one new token of each row: (B, H, 1, D), (B, H_kv, S, D) twice -> (B, 1, H, D).
+
+    Heads with the same keys are queries of one head.
+    """
     rows, heads, _, width = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     output = scaled_dot_product_attention(

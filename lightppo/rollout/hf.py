@@ -191,7 +191,20 @@ class HFRolloutEngine:
     def decoding(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
         """Enter what decodes with the model's full weights. Collective."""
         vocab_size = forward.config.get_text_config(decoder=True).vocab_size
-        stop, sampler = self._criteria(sampling, vocab_size)
+        eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
+        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
+        tokenizer_size = self.valid_vocab_size
+        if tokenizer_size is None:
+            tokenizer_size = len(self.tokenizer)
+        penalties = penalties_of(sampling, self.tokenizer, min(tokenizer_size, trained))
+        sampler = TokenSampler(
+            sampling,
+            valid_vocab_size=min(tokenizer_size, trained),
+            log_prob_vocab_size=trained,
+            suppressed_ids=stop.ids,
+            logits_processors=() if penalties is None else (penalties,),
+        )
         with (
             in_any_order(),
             self.gather_parameters(),
@@ -205,8 +218,8 @@ class HFRolloutEngine:
             if self.runner is not None:
                 make_decoder = self.runner.decoder(make_decoder)
             slots = self.micro_rollout_batch_size
-            max_new_tokens = sampling.max_new_tokens
-            yield make_decoder(forward, sampler, stop.to(device), slots, max_new_tokens, device)
+            stop.is_stop = stop.is_stop.to(device)
+            yield make_decoder(forward, sampler, stop, slots, sampling.max_new_tokens, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Decode with ``actor`` from now on; its weights are used in place."""
@@ -220,28 +233,6 @@ class HFRolloutEngine:
 
     def close(self) -> None:
         """Do nothing."""
-
-    def _criteria(
-        self, sampling: SamplingParams, vocab_size: int
-    ) -> tuple[StopCriteria, TokenSampler]:
-        eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
-        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
-        tokenizer_size = self.valid_vocab_size
-        if tokenizer_size is None:
-            tokenizer_size = len(self.tokenizer)
-        trained_vocab_size = min(
-            getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size
-        )
-        sampled_vocab_size = min(tokenizer_size, trained_vocab_size)
-        penalties = penalties_of(sampling, self.tokenizer, sampled_vocab_size)
-        sampler = TokenSampler(
-            sampling,
-            valid_vocab_size=sampled_vocab_size,
-            log_prob_vocab_size=trained_vocab_size,
-            suppressed_ids=stop.ids,
-            logits_processors=() if penalties is None else (penalties,),
-        )
-        return stop, sampler
 
     def to_rollouts(
         self,

@@ -370,17 +370,13 @@ class GroupCollector(BatchCollector):
                 raise RewardError(
                     f"{message}: raise the limit, widen --filter_range or choose another --on_exhausted"
                 )
-            finds_none = self.on_exhausted == "reuse" and total == 0
-            effect = (
-                " finds none to train on again: this step trains on nothing" if finds_none else ""
-            )
-            self.strategy.print(f"{message}; --on_exhausted {self.on_exhausted}{effect}")
+            message += f"; --on_exhausted {self.on_exhausted}"
+            if self.on_exhausted == "reuse" and total == 0:
+                message += " finds none to train on again: this step trains on nothing"
+            self.strategy.print(message)
             if self.on_exhausted == "reuse":
-                repeats = deal(
-                    missing_groups,
-                    available,
-                    [missing_groups if groups else 0 for groups in available],
-                )
+                room = [missing_groups * (groups > 0) for groups in available]
+                repeats = deal(missing_groups, available, room)
         rank = self.strategy.get_rank()
         shares = deal(self.groups_per_step, [0] * len(available), room=available)
         repeated_groups = [i % shares[rank] for i in range(repeats[rank])]
@@ -400,7 +396,7 @@ class GroupCollector(BatchCollector):
             return
         for group in group_by_prompt(batch.rollouts):
             step_counts.counts["judged"] += 1
-            reason = self.group_filter(group) if self.group_filter is not None else None
+            reason = self.group_filter and self.group_filter(group)
             if reason is None:
                 self.surplus.append((step, group))
             else:

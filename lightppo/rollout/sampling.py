@@ -274,11 +274,6 @@ class StopCriteria:
         longest_string = max((len(string.encode()) for string in self.strings), default=0)
         self._tail = longest_string + _TAIL_MARGIN
 
-    def to(self, device: torch.device) -> StopCriteria:
-        """Move to a device, in place."""
-        self.is_stop = self.is_stop.to(device)
-        return self
-
     def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
         """Return which ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
 

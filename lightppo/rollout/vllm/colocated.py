@@ -488,16 +488,10 @@ class VLLMRolloutEngine(VLLMEngine):
     def _choose_push(self) -> None:
         """Decide whether adapters travel alone; known once vLLM has the model."""
         if self._obstacle is None:
-            adapter_weight_names = [
-                name
-                for name, _ in self._named(
-                    (weight_name, None) for weight_name in adapter_names(self.hf_model)
-                )
-            ]
-            lora_rank = self.exporter.config.r
-            self._obstacle = self.llm.collective_rpc(
-                adapter_obstacle, args=(adapter_weight_names, lora_rank)
-            )[0]
+            weights = dict.fromkeys(adapter_names(self.hf_model))
+            names = [name for name, _ in self._named(weights.items())]
+            arguments = (names, self.exporter.config.r)
+            self._obstacle = self.llm.collective_rpc(adapter_obstacle, args=arguments)[0]
         requested = self.config.engine.vllm_lora_push
         self.pushes_adapters = pushes_adapters_alone(requested, self._obstacle, self.strategy)
 

@@ -291,21 +291,19 @@ class VLLMServerRolloutEngine(VLLMEngine):
         version = previous_version if self.pushes_adapters and previous_version else name
         weights = frozen_weights if self.pushes_adapters else full_weights
         if servers_to_update:
-            full_weights_iterator = self._counted(weights(self.actor))
+            tensors = self._counted(weights(self.actor))
             try:
                 if self.strategy.is_rank_0():
                     targets = [i for i in servers_to_update if i not in failures]
                     problem = self._send(
-                        full_weights_iterator,
+                        tensors,
                         targets,
                         failures,
                         lambda transport, server: server.open_update(transport, version),
                         lambda server: server.finish_update(version),
                     )
             finally:
-                for _ in (
-                    full_weights_iterator
-                ):  # collective: what rank 0 did not send is gathered all the same
+                for _ in tensors:  # collective: what rank 0 did not send is gathered all the same
                     pass
         if self.pushes_adapters:
             adapter = list(self._counted(adapter_weights(self.actor)))  # on every rank
@@ -370,16 +368,12 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Return, on rank 0, servers that cannot take adapters, why, and what would help ("": who knows)."""
         lora_rank = self.exporter.config.r
         obstacles = {}
+        weights = dict.fromkeys(adapter_names(self.hf_model))
         for i in indices:
             server = self.servers[i]
-            adapter_weight_names = (
-                name
-                for name, _ in self._named(
-                    ((weight_name, None) for weight_name in adapter_names(self.hf_model)), [i]
-                )
-            )
+            names = [name for name, _ in self._named(weights.items(), [i])]
             try:
-                reason = server.adapter_obstacle(list(adapter_weight_names), lora_rank)
+                reason = server.adapter_obstacle(names, lora_rank)
             except RequestError as error:
                 obstacles[i] = str(error), ""
                 continue
