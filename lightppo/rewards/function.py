@@ -101,10 +101,10 @@ class FunctionReward:
         self._label = f"reward function {self.name}"
         self._bound = BoundFunction(self.fn, self.name, self.reward_fn_style)
         self._style = self._bound.style
-        unfit = {"naive": "a whole batch"}
+        unfit_managers = {"naive": "a whole batch"}
         if self._style.per_sample:
-            unfit = {"batch": "one sample"}
-        if argument := unfit.get(self.reward_manager):
+            unfit_managers = {"batch": "one sample"}
+        if argument := unfit_managers.get(self.reward_manager):
             raise ValueError(
                 f"--reward_manager {self.reward_manager}: {self._label} takes {argument} f{self._style.shape}"
             )
@@ -132,14 +132,16 @@ class FunctionReward:
                 return None, f"its answer cannot be read: {error_text(error)}"
 
         settled = settle(self._runner.run, self._bound.calls(rollouts), read, self.reward_retries)
-        failed = [i for i, state in enumerate(settled) if state.error is not None]
-        if failed and self.on_reward_failure == "error":
+        failed_calls = [i for i, state in enumerate(settled) if state.error is not None]
+        if failed_calls and self.on_reward_failure == "error":
             # Other problems come before numbers that are not finite.
-            worst = min(failed, key=lambda i: isinstance(settled[i].error, NonFinite))
-            kind = RewardError
-            if isinstance(settled[worst].error, NonFinite):
-                kind = NonFiniteRewardError
-            raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
+            worst_call = min(failed_calls, key=lambda i: isinstance(settled[i].error, NonFinite))
+            error_class = RewardError
+            if isinstance(settled[worst_call].error, NonFinite):
+                error_class = NonFiniteRewardError
+            raise error_class(
+                self._error_text(settled[worst_call], rollouts, worst_call)
+            ) from settled[worst_call].cause
         answers: list[Answer] = [
             state.value
             or Answer(RewardOutput([None] * len(samples_of_call)), [True] * len(samples_of_call))
@@ -154,18 +156,20 @@ class FunctionReward:
                     f"{self._label}: its metric {reserved[0]!r} has the name of a count of ours; rename it"
                 )
             samples = [
-                (state, bad) for state, answer in zip(settled, answers) for bad in answer.bad
+                (state, is_unusable)
+                for state, answer in zip(settled, answers)
+                for is_unusable in answer.bad
             ]
             # a last try that failed only in part does not count for the samples that it scored
             output.metrics["failures"] = [
-                float(state.failures - (state.error is not None and not bad))
-                for state, bad in samples
+                float(state.failures - (state.error is not None and not is_unusable))
+                for state, is_unusable in samples
             ]
             output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
         return output
 
-    def _error_text(self, state: Outcome, rollouts: list[Rollout], position: int) -> str:
-        problem = state.error or ""
+    def _error_text(self, outcome: Outcome, rollouts: list[Rollout], position: int) -> str:
+        problem = outcome.error or ""
         if problem.startswith(self._label):
             return problem
         samples = f"a batch of {len(rollouts)}"
@@ -175,7 +179,7 @@ class FunctionReward:
             rollout.prompt.label is None for rollout in rollouts
         ):
             problem += f". {NO_LABELS}"
-        event = "failed" if state.cause is None else "raised"
+        event = "failed" if outcome.cause is None else "raised"
         return f"{self._label} {event} on {samples}: {problem}"
 
 
@@ -189,12 +193,12 @@ def function_source(
     ``options`` are further arguments of :class:`FunctionReward`.
     """
     name = None
-    spec = None
+    python_spec = None
     if isinstance(function, str):
-        path, default = split_python_spec(function, FUNCTION_NAMES[0], option=option)
+        file_path, default = split_python_spec(function, FUNCTION_NAMES[0], option=option)
         function = load_python_object(function, *FUNCTION_NAMES, option=option)
-        spec = f"{path}:{getattr(function, '__name__', default)}"
-        name = Path(spec).name
+        python_spec = f"{file_path}:{getattr(function, '__name__', default)}"
+        name = Path(python_spec).name
     if is_source(function):
         return function
     if isinstance(function, type) or not callable(function):
@@ -202,7 +206,7 @@ def function_source(
             f"{option}: {function!r} is neither a function nor a source (an object with name and score)"
         )
     try:
-        return FunctionReward(function, name, spec=spec, **(options or {}))
+        return FunctionReward(function, name, spec=python_spec, **(options or {}))
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
 
@@ -228,29 +232,35 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
 
     None: only running it can tell, as of a function with a decorator.
     """
-    path, name = split_python_spec(spec, default_names[0], option=option)
+    file_path, name = split_python_spec(spec, default_names[0], option=option)
     try:
-        module = ast.parse(source := path.read_bytes(), str(path))
-        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+        module = ast.parse(source := file_path.read_bytes(), str(file_path))
+        symbols = symtable.symtable(source, str(file_path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
-        raise fails_when_run(path, error, option) from error
+        raise fails_when_run(file_path, error, option) from error
     bound_names = {
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
     }
     if name == default_names[0]:
         name = next((default for default in default_names if default in bound_names), name)
-    nodes = list(ast.walk(module))
-    matches = [node for node in nodes if name in (getattr(node, "name", None), _assigned(node))]
+    syntax_nodes = list(ast.walk(module))
+    matches = [
+        syntax_node
+        for syntax_node in syntax_nodes
+        if name in (getattr(syntax_node, "name", None), _assigned(syntax_node))
+    ]
     if name not in bound_names:
         defined_names = [
-            node.name
-            for node in module.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+            syntax_node.name
+            for syntax_node in module.body
+            if isinstance(syntax_node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
         ]
         used_names = {symbol.get_name() for symbol in symbols}
-        used_names |= {node.name for node in nodes if isinstance(node, ast.alias)}
+        used_names |= {
+            syntax_node.name for syntax_node in syntax_nodes if isinstance(syntax_node, ast.alias)
+        }
         if not used_names & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
-            raise no_such_name(path, name, defined_names, option)
+            raise no_such_name(file_path, name, defined_names, option)
     if (
         len(matches) != 1
         or not isinstance(matches[0], ast.FunctionDef | ast.AsyncFunctionDef)
@@ -259,15 +269,18 @@ def declared_function(spec: str, *default_names: str, option: str = "") -> Decla
         return None
     parameters = matches[0].args
     body = ast.Module(matches[0].body)
-    for node in ast.walk(parameters):
-        if isinstance(node, ast.arg):
-            node.annotation = None
+    for syntax_node in ast.walk(parameters):
+        if isinstance(syntax_node, ast.arg):
+            syntax_node.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
     parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
     # This evaluates nothing of the file but names of parameters.
     function = eval(f"lambda {ast.unparse(parameters)}: None")
     return Declared(
-        function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
+        function,
+        frozenset(
+            syntax_node.id for syntax_node in ast.walk(body) if isinstance(syntax_node, ast.Name)
+        ),
     )
 
 
@@ -284,15 +297,15 @@ def check_reward_files(
 
     Return the function, if it gets all rows, and its parameter with the labels, if it reads them.
     """
-    reward = config.reward
+    reward_options = config.reward
     sources = reward_sources(config)
     flag_of_file = flag
-    python_spec = reward.reward_fn if "function" in sources else None
-    if not python_spec and is_file_alone(reward.remote_rm_url):
+    python_spec = reward_options.reward_fn if "function" in sources else None
+    if not python_spec and is_file_alone(reward_options.remote_rm_url):
         flag_of_file = "--remote_rm_url"
-        python_spec = reward.remote_rm_url[0]
-    if isinstance(reward.reward_fn, str) and not python_spec and "model" in sources:
-        declared_function(reward.reward_fn, COMBINE_NAME, option=flag)
+        python_spec = reward_options.remote_rm_url[0]
+    if isinstance(reward_options.reward_fn, str) and not python_spec and "model" in sources:
+        declared_function(reward_options.reward_fn, COMBINE_NAME, option=flag)
     options = RewardRequest(config, None).options_of(FunctionReward)
     gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
     if is_object(python_spec):
@@ -305,12 +318,12 @@ def check_reward_files(
     declaration = declared_function(python_spec, *FUNCTION_NAMES, option=flag_of_file)
     if declaration is None:
         return None, None
-    name = Path(python_spec).name
+    file_name = Path(python_spec).name
     try:
-        FunctionReward(declaration.function, name, spec=python_spec, **options)
+        FunctionReward(declaration.function, file_name, spec=python_spec, **options)
     except ValueError as error:
         raise ValueError(f"{flag_of_file}: {error}") from None
-    bound_function = BoundFunction(declaration.function, name, config.verifier.reward_fn_style)
+    bound_function = BoundFunction(declaration.function, file_name, config.verifier.reward_fn_style)
     label_parameter = bound_function.label_parameter
     if label_parameter not in declaration.names:
         label_parameter = None
@@ -338,7 +351,7 @@ class Runner(Protocol):
 
 def runner_of(
     manager: RewardManager,
-    fn: Callable[..., Any],
+    function: Callable[..., Any],
     name: str,
     spec: str | None,
     workers: int | None,
@@ -353,27 +366,31 @@ def runner_of(
         timeout: wall-clock seconds of a call.
     """
     if manager != "prime":
-        kind = LoopRunner if is_coroutine_function(fn) else ThreadRunner
-        return kind(fn, workers or _CALLS_AT_A_TIME, timeout)
+        runner_class = LoopRunner if is_coroutine_function(function) else ThreadRunner
+        return runner_class(function, workers or _CALLS_AT_A_TIME, timeout)
     from lightppo.processes.killable_pool import KillablePool
 
     if timeout is None:
         raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
-    return KillablePool(spec or function_spec(fn, name), workers=workers, timeout=timeout)
+    return KillablePool(spec or function_spec(function, name), workers=workers, timeout=timeout)
 
 
-def function_spec(fn: Callable[..., Any], name: str) -> str:
+def function_spec(function: Callable[..., Any], name: str) -> str:
     """Say how another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    path = getattr(fn, "__qualname__", "")
-    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    qualified_name = getattr(function, "__qualname__", "")
+    if (
+        module is None
+        or module.__name__ == "__main__"
+        or getattr(module, qualified_name, None) is not function
+    ):
         raise ValueError(
             f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
             "the top level of a module or of a file of its own (--reward_fn path.py:name)"
         )
     if module.__name__.startswith("lightppo_file_"):
-        return f"{module.__file__}:{path}"
-    return f"{module.__name__}:{path}"
+        return f"{module.__file__}:{qualified_name}"
+    return f"{module.__name__}:{qualified_name}"
 
 
 def check_failure_options(
@@ -406,15 +423,15 @@ def settle(
         if not pending:
             break
         for i, outcome in zip(pending, run_calls([calls[i] for i in pending])):
-            state = settled[i]
-            state.error = outcome.error
-            state.cause = outcome.cause
+            settled_call = settled[i]
+            settled_call.error = outcome.error
+            settled_call.cause = outcome.cause
             if outcome.error is None:
-                result, state.error = read(i, outcome.value)
+                result, settled_call.error = read(i, outcome.value)
                 if result is not None:
-                    state.value = result
-            state.failures += state.error is not None
-            state.timeouts += outcome.timeouts
+                    settled_call.value = result
+            settled_call.failures += settled_call.error is not None
+            settled_call.timeouts += outcome.timeouts
         pending = [i for i in pending if settled[i].error is not None]
     return settled
 
@@ -429,12 +446,12 @@ def _watch(function_name: str) -> None:
 
     @functools.wraps(original)
     def watched(*arguments: Any) -> Any:
-        timers = _timers_set.get()
-        sets_timer = timers is not None and (
+        timers_set = _timers_set.get()
+        sets_timer = timers_set is not None and (
             function_name != "signal" or arguments[0] == signal.SIGALRM
         )
         if sets_timer and threading.current_thread() is not threading.main_thread():
-            timers.append(function_name)
+            timers_set.append(function_name)
             raise ValueError("signal only works in main thread of the main interpreter")
         return original(*arguments)
 
@@ -450,16 +467,16 @@ for _name in ("signal", "alarm", "setitimer"):
 @contextlib.contextmanager
 def _without_timers() -> Iterator[None]:
     """Raise :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
-    timers: list[str] = []
-    context_token = _timers_set.set(timers)
+    timers_set: list[str] = []
+    context_token = _timers_set.set(timers_set)
     try:
         yield
     finally:
         _timers_set.reset(context_token)
-    if timers:
+    if timers_set:
         raise RewardError(
             "the reward function, or a library that it calls (math_verify does so), sets a time limit with "
-            f"signal.{timers[0]}, which works in the main thread only. Set --reward_manager prime and --reward_timeout,"
+            f"signal.{timers_set[0]}, which works in the main thread only. Set --reward_manager prime and --reward_timeout,"
             " or --reward_workers 1 without --reward_timeout and --async_rewards"
         )
 
@@ -492,10 +509,10 @@ class ThreadRunner:
                     next(iter(running_calls.values()))[1] + self.timeout - time.monotonic(), 0.0
                 )
             wait(running_calls, seconds_left, FIRST_COMPLETED)
-            for future, (i, start) in list(running_calls.items()):
+            for future, (i, start_time) in list(running_calls.items()):
                 if future.done():
                     outcomes[i] = future.result()
-                elif self.timeout is not None and time.monotonic() >= start + self.timeout:
+                elif self.timeout is not None and time.monotonic() >= start_time + self.timeout:
                     outcomes[i] = late(self.timeout)
                     self._give_up(future)
                 if i in outcomes:
@@ -556,10 +573,10 @@ class LoopRunner:
             return [late(self.timeout) for _ in calls]
 
     async def _gather(self, calls: Sequence[UserCall]) -> list[Outcome]:
-        slots = asyncio.Semaphore(self.concurrency)
+        semaphore = asyncio.Semaphore(self.concurrency)
 
         async def limited(call: UserCall) -> Outcome:
-            async with slots:
+            async with semaphore:
                 task = asyncio.ensure_future(self._call(call))
                 # Not wait_for, which waits until a cancelled coroutine has ended; a coroutine may refuse to.
                 ended_tasks, _ = await asyncio.wait({task}, timeout=self.timeout)

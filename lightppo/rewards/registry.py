@@ -41,9 +41,11 @@ def source_of(request: RewardRequest) -> RewardSource:
     if route_plan is None:
         names = given_sources(request.config) or ["function"]
         return source_named(names[-1], request)
-    sources = {name: source_named(name, request) for name in names_in(route_plan)}
+    sources = {
+        source_name: source_named(source_name, request) for source_name in names_in(route_plan)
+    }
     routes = {
-        route: [(sources[name], weight) for name, weight in weights.items()]
+        route: [(sources[source_name], weight) for source_name, weight in weights.items()]
         for route, weights in route_plan.items()
     }
     if list(routes) != [ANY_ROUTE]:
@@ -118,8 +120,11 @@ def build_reward_source(
 def check_routes(building: Any) -> None:
     """Raise ConfigError where ``--reward_routes_by`` is no column of the prompts."""
     options = building.config.flat()
-    data = {"--prompt_data": building.rows.get("prompt_data"), "--eval_data": building.held_out}
-    for flag, prompts in data.items() if options.get("reward_routes") else ():
+    prompts_by_flag = {
+        "--prompt_data": building.rows.get("prompt_data"),
+        "--eval_data": building.held_out,
+    }
+    for flag, prompts in prompts_by_flag.items() if options.get("reward_routes") else ():
         columns = [] if prompts is None else prompts.dataset.column_names
         if columns and (column := options["reward_routes_by"]) not in (
             "label",
@@ -148,10 +153,10 @@ class RoutedReward:
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
         # By identity, because a source need not be hashable.
-        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}
+        plan_by_identity: dict[int, tuple[RewardSource, dict[str, float]]] = {}
         for route, pairs in routes.items():
             for source, weight in pairs:
-                weights = plan.setdefault(id(source), (source, {}))[1]
+                weights = plan_by_identity.setdefault(id(source), (source, {}))[1]
                 if finite(weight) is None:
                     raise ValueError(
                         f"{name}: the weight of {source.name} must be a finite number, got {weight!r}"
@@ -159,7 +164,7 @@ class RoutedReward:
                 if route in weights:
                     raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
                 weights[route] = float(weight)
-        self._plan = list(plan.values())
+        self._plan = list(plan_by_identity.values())
         counts = Counter(source.name for source, _ in self._plan)
         repeated = sorted(source_name for source_name, count in counts.items() if count > 1)
         if repeated:
@@ -179,10 +184,10 @@ class RoutedReward:
         """Score with every source, even if an earlier source left a sample unscored."""
         samples = len(rollouts)
         routes = [self._route(rollouts, i) for i in range(samples)]
-        totals: list[float | None] = [0.0] * samples
+        score_totals: list[float | None] = [0.0] * samples
         token_totals: list[list[float] | None] = [None] * samples
-        metrics: dict[str, list[float | None]] = {}
-        texts: dict[str, list[str | None]] = {}
+        metric_columns: dict[str, list[float | None]] = {}
+        text_columns: dict[str, list[str | None]] = {}
         # Raised at the end, because other ranks may wait in the next source.
         non_finite_error: NonFiniteRewardError | None = None
         for source, weights in self._plan:
@@ -196,8 +201,8 @@ class RoutedReward:
             source_metrics = {f"/{name}": values for name, values in output.metrics.items()}
             source_texts = {f"/{name}": values for name, values in output.texts.items()}
             for target, columns in (
-                (metrics, {"": output.scores} | source_metrics),
-                (texts, source_texts),
+                (metric_columns, {"": output.scores} | source_metrics),
+                (text_columns, source_texts),
             ):
                 for suffix, values in columns.items():
                     value_of_sample = dict(zip(positions, values))
@@ -207,30 +212,31 @@ class RoutedReward:
                 positions, output.scores, output.token_scores or [None] * len(positions)
             ):
                 weight = weights[routes[i]]
-                if score is None or totals[i] is None:
-                    totals[i] = None
+                if score is None or score_totals[i] is None:
+                    score_totals[i] = None
                 else:
-                    totals[i] += weight * score
+                    score_totals[i] += weight * score
                 if token_scores is not None:
                     sums = token_totals[i] or [0.0] * len(token_scores)
                     token_totals[i] = [
-                        total + weight * token_score
-                        for total, token_score in zip(sums, token_scores)
+                        token_total + weight * token_score
+                        for token_total, token_score in zip(sums, token_scores)
                     ]
         if non_finite_error is not None:
             raise non_finite_error
-        for count in ("failures", "timeouts"):
-            parts = [
-                metrics[key]
+        for count_name in ("failures", "timeouts"):
+            source_counts = [
+                metric_columns[key]
                 for source, _ in self._plan
-                if (key := f"{source.name}/{count}") in metrics
+                if (key := f"{source.name}/{count_name}") in metric_columns
             ]
-            if parts:
-                metrics[count] = [
-                    sum(value for value in row if value is not None) for row in zip(*parts)
+            if source_counts:
+                metric_columns[count_name] = [
+                    sum(value for value in sample_values if value is not None)
+                    for sample_values in zip(*source_counts)
                 ]
-        output = RewardOutput(totals, metrics, texts=texts)
-        if any(row is not None for row in token_totals):
+        output = RewardOutput(score_totals, metric_columns, texts=text_columns)
+        if any(sample_values is not None for sample_values in token_totals):
             output.token_scores = token_totals
         return output
 
@@ -242,12 +248,12 @@ class RoutedReward:
     def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
         prompt = rollouts[i].prompt
         if self.by in ("data_source", "label"):
-            value = getattr(prompt, self.by)
+            column_value = getattr(prompt, self.by)
         else:
-            value = prompt.extra.get(self.by)
-        route = value
-        if not isinstance(value, str):
-            route = repr(value)
+            column_value = prompt.extra.get(self.by)
+        route = column_value
+        if not isinstance(column_value, str):
+            route = repr(column_value)
         if route in self._routes:
             return route
         if ANY_ROUTE in self._routes:

@@ -132,27 +132,33 @@ class RewardModelSource:
             ]
         if self.reward_fn is None or sample_count == 0:
             return RewardOutput(scores[0].tolist(), metrics)
-        metrics |= {f"{self.name}_{i}": values.tolist() for i, values in enumerate(scores)}
+        metrics |= {
+            f"{self.name}_{i}": model_scores.tolist() for i, model_scores in enumerate(scores)
+        }
         combined = checked_scores(self.reward_fn(scores), sample_count, f"{self.name}: --reward_fn")
         return RewardOutput(combined.float().tolist(), metrics)
 
     def _rows(self, model_inputs: RewardInputs, rollouts: list[Rollout]) -> tuple[Rows, list[bool]]:
         """Return a model's rows, cut where they are too long, and which were cut; begin-of-text and the scored end stay."""
-        rows = list(model_inputs.encode(rollouts)) if rollouts else []
+        model_rows = list(model_inputs.encode(rollouts)) if rollouts else []
         max_length = self.reward_max_length
-        is_cut = [max_length is not None and len(row) > max_length for row in rows]
-        for i, row in enumerate(rows):
-            if not row:
+        is_cut = [
+            max_length is not None and len(model_row) > max_length for model_row in model_rows
+        ]
+        for i, model_row in enumerate(model_rows):
+            if not model_row:
                 raise RewardError(f"{self.name}: {describe_sample(rollouts, i)} has no token")
             if is_cut[i] and self.reward_truncation == "error":
                 raise RewardError(
-                    f"{self.name}: {describe_sample(rollouts, i)} has {len(row)} tokens for the reward model, more "
+                    f"{self.name}: {describe_sample(rollouts, i)} has {len(model_row)} tokens for the reward model, more "
                     f"than --reward_max_length {max_length}: raise it, or set --reward_truncation left"
                 )
             if is_cut[i]:
-                kept_start = row[:1] if row[0] == model_inputs.bos_token_id else []
-                rows[i] = kept_start + row[len(row) - max_length + len(kept_start) :]
-        return rows, is_cut
+                kept_start = model_row[:1] if model_row[0] == model_inputs.bos_token_id else []
+                model_rows[i] = (
+                    kept_start + model_row[len(model_row) - max_length + len(kept_start) :]
+                )
+        return model_rows, is_cut
 
 
 def source_of_models(
@@ -170,18 +176,18 @@ def source_of_models(
 
 def model_reward(request: RewardRequest) -> RewardSource:
     """Return the source of ``--reward_pretrain``."""
-    reward = request.config.reward
+    reward_options = request.config.reward
     options = {
         "device": request.ranks.device,
         "ranks": request.ranks,
         "micro_batch_size": micro_batch_spec(request.config, "reward"),
-        "reward_max_length": reward.reward_max_length,
-        "reward_truncation": reward.reward_truncation,
+        "reward_max_length": reward_options.reward_max_length,
+        "reward_truncation": reward_options.reward_truncation,
         "inputs": reward_inputs(
             request.config, request.tokenizer, [*map(form_of, request.reward_models)]
         ),
     }
-    combine = None if "function" in request.names else reward.reward_fn
+    combine = None if "function" in request.names else reward_options.reward_fn
     return source_of_models(request.reward_models, combine, options)
 
 
@@ -209,7 +215,7 @@ def with_ends(rollouts: list[Rollout], rows: Rows, end_id: int) -> Rows:
 @torch.no_grad()
 def score_rows(
     model: ScoreModel,
-    rows: Rows,
+    model_rows: Rows,
     *,
     pad_token_id: int,
     micro_batch: MicroBatchSpec,
@@ -223,11 +229,13 @@ def score_rows(
     """
     if isinstance(model, nn.Module):
         model.eval()
-    row_batches = micro_batches([(len(row), 0) for row in rows], micro_batch)
-    scores = torch.empty(len(rows))
+    row_batches = micro_batches([(len(row), 0) for row in model_rows], micro_batch)
+    scores = torch.empty(len(model_rows))
     for row_indices in level(row_batches, ranks, list):
         # a rank without rows scores padding
-        batch_rows = [torch.tensor(rows[i]) for i in row_indices] or [torch.tensor([pad_token_id])]
+        batch_rows = [torch.tensor(model_rows[i]) for i in row_indices] or [
+            torch.tensor([pad_token_id])
+        ]
         sequences = pad_sequence(batch_rows, batch_first=True, padding_value=pad_token_id)  # (B, S)
         attention_mask = pad_sequence(
             [torch.ones_like(row) for row in batch_rows], batch_first=True
@@ -344,11 +352,11 @@ class Retemplated(Retokenized):
                 "in its config.json says: train it with --apply_chat_template, or, if its texts were written by the chat "
                 "template already, set is_chat there to true"
             )
-        pairs = [self._texts(rollouts, i) for i in range(len(rollouts))]
+        prompts_and_answers = [self._texts(rollouts, i) for i in range(len(rollouts))]
         if self._form is None:
-            return self._template.encode_rendered([answered for _, answered in pairs])
+            return self._template.encode_rendered([answered for _, answered in prompts_and_answers])
         try:
-            rows = [ids for ids, _ in self._template.encode_answered(pairs)]
+            rows = [ids for ids, _ in self._template.encode_answered(prompts_and_answers)]
         except BadRowError as error:
             raise RewardError(f"--reward_input_tokenizer: {error}") from error
         return with_ends(rollouts, rows, self._end)
@@ -360,9 +368,9 @@ class Retemplated(Retokenized):
         try:
             # What the row says to the actor's template, as far as this one reads it, too.
             options = {
-                name: value
-                for name, value in template_options(rollout.prompt.extra).items()
-                if self._template.reads(name)
+                option_name: value
+                for option_name, value in template_options(rollout.prompt.extra).items()
+                if self._template.reads(option_name)
             }
             rendered_prompt = None
             if rollout.truncated or self._form is not None:
@@ -419,22 +427,29 @@ def reward_inputs(
     """
     from transformers import AutoTokenizer
 
-    model = config.model
-    files = files_in_use()
-    forms = forms or [None] * len(model.reward_pretrain)
+    model_options = config.model
+    files_of_run = files_in_use()
+    forms = forms or [None] * len(model_options.reward_pretrain)
     load_tokenizer = partial(
         AutoTokenizer.from_pretrained,
-        trust_remote_code=model.trust_remote_code,
-        use_fast=not model.disable_fast_tokenizer,
+        trust_remote_code=model_options.trust_remote_code,
+        use_fast=not model_options.disable_fast_tokenizer,
     )
-    if paths := config.reward.reward_input_tokenizer:
-        paths = list(paths) * (len(forms) if len(paths) == 1 else 1)
-        inputs_of = cache(lambda path, form: Retemplated(load_tokenizer(files.bring(path)), form))
-        return [inputs_of(path, form) for path, form in zip(paths, forms, strict=True)]
-    for path in model.reward_pretrain:
-        folder = files.bring(path)
-        if Path(folder, "tokenizer_config.json").is_file():
-            check_same_ids(tokenizer, load_tokenizer(folder), path)
+    if tokenizer_paths := config.reward.reward_input_tokenizer:
+        tokenizer_paths = list(tokenizer_paths) * (len(forms) if len(tokenizer_paths) == 1 else 1)
+        inputs_of = cache(
+            lambda model_path, form: Retemplated(
+                load_tokenizer(files_of_run.bring(model_path)), form
+            )
+        )
+        return [
+            inputs_of(model_path, form)
+            for model_path, form in zip(tokenizer_paths, forms, strict=True)
+        ]
+    for model_path in model_options.reward_pretrain:
+        model_folder = files_of_run.bring(model_path)
+        if Path(model_folder, "tokenizer_config.json").is_file():
+            check_same_ids(tokenizer, load_tokenizer(model_folder), model_path)
     inputs_of = cache(lambda form: SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id, form))
     return [inputs_of(form) for form in forms]
 

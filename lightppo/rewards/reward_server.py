@@ -48,13 +48,15 @@ class ScoreRequest(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> ScoreRequest:
-        counts = [
+        list_lengths = [
             len(self.query),
             len(self.prompts),
             len(self.query if self.labels is None else self.labels),
         ]
-        if len(set(counts)) > 1:
-            raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
+        if len(set(list_lengths)) > 1:
+            raise ValueError(
+                f"query, prompts and labels must be of the same length, got {list_lengths}"
+            )
         for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
             if not query.startswith(prompt):
                 raise ValueError(f"query {i} does not begin with its prompt")
@@ -87,9 +89,11 @@ class RewardApp:
     body_timeout: float = 60.0  # seconds for the rest of a request
 
     def __post_init__(self) -> None:
-        for name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        for limit_name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
+            if getattr(self, limit_name) < 1:
+                raise ValueError(
+                    f"--{limit_name} must be at least 1, got {getattr(self, limit_name)}"
+                )
         if self.token is not None:
             check_token(self.token, "token")
         self._secrets = secret_texts(self.token)
@@ -108,8 +112,8 @@ class RewardApp:
             open_paths=("/health",),
         )
         self.app.add_api_route("/health", self._health, methods=["GET"])
-        for path in ("/", "/get_reward"):
-            self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
+        for route in ("/", "/get_reward"):
+            self.app.add_api_route(route, self._score, methods=["POST"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _explain_request)
         self.app.add_exception_handler(HTTPException, _explain_http)
 
@@ -124,8 +128,8 @@ class RewardApp:
     async def _health(self) -> dict[str, str]:
         return {"status": "ok", "source": self.source.name}
 
-    async def _score(self, body: ScoreRequest, request: Request) -> Response:
-        sample_count = len(body.query)
+    async def _score(self, score_request: ScoreRequest, request: Request) -> Response:
+        sample_count = len(score_request.query)
         start_time = time.monotonic()
         if sample_count > self.max_samples:
             return _error(
@@ -136,7 +140,7 @@ class RewardApp:
                 if await request.is_disconnected():
                     logger.info("a client left before its %d samples were scored", sample_count)
                     return Response(status_code=_CLIENT_GONE)
-                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, body))
+                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, score_request))
         except asyncio.CancelledError:  # the server ends and has waited long enough
             logger.error("%d samples not scored: the server was ended", sample_count)
             return _error(503, "the server was ended before the samples were scored")
@@ -158,9 +162,9 @@ class RewardApp:
 
     def _answer(self, body: ScoreRequest) -> dict[str, Any]:
         rollouts = body.rollouts()
-        name = self.source.name
+        source_name = self.source.name
         try:
-            output = check_output(self.source.score(rollouts), rollouts, name)
+            output = check_output(self.source.score(rollouts), rollouts, source_name)
         except Exception:
             raise
         except BaseException as error:
@@ -168,7 +172,7 @@ class RewardApp:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if output.token_scores is not None:
             raise RewardError(
-                f"{name}: token scores cannot be served, as requests have no token ids"
+                f"{source_name}: token scores cannot be served, as requests have no token ids"
             )
         metrics = dict(output.metrics)
         optional_entries = {
@@ -176,7 +180,7 @@ class RewardApp:
             "extra_logs": metrics | output.texts,
         }
         return {"rewards": output.scores} | {
-            key: value for key, value in optional_entries.items() if value
+            entry_name: entry for entry_name, entry in optional_entries.items() if entry
         }
 
     @asynccontextmanager
@@ -210,8 +214,8 @@ def serve(
         log_config=None,
         timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
     )
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(address_family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(config.backlog)
@@ -271,9 +275,9 @@ class Connections:
         timer = connection.loop.call_later(self.seconds, connection.transport.abort)
         self._strangers[client] = timer
         if len(self._strangers) > self.most_strangers:
-            oldest = next(iter(self._strangers))
-            self._open[oldest].transport.abort()
-            self.leave(oldest)
+            oldest_client = next(iter(self._strangers))
+            self._open[oldest_client].transport.abort()
+            self.leave(oldest_client)
 
     def let_in(self, client: Any, key: str) -> bool:
         """Take a connection that has shown a key; False if the key has too many."""

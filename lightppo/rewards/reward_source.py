@@ -74,8 +74,13 @@ class RewardRequest:
     def options_of(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Return the run's options that ``function`` takes as arguments, by their names; without those that are None."""
         options = self.config.flat()
-        values = {name: options.get(name) for name in inspect.signature(function).parameters}
-        return {name: value for name, value in values.items() if value is not None}
+        option_values = {
+            option_name: options.get(option_name)
+            for option_name in inspect.signature(function).parameters
+        }
+        return {
+            option_name: value for option_name, value in option_values.items() if value is not None
+        }
 
     @property
     def names(self) -> list[str]:
@@ -116,12 +121,12 @@ def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
     return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {prompt!r})"
 
 
-def shown(value: Any, max_chars: int = 300) -> str:
+def shown(any_value: Any, max_chars: int = 300) -> str:
     """Return the start of a value's text, for error texts."""
     try:
-        value_text = value if isinstance(value, str) else repr(value)
+        value_text = any_value if isinstance(any_value, str) else repr(any_value)
     except Exception as error:  # the value's own code
-        value_text = f"a {type(value).__name__} (no text: {error_text(error)})"
+        value_text = f"a {type(any_value).__name__} (no text: {error_text(error)})"
     value_text = plain(value_text)
     return value_text if len(value_text) <= max_chars else value_text[:max_chars] + "…"
 
@@ -131,17 +136,19 @@ def shown(value: Any, max_chars: int = 300) -> str:
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     """Join answers about consecutive runs of samples, in order; ``None`` where an answer lacks a metric."""
-    joined = RewardOutput([], {name: [] for output in outputs for name in output.metrics})
-    joined.texts = {name: [] for output in outputs for name in output.texts}
+    joined = RewardOutput(
+        [], {column_name: [] for output in outputs for column_name in output.metrics}
+    )
+    joined.texts = {column_name: [] for output in outputs for column_name in output.texts}
     token_scores: list[list[float] | None] = []
     for output in outputs:
         missing: list[None] = [None] * len(output.scores)
         joined.scores += output.scores
         token_scores += output.token_scores or missing
-        for name, values in joined.metrics.items():
-            values += output.metrics.get(name, missing)
-        for name, texts in joined.texts.items():
-            texts += output.texts.get(name, missing)
+        for column_name, metric_column in joined.metrics.items():
+            metric_column += output.metrics.get(column_name, missing)
+        for column_name, text_column in joined.texts.items():
+            text_column += output.texts.get(column_name, missing)
     if any(output.token_scores is not None for output in outputs):
         joined.token_scores = token_scores
     return joined
@@ -160,21 +167,23 @@ def check_output(
                 f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
             )
         metrics = {}
-        for name, values in output.metrics.items():
-            if not isinstance(name, str) or not name:
+        for column_name, values in output.metrics.items():
+            if not isinstance(column_name, str) or not column_name:
                 raise RewardError(
-                    f"{source_name}: metric names must be non-empty strings, got {name!r}"
+                    f"{source_name}: metric names must be non-empty strings, got {column_name!r}"
                 )
-            metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
+            metrics[column_name] = _numbers(
+                values, rollouts, source_name, f"metric {column_name!r}"
+            )
         scores = _numbers(output.scores, rollouts, source_name, "score")
         if (token_scores := output.token_scores) is not None:
             token_scores = _token_numbers(token_scores, rollouts, source_name)
-        for name, text_values in output.texts.items():
+        for column_name, text_values in output.texts.items():
             if len(text_values) != len(rollouts) or not all(
                 isinstance(text, str | None) for text in text_values
             ):
                 raise RewardError(
-                    f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
+                    f"{source_name}: {column_name!r} must be a text or None for each of {len(rollouts)} samples"
                 )
         return RewardOutput(scores, metrics, token_scores, dict(output.texts))
     except RewardError:
@@ -198,9 +207,9 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
         rollout.reward = output.scores[i]
         rollout.token_rewards = output.token_scores and output.token_scores[i]
         for target, columns in ((rollout.extras, output.metrics), (rollout.texts, output.texts)):
-            for name, values in columns.items():
+            for column_name, values in columns.items():
                 if values[i] is not None:
-                    target[name] = values[i]
+                    target[column_name] = values[i]
 
 
 _KEYS = {"rewards", "scores", "extra_logs", "token_scores"}  # of a dict that is an answer
@@ -234,14 +243,14 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
             raise RewardError(
                 f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged"
             )
-    for name, values in extra_logs.items():
+    for log_name, values in extra_logs.items():
         number = finite(values)
         if number is not None:
-            metrics[name] = [number] * count
+            metrics[log_name] = [number] * count
             continue
-        column = _as_list(values, source_name, f"extra_logs[{name!r}]")
+        column = _as_list(values, source_name, f"extra_logs[{log_name!r}]")
         is_text = any(isinstance(value, str) for value in column)
-        (texts if is_text else metrics)[name] = column
+        (texts if is_text else metrics)[log_name] = column
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
     return RewardOutput(
@@ -271,10 +280,10 @@ def _numbers(
     numbers = [finite(value) for value in values]
     invalid = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
     if invalid:
-        worst = min(invalid, key=lambda i: is_non_finite(values[i]))
+        worst_position = min(invalid, key=lambda i: is_non_finite(values[i]))
         raise _number_error(
-            values[worst],
-            f"{source_name}: the {label} of {describe_sample(rollouts, worst)}",
+            values[worst_position],
+            f"{source_name}: the {label} of {describe_sample(rollouts, worst_position)}",
             "; it must be a finite number, or None for an unscored sample",
         )
     return numbers
@@ -282,26 +291,27 @@ def _numbers(
 
 def _number_error(value: Any, subject: str, rule: str) -> RewardError:
     """Return the error of a value that is no finite number."""
-    kind = RewardError
+    error_class = RewardError
     if is_non_finite(value):
-        kind = NonFiniteRewardError
-    text = shown(repr(value) if isinstance(value, str) else value, 80)
-    return kind(f"{subject} is {text}{reading_error(value)}{rule}")
+        error_class = NonFiniteRewardError
+    value_text = shown(repr(value) if isinstance(value, str) else value, 80)
+    return error_class(f"{subject} is {value_text}{reading_error(value)}{rule}")
 
 
 def _token_numbers(
-    rows: Any, rollouts: Sequence[Rollout], source_name: str
+    scores_of_samples: Any, rollouts: Sequence[Rollout], source_name: str
 ) -> list[list[float] | None]:
-    if len(rows) != len(rollouts):
+    if len(scores_of_samples) != len(rollouts):
         raise RewardError(
-            f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples"
+            f"{source_name}: {len(scores_of_samples)} rows of token scores for {len(rollouts)} samples"
         )
-    checked_rows: list[list[float] | None] = [None] * len(rows)
-    for i, row in enumerate(rows):
-        if row is None:
+    checked_rows: list[list[float] | None] = [None] * len(scores_of_samples)
+    for i, token_scores in enumerate(scores_of_samples):
+        if token_scores is None:
             continue
         checked_rows[i] = numbers = [
-            finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
+            finite(value)
+            for value in _as_list(token_scores, source_name, f"token scores of sample {i}")
         ]
         sample = describe_sample(rollouts, i)
         length = len(rollouts[i].response_ids)
@@ -310,10 +320,10 @@ def _token_numbers(
                 f"{source_name}: {len(numbers)} token scores for the {length} response tokens of {sample}"
             )
         if None in numbers:
-            token = numbers.index(None)
+            token_position = numbers.index(None)
             raise _number_error(
-                row[token],
-                f"{source_name}: token score {token} of {sample}",
+                token_scores[token_position],
+                f"{source_name}: token score {token_position} of {sample}",
                 "; it must be a finite number",
             )
     return checked_rows
@@ -372,22 +382,24 @@ class AsyncScorer:
 
         If the source fails on a part, or the time limit has passed, it raises and no sample changes.
         """
-        parts = self._parts
+        waiting_parts = self._parts
         self._parts = []
-        unfinished = wait([future for _, future in parts], self.timeout).not_done
-        samples = [rollout for rollouts, _ in parts for rollout in rollouts]
+        unfinished = wait([future for _, future in waiting_parts], self.timeout).not_done
+        samples = [rollout for rollouts, _ in waiting_parts for rollout in rollouts]
         if unfinished:
             self.close()
-            unscored = sum(len(rollouts) for rollouts, future in parts if future in unfinished)
+            unscored = sum(
+                len(rollouts) for rollouts, future in waiting_parts if future in unfinished
+            )
             raise RewardError(
                 f"{self.source.name}: {unscored} of {len(samples)} samples were not scored {self.timeout:g} s after the "
                 "end of generation"
             )
-        errors = [error for _, future in parts if (error := future.exception()) is not None]
+        errors = [error for _, future in waiting_parts if (error := future.exception()) is not None]
         if errors:
             # The worst error is raised.
             raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))
-        output = join_outputs([future.result() for _, future in parts])
+        output = join_outputs([future.result() for _, future in waiting_parts])
         write_output(output, samples)
         return output
 

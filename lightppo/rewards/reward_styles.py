@@ -50,22 +50,23 @@ class NonFinite(str):
 Reading = tuple[Answer | None, str | None]  # the text says why the answer is incomplete
 
 
-def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
+def read_list(value: Any, samples: list[Rollout], label: str) -> Reading:
     """Read a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``, and keeps what can be used of it."""
     output = None
     try:
-        output = output_from_result(value, len(part), label)
-        return Answer(check_output(output, part, label), [False] * len(part)), None
+        output = output_from_result(value, len(samples), label)
+        return Answer(check_output(output, samples, label), [False] * len(samples)), None
     except RewardError as error:
         problem = NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
     if output is None:
         return None, problem
     columns = [output.scores, *output.metrics.values(), *output.texts.values()]
-    if any(len(values) != len(part) for values in columns):
+    if any(len(values) != len(samples) for values in columns):
         return None, problem
     scores = [finite(score) for score in output.scores]
     metrics = {
-        str(name): [finite(item) for item in values] for name, values in output.metrics.items()
+        str(metric_name): [finite(metric_value) for metric_value in values]
+        for metric_name, values in output.metrics.items()
     }
     is_bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
     return Answer(RewardOutput(scores, metrics, texts=output.texts), is_bad), problem
@@ -117,14 +118,14 @@ QUERIES = Style(
 # -- which one a function follows, and its calls
 
 
-def recognise(fn: RewardFunction, name: str) -> str:
+def recognise(function: RewardFunction, name: str) -> str:
     """Return the convention that a function follows, a name in ``REWARD_STYLES``; ``ValueError`` if none or several fit."""
-    parameters = _signature(fn, name).parameters.values()
+    parameters = _signature(function, name).parameters.values()
     styles: dict[str, Style] = {key: entry.fn for key, entry in REWARD_STYLES.items()}
     renamed = {word for style in styles.values() for word in style.renames(parameters).values()}
-    names = ({parameter.name for parameter in parameters} | renamed) - _filled(fn)
+    names = ({parameter.name for parameter in parameters} | renamed) - _filled(function)
     open_ended = any(parameter.kind is _KINDS.VAR_KEYWORD for parameter in parameters)
-    fits = [
+    fitting_styles = [
         key
         for key, style in styles.items()
         if {*style.needs} <= names and (open_ended or style.forbids not in names)
@@ -132,8 +133,10 @@ def recognise(fn: RewardFunction, name: str) -> str:
     # Drop a convention whose marks are among those of another one that fits.
     matching_styles = [
         key
-        for key in fits
-        if not any({*styles[key].needs} < {*styles[second].needs} for second in fits)
+        for key in fitting_styles
+        if not any(
+            {*styles[key].needs} < {*styles[second_style].needs} for second_style in fitting_styles
+        )
     ]
     foreign_styles = [key for key, style in styles.items() if style is not QUERIES]
     in_place = _in_place(parameters, styles.values())
@@ -145,7 +148,7 @@ def recognise(fn: RewardFunction, name: str) -> str:
         return "queries"  # names of its own, e.g. f(q, p, labels)
     choices = " or ".join(matching_styles) or "no convention"
     raise ValueError(
-        f"reward function {name}{_signature(fn, name)} may follow {choices}; say which "
+        f"reward function {name}{_signature(function, name)} may follow {choices}; say which "
         f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in styles.items())}"
     )
 
@@ -167,14 +170,14 @@ def _in_place(parameters: Iterable[inspect.Parameter], styles: Iterable[Style]) 
 class BoundFunction:
     """Know how to call a reward function; ``style`` is a name in ``REWARD_STYLES``, or ``"auto"``."""
 
-    def __init__(self, fn: RewardFunction, name: str, style_name: str = "auto") -> None:
+    def __init__(self, function: RewardFunction, name: str, style_name: str = "auto") -> None:
         if style_name != "auto" and style_name not in REWARD_STYLES:
             raise ValueError(
                 f"--reward_fn_style must be one of auto, {', '.join(REWARD_STYLES)}, got {style_name!r}"
             )
         self.name = name
-        self.signature = _signature(fn, name)
-        self._style_name = recognise(fn, name) if style_name == "auto" else style_name
+        self.signature = _signature(function, name)
+        self._style_name = recognise(function, name) if style_name == "auto" else style_name
         self.style: Style = REWARD_STYLES[self._style_name].fn
         if style_name != "auto" and not {*self.style.needs} <= {*self.signature.parameters}:
             self._refuse_another_style()
@@ -190,7 +193,7 @@ class BoundFunction:
             for parameter in parameters
             if parameter.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
         }
-        self._taken = positional_names | _filled(fn) | set(self.style.positional)
+        self._taken = positional_names | _filled(function) | set(self.style.positional)
         self._own_names = self.style.renames(parameters)
         self._open_ended = any(parameter.kind is _KINDS.VAR_KEYWORD for parameter in parameters)
 
@@ -226,14 +229,20 @@ class BoundFunction:
 
     def _call(self, values: Values) -> UserCall:
         renamed_values = {
-            function_name: values[name]
-            for function_name, name in self._own_names.items()
-            if name in values
+            function_name: values[argument_name]
+            for function_name, argument_name in self._own_names.items()
+            if argument_name in values
         }
         values = self.style.always | values | renamed_values
-        positional_arguments = tuple(values.pop(name) for name in self.style.positional)
+        positional_arguments = tuple(
+            values.pop(argument_name) for argument_name in self.style.positional
+        )
         accepted = (values.keys() if self._open_ended else self._named) - self._taken
-        keyword_arguments = {name: value for name, value in values.items() if name in accepted}
+        keyword_arguments = {
+            argument_name: value
+            for argument_name, value in values.items()
+            if argument_name in accepted
+        }
         try:
             self.signature.bind(*positional_arguments, **keyword_arguments)
         except TypeError as error:
@@ -244,16 +253,16 @@ class BoundFunction:
         return UserCall(positional_arguments, keyword_arguments)
 
 
-def _filled(fn: RewardFunction) -> set[str]:
+def _filled(function: RewardFunction) -> set[str]:
     """Return the keywords that a partial has filled in: still parameters, but not ours to set, nor signs of a convention."""
-    if isinstance(fn, functools.partial):
-        return set(fn.keywords)
+    if isinstance(function, functools.partial):
+        return set(function.keywords)
     return set()
 
 
-def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
+def _signature(function: RewardFunction, name: str) -> inspect.Signature:
     try:
-        return inspect.signature(fn)
+        return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward function {name}: its parameters cannot be read: {error}"
@@ -263,7 +272,7 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
 # -- how others read what a function returns
 
 
-def read_sample(value: Any, part: list[Rollout], label: str) -> Reading:
+def read_sample(value: Any, samples: list[Rollout], label: str) -> Reading:
     """Read a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
     raw_score = value
     metrics = {}
@@ -272,9 +281,19 @@ def read_sample(value: Any, part: list[Rollout], label: str) -> Reading:
         if "score" not in value:
             return None, f"it returned a dict without 'score': {shown(value)}"
         raw_score = value["score"]
-        numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
-        metrics = {name: [number] for name, number in numbers.items() if number is not None}
-        texts = {str(name): [item] for name, item in value.items() if isinstance(item, str)}
+        numbers = {
+            str(metric_name): finite(metric_value)
+            for metric_name, metric_value in value.items()
+            if metric_name != "score"
+        }
+        metrics = {
+            metric_name: [number] for metric_name, number in numbers.items() if number is not None
+        }
+        texts = {
+            str(metric_name): [metric_value]
+            for metric_name, metric_value in value.items()
+            if isinstance(metric_value, str)
+        }
     elif isinstance(value, (list, tuple)) and value:
         raw_score = value[0]
     number = finite(raw_score)
@@ -293,14 +312,17 @@ def read_samples(value: Any, samples: list[Rollout], label: str) -> Reading:
             None,
             f"it returned {shown(value)}; a list with one entry for each of {len(samples)} samples is needed",
         )
-    readings = [read_sample(item, samples[i : i + 1], label) for i, item in enumerate(values)]
+    readings = [
+        read_sample(sample_value, samples[i : i + 1], label)
+        for i, sample_value in enumerate(values)
+    ]
     answers = [answer or Answer(RewardOutput([None]), [True]) for answer, _ in readings]
     problem = None
     if incomplete := [i for i, (_, reason) in enumerate(readings) if reason]:
         # Other problems come before numbers that are not finite.
-        worst = min(incomplete, key=lambda i: isinstance(readings[i][1], NonFinite))
-        reason = readings[worst][1]
-        problem = type(reason)(f"{describe_sample(samples, worst)}: {reason}")
+        worst_position = min(incomplete, key=lambda i: isinstance(readings[i][1], NonFinite))
+        reason = readings[worst_position][1]
+        problem = type(reason)(f"{describe_sample(samples, worst_position)}: {reason}")
     output = join_outputs([answer.output for answer in answers])
     return Answer(output, [bad for answer in answers for bad in answer.bad]), problem
 
@@ -329,7 +351,7 @@ def _verl(rollout: Rollout) -> Values:
 
 
 def _verl_batch(rollout: Rollout) -> Values:
-    return {f"{name}s": value for name, value in _verl(rollout).items()}
+    return {f"{argument_name}s": value for argument_name, value in _verl(rollout).items()}
 
 
 def verl_names(plural: str, parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
@@ -343,12 +365,15 @@ def verl_names(plural: str, parameters: Iterable[inspect.Parameter]) -> dict[str
     if len(function_names) > len(verl_arguments):
         return {}
     pairs = zip(function_names, verl_arguments[len(verl_arguments) - len(function_names) :])
-    renamed = {name: argument for name, argument in pairs if name != argument}
+    renamed = {
+        function_name: argument for function_name, argument in pairs if function_name != argument
+    }
     of_solution = {"completion"} | {f"{word}{plural}" for word in _SOLUTION_WORDS}
     reserved = _WORDS | {*QUERIES.words, *QUERIES.positional}  # have a meaning of their own
     has_meaning = any(
-        name in reserved and (argument == f"data_source{plural}" or name not in of_solution)
-        for name, argument in renamed.items()
+        function_name in reserved
+        and (argument == f"data_source{plural}" or function_name not in of_solution)
+        for function_name, argument in renamed.items()
     )
     return {} if has_meaning or {*renamed.values()} & {*names} else renamed
 
@@ -383,20 +408,24 @@ def _trl(rollout: Rollout) -> Values:
     If the prompt is a chat, the completion is one too: one message of the assistant, or those of an episode.
     """
     prompt = rollout.prompt
-    text = rollout.response_text
-    ids = rollout.response_ids
+    response_text = rollout.response_text
+    response_ids = rollout.response_ids
     if prompt.messages is None:
-        return {"prompts": prompt.text, "completions": text, "completion_ids": ids}
-    answer = [{"role": "assistant", "content": text}]
+        return {
+            "prompts": prompt.text,
+            "completions": response_text,
+            "completion_ids": response_ids,
+        }
+    answer = [{"role": "assistant", "content": response_text}]
     if rollout.messages is not None:
         answer = rollout.messages[len(prompt.messages) :]
-    values = {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
+    values = {"prompts": prompt.messages, "completions": answer, "completion_ids": response_ids}
     if rollout.environment is not None:
         values["environments"] = rollout.environment
     return values
 
 
-def discard(*args: Any) -> None:
+def discard(*arguments: Any) -> None:
     """Stand for TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``; keeps nothing."""
 
 
@@ -417,9 +446,9 @@ _AREAL_NAMES = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 def _areal(rollout: Rollout) -> Values:
     prompt = rollout.prompt
-    text = rollout.response_text
-    ids = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
-    return {"prompt": prompt.text, "completions": text} | ids
+    response_text = rollout.response_text
+    id_columns = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
+    return {"prompt": prompt.text, "completions": response_text} | id_columns
 
 
 def _row_and_chat(rollout: Rollout) -> Values:

@@ -41,13 +41,17 @@ class CachedForward:
     """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        name = type(model).__name__
+        model_name = type(model).__name__
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
+            raise ValueError(
+                f"HF rollouts need a decoder-only model; {model_name} is an encoder-decoder"
+            )
         self._cache = cache_argument(model)
         if self._cache is None or not model._supports_default_dynamic_cache():
-            raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
+            raise ValueError(
+                f"HF rollouts need a model that takes a DynamicCache; {model_name} does not"
+            )
         self.model = model
         self.config = model.config
         self.takes_position_ids = "position_ids" in parameters
@@ -149,9 +153,9 @@ class BatchDecoder(Decoder):
         cache = DynamicCache(config=self.forward.config)
         for step in range(max_new_tokens):
             heartbeat.beat()
-            width = prompt_width + step
-            logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
-            history = ids[active_rows, :width] if self.sampler.needs_history else None
+            column_count = prompt_width + step
+            logits = self.forward(inputs, mask[:, :column_count], positions, cache)  # (b, V)
+            history = ids[active_rows, :column_count] if self.sampler.needs_history else None
             tokens, log_probs[active_rows, step] = self.sampler(
                 logits, seeds[:, step], step, history
             )
@@ -266,7 +270,7 @@ class SlotCache(DynamicCache):
         span = self.span
         end_column = max(span.end - span.first, at_least)
         first_column = end_column - (span.end - span.first)
-        shift = span.end - end_column
+        column_shift = span.end - end_column
         if not self.fixed:
             self.slots = slots
         self.columns = end_column + self._more(end_column)
@@ -276,7 +280,7 @@ class SlotCache(DynamicCache):
             layer.see_rows()
         span.first = first_column
         span.end = end_column
-        return shift
+        return column_shift
 
     def _more(self, columns: int) -> int:
         if self.fixed:
@@ -381,11 +385,11 @@ class PromptQueue:
         """Return how many slots may be needed from now on, while so many rows run."""
         return running + self.waiting
 
-    def is_ready(self, free: int, slots: int) -> bool:
+    def is_ready(self, free_slots: int, slots: int) -> bool:
         """Tell whether waiting requests should get some of the free slots now."""
         if self.at_hand:
-            return free > 0
-        return self.waiting > 0 and free >= min(max(1, REFILL_SHARE * slots), self.waiting)
+            return free_slots > 0
+        return self.waiting > 0 and free_slots >= min(max(1, REFILL_SHARE * slots), self.waiting)
 
     def new_tokens(self, group: Group) -> int:
         """Return how many tokens of a prompt go through the model."""
@@ -393,8 +397,8 @@ class PromptQueue:
 
     def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
         """Return the inputs of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
-        padded, mask, positions = left_pad([ids for ids, _ in groups], self.device)
-        return padded.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
+        padded_ids, mask, positions = left_pad([ids for ids, _ in groups], self.device)
+        return padded_ids.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
 
     def keep(self, number: int, cache: SlotCache, slot: int, start: int, length: int) -> None:
         """Note that a request has ended, whose keys and values stay in a slot, from column ``start`` on."""
@@ -497,8 +501,8 @@ class SlotRows:
 
     def history(self, rows: slice, width: int) -> Tensor:
         """Return the last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
-        ends = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
-        columns = ends.unsqueeze(1) + torch.arange(-width, 0, device=ends.device)
+        end_columns = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
+        columns = end_columns.unsqueeze(1) + torch.arange(-width, 0, device=end_columns.device)
         return self.ids[rows].gather(1, columns.clamp(min=0))
 
     def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
@@ -512,18 +516,21 @@ class SlotRows:
     def remove(self, ended_rows: list[int]) -> tuple[list[int], list[int]]:
         """Remove rows; the last rows move into the holes. Return their old and new places."""
         remaining = len(self) - len(ended_rows)
-        holes = [row for row in ended_rows if row < remaining]
-        movers = sorted(set(range(remaining, len(self))) - set(ended_rows))
-        for mover, hole in zip(movers, holes):
-            self.numbers[hole], self.starts[hole] = self.numbers[mover], self.starts[mover]
+        free_rows = [row for row in ended_rows if row < remaining]
+        moving_rows = sorted(set(range(remaining, len(self))) - set(ended_rows))
+        for moving_row, free_row in zip(moving_rows, free_rows):
+            self.numbers[free_row], self.starts[free_row] = (
+                self.numbers[moving_row],
+                self.starts[moving_row],
+            )
         del self.numbers[remaining:], self.starts[remaining:]
-        if holes:
-            sources, targets = torch.tensor([movers, holes], device=self.ages.device)
+        if free_rows:
+            sources, targets = torch.tensor([moving_rows, free_rows], device=self.ages.device)
             tensors = [self.ids, self.log_probs, self.seeds, self.ages, self.limits, self.positions]
             for tensor in tensors:
                 tensor[targets] = tensor[sources]
         self.ages[remaining : remaining + len(ended_rows)] = self.tokens.shape[1]
-        return movers, holes
+        return moving_rows, free_rows
 
 
 class SlotDecoder(Decoder):
@@ -538,9 +545,9 @@ class SlotDecoder(Decoder):
         while True:
             heartbeat.beat()
             goes_on = queue.look(idle=not len(self.rows))
-            free = self.slots - len(self.rows)
-            if queue.is_ready(free, self.slots):
-                self._admit(*queue.take(free), seeds)
+            free_slots = self.slots - len(self.rows)
+            if queue.is_ready(free_slots, self.slots):
+                self._admit(*queue.take(free_slots), seeds)
             elif len(self.rows):
                 self._step()
             elif goes_on:
@@ -613,20 +620,23 @@ class SlotDecoder(Decoder):
         rows = self.rows
         span = self.cache.span
         self._make_room()
-        active = slice(0, len(rows))
-        ages = rows.ages[active]
-        newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
+        active_rows = slice(0, len(rows))
+        ages = rows.ages[active_rows]
+        newest_tokens = rows.tokens[active_rows].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
         attends = attention_to_slots(self.text_config, self.attention)
         with attends if self.prepares_masks else nullcontext():
             logits = self.forward(
-                newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
+                newest_tokens,
+                self._step_mask(),
+                rows.positions[active_rows].unsqueeze(1),
+                self.cache,
             )
         span.end += 1
-        seeds = rows.seeds[active].gather(1, ages.unsqueeze(1)).squeeze(1)
+        seeds = rows.seeds[active_rows].gather(1, ages.unsqueeze(1)).squeeze(1)
         history = None
         if self.sampler.needs_history:
-            history = rows.history(active, span.end - span.first)
-        rows.write(active, *self.sampler(logits, seeds, ages, history))
+            history = rows.history(active_rows, span.end - span.first)
+        rows.write(active_rows, *self.sampler(logits, seeds, ages, history))
 
     def _make_room(self) -> None:
         """Make a free column, if there is none."""
@@ -636,8 +646,8 @@ class SlotDecoder(Decoder):
 
     def _move_columns(self, slots: int, min_columns: int) -> None:
         self.queue.give_way(range(self.slots))
-        shift = self.cache.make_room(slots, min_columns)
-        self.rows.starts = [start - shift for start in self.rows.starts]
+        column_shift = self.cache.make_room(slots, min_columns)
+        self.rows.starts = [start - column_shift for start in self.rows.starts]
         if len(self.rows):
             self._see_starts()
 
@@ -670,9 +680,9 @@ class SlotDecoder(Decoder):
         starts = [rows.starts[row] for row in ended_rows]
         # The tokens that went through the model: all but the newest one.
         lengths = rows.positions[index].tolist() if self._keeps_rows else []
-        movers, holes = rows.remove(ended_rows)
-        self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)
-        slots = dict(zip(holes, movers))
+        moving_rows, free_rows = rows.remove(ended_rows)
+        self.cache.move_rows(moving_rows, free_rows, len(rows), exchange=self._keeps_rows)
+        slots = dict(zip(free_rows, moving_rows))
         for row, number, start, length in zip(ended_rows, numbers, starts, lengths):
             self.queue.keep(number, self.cache, slots.get(row, row), start, length)
         self._see_starts()

@@ -31,8 +31,8 @@ LEAST_WIDTH = 128  # columns that attention gets
 class DecodingRunner(AbstractContextManager, Protocol):
     """Have decoding steps run in another way; entered around the steps of one ``generate``."""
 
-    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        """Return what makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
+    def decoder(self, decoder_class: type[Decoder]) -> Callable[..., Decoder]:
+        """Return what makes the decoder, in place of ``decoder_class`` and with its arguments; ``decoder_class`` itself changes nothing."""
 
 
 def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
@@ -115,12 +115,12 @@ class CUDAGraphs:
         self._pool = graph.pool()
         return graph.replay
 
-    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        """Return the decoder that has this run its steps, in place of ``kind``."""
-        if kind is SlotDecoder:
+    def decoder(self, decoder_class: type[Decoder]) -> Callable[..., Decoder]:
+        """Return the decoder that has this run its steps, in place of ``decoder_class``."""
+        if decoder_class is SlotDecoder:
             return partial(StaticDecoder, runner=self)
         self.note("the model's cache has more than keys and values of all tokens")
-        return kind
+        return decoder_class
 
     def note(self, reason: str) -> None:
         """Say once why steps run as they are."""
@@ -194,33 +194,37 @@ class StaticDecoder(SlotDecoder):
         """Decode one more token for the first rows; read and write only tensors, what it goes on from at the end."""
         rows = self.rows
         span = self.cache.span
-        active = slice(0, count)
+        active_rows = slice(0, count)
         span.captured = not self.runner.failed
-        ages = rows.ages[active]
-        tokens = rows.tokens[active]
-        log_probs = rows.log_probs[active]
-        newest = tokens.gather(1, (ages - 1).clamp(min=0).unsqueeze(1))  # (b, 1)
-        runs = (ages < rows.limits[active]) & ~self.stop.is_stop[newest.squeeze(1)]
+        ages = rows.ages[active_rows]
+        tokens = rows.tokens[active_rows]
+        log_probs = rows.log_probs[active_rows]
+        newest_tokens = tokens.gather(1, (ages - 1).clamp(min=0).unsqueeze(1))  # (b, 1)
+        is_running = (ages < rows.limits[active_rows]) & ~self.stop.is_stop[
+            newest_tokens.squeeze(1)
+        ]
         self._mask.index_fill_(1, span.column, 0)
-        mask = self._mask[active, None, None, : span.width]
-        positions = rows.positions[active].unsqueeze(1)
-        logits = self.forward(newest, mask, positions, self.cache, is_counted=False)
+        mask = self._mask[active_rows, None, None, : span.width]
+        positions = rows.positions[active_rows].unsqueeze(1)
+        logits = self.forward(newest_tokens, mask, positions, self.cache, is_counted=False)
         columns = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
         if self.sampler.needs_history:
-            history = rows.history(active, rows.ids.shape[1] - 1)
+            history = rows.history(active_rows, rows.ids.shape[1] - 1)
         else:
             history = None
         new_values = self.sampler(
-            logits, rows.seeds[active].gather(1, columns).squeeze(1), ages, history
+            logits, rows.seeds[active_rows].gather(1, columns).squeeze(1), ages, history
         )
         for target, new_value in zip((tokens, log_probs), new_values):
             target.scatter_(
                 1,
                 columns,
-                torch.where(runs, new_value, target.gather(1, columns).squeeze(1)).unsqueeze(1),
+                torch.where(is_running, new_value, target.gather(1, columns).squeeze(1)).unsqueeze(
+                    1
+                ),
             )
-        rows.ages[active] += runs
-        rows.positions[active] += runs
+        rows.ages[active_rows] += is_running
+        rows.positions[active_rows] += is_running
         span.column += 1
 
 
@@ -271,12 +275,12 @@ class AlignedLayer(SlotLayer):
 class AlignedCache(SlotCache):
     """Rows that all begin at column 0, in whole blocks of keys; ``positions`` (slots,) are of their newest tokens."""
 
-    def __init__(self, like: SlotCache, positions: Tensor, dtype: torch.dtype) -> None:
-        Cache.__init__(self, layers=[AlignedLayer(like.span) for _ in like.layers])
-        self.span = like.span
-        self.slots = like.slots
-        self.max_columns = like.max_columns
-        self.tight = like.tight
+    def __init__(self, slot_cache: SlotCache, positions: Tensor, dtype: torch.dtype) -> None:
+        Cache.__init__(self, layers=[AlignedLayer(slot_cache.span) for _ in slot_cache.layers])
+        self.span = slot_cache.span
+        self.slots = slot_cache.slots
+        self.max_columns = slot_cache.max_columns
+        self.tight = slot_cache.tight
         self.fixed = False
         self.window = None
         self.positions = positions
@@ -286,7 +290,7 @@ class AlignedCache(SlotCache):
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
         """Add ``rows`` of a cache of left-padded prompts, whose positions are set."""
         span = self.span
-        ends = self.positions[span.rows : span.rows + len(rows)].tolist()
+        last_columns = self.positions[span.rows : span.rows + len(rows)].tolist()
         for layer, source in zip(self.layers, prompts.layers):
             prompt_states = source.keys, source.values
             if not layer.buffers:
@@ -297,11 +301,15 @@ class AlignedCache(SlotCache):
                 layer.dtype = source.keys.dtype
                 layer.device = source.keys.device
                 layer.is_initialized = True
-        self.reach(max(ends) + 1)
+        self.reach(max(last_columns) + 1)
         for layer, source in zip(self.layers, prompts.layers):
             for buffer, tensor in zip(layer.buffers, (source.keys, source.values)):
-                for row, (number, end) in enumerate(zip(rows, ends), start=span.rows):
-                    buffer[row, :, : end + 1] = tensor[number, :, tensor.shape[2] - end - 1 :]
+                for row, (prompt_row, last_column) in enumerate(
+                    zip(rows, last_columns), start=span.rows
+                ):
+                    buffer[row, :, : last_column + 1] = tensor[
+                        prompt_row, :, tensor.shape[2] - last_column - 1 :
+                    ]
         span.rows += len(rows)
 
     def reach(self, end: int) -> None:
@@ -341,8 +349,8 @@ class InvariantDecoder(SlotDecoder):
     def _step_mask(self) -> Tensor:
         span = self.cache.span
         is_hidden = torch.arange(span.width) > span.column[:, None]  # (b, width)
-        added = torch.zeros(is_hidden.shape, dtype=self.cache.layers[0].dtype)
-        return added.masked_fill_(is_hidden, HIDDEN)[:, None, None]
+        additive_mask = torch.zeros(is_hidden.shape, dtype=self.cache.layers[0].dtype)
+        return additive_mask.masked_fill_(is_hidden, HIDDEN)[:, None, None]
 
     def _see_starts(self) -> None:
         self.rows.starts = [0] * len(self.rows)
@@ -351,8 +359,8 @@ class InvariantDecoder(SlotDecoder):
 class InvariantSteps(nullcontext):
     """Have an :class:`InvariantDecoder` decode."""
 
-    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        if kind is not SlotDecoder:
+    def decoder(self, decoder_class: type[Decoder]) -> Callable[..., Decoder]:
+        if decoder_class is not SlotDecoder:
             raise ConfigError(
                 "--batch_invariant: leave it out: the model keeps more than keys and values of its tokens"
             )

@@ -89,15 +89,15 @@ class RolloutSampler:
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        early = {} if self.scorer is None else {"on_finished": self.scorer.submit}
-        rollouts = self.engine.generate(list(prompts), sampling, **early)
+        further_arguments = {} if self.scorer is None else {"on_finished": self.scorer.submit}
+        rollouts = self.engine.generate(list(prompts), sampling, **further_arguments)
         if self.greedy_baseline:
             with self.timer("greedy"):
-                greedy = self.engine.generate(
-                    list(prompts), replace(sampling, n=1, temperature=0.0), **early
+                greedy_rollouts = self.engine.generate(
+                    list(prompts), replace(sampling, n=1, temperature=0.0), **further_arguments
                 )
             for i, rollout in enumerate(rollouts):
-                rollout.baseline = greedy[i // sampling.n]
+                rollout.baseline = greedy_rollouts[i // sampling.n]
         return rollouts
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
@@ -127,39 +127,45 @@ class RolloutSampler:
         if not_finite is not None:
             return SampledBatch(rollouts, counts, not_finite=not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
-        for name in FAILURE_COUNTS:
-            extra_name = name.removeprefix("reward/")
-            counts[name] = sum(rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts)
-        scored = [rollout for rollout in rollouts if rollout.reward is not None]
-        self._check_token_scores(scored)
-        chosen = self.choose(scored, counts)
-        sizes = Counter(rollout.prompt.index for rollout in chosen)
+        for count_name in FAILURE_COUNTS:
+            extra_name = count_name.removeprefix("reward/")
+            counts[count_name] = sum(
+                rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts
+            )
+        rollouts_with_score = [rollout for rollout in rollouts if rollout.reward is not None]
+        self._check_token_scores(rollouts_with_score)
+        chosen_rollouts = self.choose(rollouts_with_score, counts)
+        group_sizes = Counter(rollout.prompt.index for rollout in chosen_rollouts)
         trainable = [
             rollout
-            for rollout in chosen
-            if sizes[rollout.prompt.index] >= self.min_group_size
+            for rollout in chosen_rollouts
+            if group_sizes[rollout.prompt.index] >= self.min_group_size
             and (rollout.baseline is None or rollout.baseline.reward is not None)
         ]
-        unscored = len(rollouts) - len(scored)
-        small_group = len(chosen) - len(trainable)
+        unscored = len(rollouts) - len(rollouts_with_score)
+        small_group = len(chosen_rollouts) - len(trainable)
         if unscored or small_group:
             message = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
             logger.warning(message, self.reward_source.name, unscored, len(rollouts), small_group)
         counts |= {"unscored": unscored, "small_group": small_group}
-        return SampledBatch(trainable, counts, scored)
+        return SampledBatch(trainable, counts, rollouts_with_score)
 
     def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
         """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
         return scored
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
-        name = self.reward_source.name
+        source_name = self.reward_source.name
         has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
         if not self.dense and any(has_token_scores):
-            raise RewardError(f"{name} gave token scores: set --use_dense_reward to train on them")
+            raise RewardError(
+                f"{source_name} gave token scores: set --use_dense_reward to train on them"
+            )
         if self.dense and not all(has_token_scores):
             sample = describe_sample(rollouts, has_token_scores.index(False))
-            raise RewardError(f"--use_dense_reward: {name} gave no 'token_scores' for {sample}")
+            raise RewardError(
+                f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}"
+            )
 
 
 class AroundSampling(Protocol):
@@ -220,10 +226,10 @@ class BatchCollector:
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """Do what :meth:`collect` does, while the engine is awake. Collective."""
         batch = self.sample(source.take(), step)
-        failed = batch.not_finite is not None
-        groups = 0 if failed else len(group_by_prompt(batch.rollouts))
+        is_not_finite = batch.not_finite is not None
+        groups = 0 if is_not_finite else len(group_by_prompt(batch.rollouts))
         counts = self.strategy.all_reduce(
-            batch.counts | {"groups": groups, "failed": failed}, "sum"
+            batch.counts | {"groups": groups, "failed": is_not_finite}, "sum"
         )
         groups = counts.pop("groups")
         failures = counts.pop("failed")
@@ -304,11 +310,11 @@ class GroupFilter:
         if self.limits is None:
             # Not by the standard deviation: for equal values, rounding may put it above 0.
             return EQUAL if min(values) == max(values) else None
-        low, high = self.limits
-        mean = sum(values) / len(values)
-        if mean <= low:
+        lower_limit, upper_limit = self.limits
+        mean_value = sum(values) / len(values)
+        if mean_value <= lower_limit:
             return LOW
-        if mean >= high:
+        if mean_value >= upper_limit:
             return HIGH
         return None
 
@@ -350,28 +356,28 @@ class GroupCollector(BatchCollector):
         """See :meth:`collect`; RewardError also where no sample has the filter's metric, or on ``"raise"``."""
         step_counts = StepCounts()
         while True:
-            available, exhausted, judged, not_finite = self._agree(source, step_counts, step)
-            total = sum(available)
+            available, exhausted, judged_groups, not_finite = self._agree(source, step_counts, step)
+            available_groups = sum(available)
             if not_finite:
-                return self._finish(step, step_counts, 0, [], total)
+                return self._finish(step, step_counts, 0, [], available_groups)
             limit_reached = self.max_batches > 0 and step_counts.batches >= self.max_batches
-            if total >= self.groups_per_step or exhausted or limit_reached:
+            if available_groups >= self.groups_per_step or exhausted or limit_reached:
                 break
             self._generate(source, step, step_counts)
-        missing_groups = self.groups_per_step - total
+        missing_groups = self.groups_per_step - available_groups
         repeats = [0] * len(available)  # of each rank
         # on_exhausted does not apply at the end of an episode, nor without a filter.
         if missing_groups > 0 and not exhausted and self.group_filter is not None:
             message = (
-                f"step {step}: {total} of {self.groups_per_step} groups accepted after {step_counts.batches} generation "
-                f"batches (--max_num_gen_batches); {judged} were sampled"
+                f"step {step}: {available_groups} of {self.groups_per_step} groups accepted after {step_counts.batches} "
+                f"generation batches (--max_num_gen_batches); {judged_groups} were sampled"
             )
             if self.on_exhausted == "raise":
                 raise RewardError(
                     f"{message}: raise the limit, widen --filter_range or choose another --on_exhausted"
                 )
             message += f"; --on_exhausted {self.on_exhausted}"
-            if self.on_exhausted == "reuse" and total == 0:
+            if self.on_exhausted == "reuse" and available_groups == 0:
                 message += " finds none to train on again: this step trains on nothing"
             self.strategy.print(message)
             if self.on_exhausted == "reuse":
@@ -380,7 +386,9 @@ class GroupCollector(BatchCollector):
         rank = self.strategy.get_rank()
         shares = deal(self.groups_per_step, [0] * len(available), room=available)
         repeated_groups = [i % shares[rank] for i in range(repeats[rank])]
-        return self._finish(step, step_counts, shares[rank], repeated_groups, total - sum(shares))
+        return self._finish(
+            step, step_counts, shares[rank], repeated_groups, available_groups - sum(shares)
+        )
 
     def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
@@ -388,7 +396,9 @@ class GroupCollector(BatchCollector):
         step_counts.batches += 1
         step_counts.counts.update(batch.counts)
         step_counts.scored += batch.scored
-        step_counts.names |= {name for rollout in batch.rollouts for name in rollout.extras}
+        step_counts.names |= {
+            metric_name for rollout in batch.rollouts for metric_name in rollout.extras
+        }
         if batch.not_finite is not None:
             step_counts.not_finite = batch.not_finite
             step_counts.lost = batch.rollouts
@@ -417,16 +427,21 @@ class GroupCollector(BatchCollector):
             set(step_counts.names),
             Counter(step_counts.counts),
         )
-        available, exhausted, names, counts = zip(*self.strategy.all_gather_object(rank_state))
-        total = sum(counts, Counter())
-        if total["generated_samples"] and total["generated_samples"] == total["unscored"]:
+        available, exhausted, names_of_ranks, counts_of_ranks = zip(
+            *self.strategy.all_gather_object(rank_state)
+        )
+        total_counts = sum(counts_of_ranks, Counter())
+        if (
+            total_counts["generated_samples"]
+            and total_counts["generated_samples"] == total_counts["unscored"]
+        ):
             raise nothing_scored(step)
-        if total["judged"] and total["judged"] == total[UNMEASURED]:
+        if total_counts["judged"] and total_counts["judged"] == total_counts[UNMEASURED]:
             raise RewardError(
                 f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
-                f"{', '.join(['score', *sorted(set().union(*names))])}"
+                f"{', '.join(['score', *sorted(set().union(*names_of_ranks))])}"
             )
-        return list(available), any(exhausted), total["judged"], total["not_finite"]
+        return list(available), any(exhausted), total_counts["judged"], total_counts["not_finite"]
 
     def _finish(
         self,
@@ -437,38 +452,42 @@ class GroupCollector(BatchCollector):
         surplus: int,
     ) -> CollectedStep:
         """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
-        chosen = self.surplus[:share]
+        chosen_groups = self.surplus[:share]
         self.surplus = self.surplus[share:]
         rollouts = []
         group_positions = []
-        for sampled, group in chosen:
+        for sampled_step, group in chosen_groups:
             group_positions.append(range(len(rollouts), len(rollouts) + len(group)))
-            is_stale = sampled < step
+            is_stale = sampled_step < step
             rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
         count_names = [*self.sampler.counted, "judged", "not_finite", *REASONS]
         selection = {
-            "trained_groups": len(chosen) + len(repeated_groups),
+            "trained_groups": len(chosen_groups) + len(repeated_groups),
             "reused_groups": len(repeated_groups),
-            "stale_groups": sum(sampled < step for sampled, _ in chosen),
-            "staleness": sum(step - sampled for sampled, _ in chosen),
+            "stale_groups": sum(sampled_step < step for sampled_step, _ in chosen_groups),
+            "staleness": sum(step - sampled_step for sampled_step, _ in chosen_groups),
         }
         counts = self.strategy.all_reduce(
             {name: step_counts.counts[name] for name in count_names} | selection, "sum"
         )
-        trained = counts["trained_groups"]
-        judged = counts.pop("judged")
+        trained_groups = counts["trained_groups"]
+        judged_groups = counts.pop("judged")
         not_finite = counts.pop("not_finite")
         rejected = {name: counts.pop(name) for name in REASONS}
-        counts["staleness"] /= max(1, trained - counts["reused_groups"])
+        counts["staleness"] /= max(1, trained_groups - counts["reused_groups"])
         counts |= {"num_gen_batches": step_counts.batches, "surplus_groups": surplus}
         if self.group_filter is not None:
             counts |= rejected
-            counts["kept_share"] = 1 - sum(rejected.values()) / judged if judged else float("nan")
-        collected = CollectedStep(rollouts, trained, counts, step_counts.scored, surplus=surplus)
+            counts["kept_share"] = (
+                1 - sum(rejected.values()) / judged_groups if judged_groups else float("nan")
+            )
+        collected = CollectedStep(
+            rollouts, trained_groups, counts, step_counts.scored, surplus=surplus
+        )
         if not_finite:
             collected.rollouts = rollouts + step_counts.lost
             self.leave_out(collected, step_counts.not_finite)
-        elif trained == 0 and self.group_filter is None:
+        elif trained_groups == 0 and self.group_filter is None:
             raise nothing_scored(step)
         collected.repeated = [
             position for group in repeated_groups for position in group_positions[group]
@@ -509,18 +528,18 @@ def deal(group_count: int, held_groups: Sequence[int], room: Sequence[int]) -> l
         ranks := [(held_groups[rank], rank) for rank in range(len(held_groups)) if room[rank] > 0]
     )
     for _ in range(min(group_count, sum(room))):
-        holds, rank = heappop(ranks)
+        group_total, rank = heappop(ranks)
         dealt_groups[rank] += 1
         if dealt_groups[rank] < room[rank]:
-            heappush(ranks, (holds + 1, rank))
+            heappush(ranks, (group_total + 1, rank))
     return dealt_groups
 
 
 def best_of_n(
-    group: Sequence[Rollout], best_count: int, tie: Literal["shorter", "longer"] = "shorter"
+    group: Sequence[Rollout], best_count: int, tie_rule: Literal["shorter", "longer"] = "shorter"
 ) -> list[Rollout]:
-    """Return the ``best_count`` samples with the highest scores, in sampling order; ``tie`` decides between equal ones."""
-    sign = 1 if tie == "shorter" else -1
+    """Return the ``best_count`` samples with the highest scores, in sampling order; ``tie_rule`` decides between equal ones."""
+    sign = 1 if tie_rule == "shorter" else -1
     ranked = sorted(
         range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
     )
@@ -537,13 +556,13 @@ class BestOfN(RolloutSampler):
     counted = (*RolloutSampler.counted, "not_best")
 
     def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
-        best = [
+        best_rollouts = [
             rollout
             for group in group_by_prompt(scored)
             for rollout in best_of_n(group, self.group_size, self.tie)
         ]
-        counts["not_best"] = len(scored) - len(best)
-        return best
+        counts["not_best"] = len(scored) - len(best_rollouts)
+        return best_rollouts
 
 
 def with_selection(

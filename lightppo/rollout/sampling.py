@@ -39,15 +39,15 @@ def in_any_order() -> Iterator[None]:
 
     Sums over the rows of a table are always the same there; those of a single row are not.
     """
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if was_on:
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if was_deterministic:
         torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        if was_on:
-            torch.use_deterministic_algorithms(True, warn_only=warns)
+        if was_deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
 
 def token_seeds(
@@ -77,8 +77,8 @@ def _hashed(key: str) -> int:
 
 def runner_factors(vocab_size: int) -> Tensor:
     """Return an odd number for each runner of :func:`draw_tokens`, (N,) int64: tokens, then blocks if there are any."""
-    blocks = -(-vocab_size // _BLOCK)
-    count = vocab_size if blocks == 1 else _BLOCK + blocks
+    block_count = -(-vocab_size // _BLOCK)
+    count = vocab_size if block_count == 1 else _BLOCK + block_count
     return torch.from_numpy(_random_words("lightppo/runners", count))
 
 
@@ -282,25 +282,29 @@ class StopCriteria:
         ended = self.is_stop[responses[rows, length - 1]]
         if not self.strings:
             return ended
-        ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
+        end_positions = torch.as_tensor(length, device=rows.device).expand(len(rows))
         # (b, tail)
-        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
+        columns = end_positions.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
         ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
         # How many ids of each tail do not count: those before the minimum length, or before the response.
-        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()
-        tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
-        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-        has_string = [any(string in tail_text for string in self.strings) for tail_text in texts]
+        hidden_counts = (self._offset - columns[:, 0]).clamp(min=0).tolist()
+        tail_ids = [row_ids[hidden_count:] for row_ids, hidden_count in zip(ids, hidden_counts)]
+        tail_texts = self._tokenizer.batch_decode(tail_ids, skip_special_tokens=True)
+        has_string = [
+            any(string in tail_text for string in self.strings) for tail_text in tail_texts
+        ]
         return ended | torch.tensor(has_string, device=ended.device)
 
     def trim(self, response_ids: list[int], text: str) -> str:
         """Cut ``text``, the decoded ids, before the first stop string."""
         if not self.strings:
             return text
-        start = len(self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True))
+        search_start = len(
+            self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True)
+        )
         cut_positions = [
             cut_position
-            for cut_position in (text.find(string, start) for string in self.strings)
+            for cut_position in (text.find(string, search_start) for string in self.strings)
             if cut_position >= 0
         ]
         return text[: min(cut_positions)] if cut_positions else text
@@ -313,10 +317,10 @@ def penalties_of(
     sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> Penalties | None:
     """Return the processor of logits that ``sampling`` needs; None: it changes none."""
-    words = bad_word_ids(tokenizer, sampling.bad_words)
-    completable = [ids for ids in words if max(ids) < vocab_size]
-    counts = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    if not counts and not completable and sampling.repetition_penalty == 1.0:
+    word_ids = bad_word_ids(tokenizer, sampling.bad_words)
+    completable = [ids for ids in word_ids if max(ids) < vocab_size]
+    counts_tokens = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    if not counts_tokens and not completable and sampling.repetition_penalty == 1.0:
         return None
     return Penalties(sampling, completable)
 
@@ -340,8 +344,8 @@ class Penalties:
             seen_ids = torch.where(history == NO_TOKEN, history[:, -1:], history)
             logits = self.repetition(seen_ids, logits)
         if self.presence or self.frequency:
-            counts = _response_counts(history, step, logits)
-            logits = logits - self.frequency * counts - self.presence * (counts > 0)
+            token_counts = _response_counts(history, step, logits)
+            logits = logits - self.frequency * token_counts - self.presence * (token_counts > 0)
         if self.bad_words is not None:
             logits = self.bad_words(history, logits)
         return logits
@@ -362,28 +366,28 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
     """Return the token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
     sequences: list[list[int]] = []
     for word in words:
-        plain, spaced = (
+        plain_ids, spaced_ids = (
             tokenizer.encode(prefix + word.strip(), add_special_tokens=False)
             for prefix in ("", " ")
         )
-        if not plain or tokenizer.unk_token_id in plain:
+        if not plain_ids or tokenizer.unk_token_id in plain_ids:
             raise ValueError(
-                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain}); remove it"
+                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain_ids}); remove it"
             )
-        sequences.append(plain)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            sequences.append(spaced)
+        sequences.append(plain_ids)
+        if len(spaced_ids) == len(plain_ids) and spaced_ids[0] != plain_ids[0]:
+            sequences.append(spaced_ids)
     return sequences
 
 
 def check_sampled_tokens(building: Any) -> None:
     """Refuse ids and words that no sampled answer can have."""
     options = building.config.flat()
-    size = valid_vocab_size(building.tokenizer)
-    if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:
+    vocab_size = valid_vocab_size(building.tokenizer)
+    if unknown_ids := [i for i in options.get("stop_token_ids", ()) if i >= vocab_size]:
         raise ConfigError(
-            f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
-            "leave it out, or give the text to --stop"
+            f"--stop_token_ids {' '.join(map(str, unknown_ids))}: the tokenizer has no such id, its largest is "
+            f"{vocab_size - 1}: leave it out, or give the text to --stop"
         )
     try:
         bad_word_ids(building.tokenizer, options.get("bad_words", ()))
