@@ -115,9 +115,7 @@ def trl_due_times(arguments: Arguments) -> Converted:
         if rows is not None:
             yield "eval_data" if is_ppo else "eval_dataset", rows
         yield "eval_split", arguments.text("dataset_test_split") or "test"
-        if evaluates == "epoch":
-            yield "eval_epochs", 1
-        else:
+        if evaluates == "steps":
             yield "eval_steps", steps_of(arguments.number("eval_steps") or logging_steps or 500)
     if logging_steps >= 1:
         yield "logging_steps", steps_of(logging_steps)

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import signal
 import symtable
-import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from lightppo.processes.user_calls import (
     Outcome,
     UserCall,
     awaited,
+    importable_name,
     in_daemon_thread,
     is_coroutine_function,
     late,
@@ -377,20 +377,13 @@ def runner_of(
 
 def function_spec(function: Callable[..., Any], name: str) -> str:
     """Say how another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    qualified_name = getattr(function, "__qualname__", "")
-    if (
-        module is None
-        or module.__name__ == "__main__"
-        or getattr(module, qualified_name, None) is not function
-    ):
+    spec = importable_name(function)
+    if spec is None:
         raise ValueError(
             f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
             "the top level of a module or of a file of its own (--reward_fn path.py:name)"
         )
-    if module.__name__.startswith("lightppo_file_"):
-        return f"{module.__file__}:{qualified_name}"
-    return f"{module.__name__}:{qualified_name}"
+    return spec
 
 
 def check_failure_options(

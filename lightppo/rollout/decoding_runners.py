@@ -32,7 +32,7 @@ class DecodingRunner(AbstractContextManager, Protocol):
     """Have decoding steps run in another way; entered around the steps of one ``generate``."""
 
     def decoder(self, decoder_class: type[Decoder]) -> Callable[..., Decoder]:
-        """Return what makes the decoder, in place of ``decoder_class`` and with its arguments; ``decoder_class`` itself changes nothing."""
+        """Return what makes the decoder, with the arguments of ``decoder_class``, which itself changes nothing."""
 
 
 def decoding_runner(config: PPOConfig) -> DecodingRunner | None:

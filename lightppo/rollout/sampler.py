@@ -538,7 +538,7 @@ def deal(group_count: int, held_groups: Sequence[int], room: Sequence[int]) -> l
 def best_of_n(
     group: Sequence[Rollout], best_count: int, tie_rule: Literal["shorter", "longer"] = "shorter"
 ) -> list[Rollout]:
-    """Return the ``best_count`` samples with the highest scores, in sampling order; ``tie_rule`` decides between equal ones."""
+    """Return the ``best_count`` samples with the highest scores, in their order; ``tie_rule`` decides between equal ones."""
     sign = 1 if tie_rule == "shorter" else -1
     ranked = sorted(
         range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import sleep_level
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.device import on_cuda
 from lightppo.errors import ConfigError, RolloutError
@@ -165,14 +166,14 @@ class VLLMEngine:
         self.last_stats["sync_seconds"] = time.perf_counter() - start_time
 
     def sleep(self) -> None:
-        """Free the engine's GPU memory, by ``--sleep_level``; nothing on a CPU. Collective."""
+        """Free the engine's GPU memory; nothing on a CPU. Collective."""
         if self.sleeps and not self._asleep:
-            self._fall_asleep(self.config.engine.sleep_level)
+            self._fall_asleep(sleep_level(self.config))
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
         """Take back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
-        weights_dropped = "weights" in self._asleep and self.config.engine.sleep_level == 2
+        weights_dropped = "weights" in self._asleep and sleep_level(self.config) == 2
         self._wake("weights")
         self._wake("kv_cache")
         if weights_dropped:
@@ -517,8 +518,7 @@ class VLLMRolloutEngine(VLLMEngine):
     @property
     def _seeds_each_response(self) -> bool:
         """Tell whether each request has a seed of its own: on a GPU each costs vLLM kernels per row and token."""
-        requested = self.config.engine.vllm_request_seeds
-        return not self.on_gpu if requested is None else requested
+        return not self.on_gpu
 
     @contextmanager
     def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:
@@ -839,7 +839,7 @@ def engine_arguments(
         "max_num_seqs",
         "enable_prefix_caching",
     )
-    option_names += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
+    option_names += ("max_num_batched_tokens", "kv_cache_memory_bytes")
     arguments = {
         name: getattr(requested, name)
         for name in option_names
