@@ -400,7 +400,9 @@ def build_sampler(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
     entry = estimator_entry(config)
-    status = status_check(config, strategy, source)
+    status = None
+    if config.verifier.check_verifier_status:
+        status = status_check(config, strategy, source)
     sampler = RolloutSampler(
         engine,
         source,
@@ -467,7 +469,10 @@ def build_reward(
     if estimator_entry(config).ignores_scores and not request.names:
         return NoReward()
     with as_config_error():
-        return unless_failed(with_xml_format(source_of(request), request), request)
+        source = source_of(request)
+        if config.verifier.check_xml_format:
+            source = with_xml_format(source, request)
+        return unless_failed(source, request)
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:

@@ -16,7 +16,7 @@ from lightppo.logging.performance import GPUMemory, Profiles, Speeds
 from lightppo.logging.recorder import Recorder
 from lightppo.logging.report_page import RunSummary
 from lightppo.logging.run_notes import ClosingLines
-from lightppo.logging.samples import Samples
+from lightppo.logging.samples import keep_samples
 from lightppo.logging.skipped_batches import skipped_in_a_row
 from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
@@ -54,7 +54,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         ClosingLines(run),
         skipped_in_a_row(run),
         AlarmBell(run),
-        Samples(run) if run.samples_tokens else None,
+        keep_samples(run) if run.samples_tokens else None,
         *(entry.fn(run) for entry in CALLBACKS.values() if not entry.after_yours),
     ]
     late_callbacks = [
