@@ -13,10 +13,10 @@ from lightppo.algorithms.entries import (
     TIMES_RATIO,
 )
 from lightppo.algorithms.option_values import Rejection, weights_of_parts
-from lightppo.config.old_log_probs import reasons_for_a_pass
 from lightppo.config.rules import (
     NORM_WORDS,
     norm_problem,
+    reasons_for_a_pass,
 )
 from lightppo.errors import ConfigError
 from lightppo.http_client import check_url

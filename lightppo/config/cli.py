@@ -1,30 +1,34 @@
-"""Command line and YAML → options, by argparse out of the declarations.
+"""Command line and YAML → options, by argparse out of the declarations; ``--help``; the arguments of small commands.
 
 Mistakes end with exit code 2 and one line each, before any model is loaded.
 """
+
+from __future__ import annotations
 
 import argparse
 import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config import evaluation_options, option_needs
-from lightppo.config.help_page import help_text
+from lightppo.config import evaluation_options
+from lightppo.config.contradictions import condition_text, idle_notes
 from lightppo.config.option_errors import conform, nearest
 from lightppo.config.options import OptionSet, PPOConfig
-from lightppo.config.wandb_key import take_wandb_key
 from lightppo.errors import ConfigError
-from lightppo.option import Option, Section
+from lightppo.option import Option, Section, choices, range_text, shown_default
+from lightppo.plugin import trained_by
 from lightppo.redaction import plain, without_secrets
+from lightppo.suggestions import answer_of
 
 C = TypeVar("C", bound=OptionSet)
+S = TypeVar("S", bound=Section)
 
 
 def parse_args(
@@ -61,7 +65,7 @@ def parse_args(
             raise ConfigError("\n".join(problems))
         computed = {"unfed": True} if unfed else {}
         config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")), **computed)
-        notes = (option_needs.notes(config, flags), evaluation_options.notes(config, flags))
+        notes = (idle_notes(config, flags), evaluation_options.notes(config, flags))
         for line in itertools.chain(*notes):
             print_on_rank_0(f"{prog}: note: {line}\n", sys.stderr)
     return config
@@ -278,3 +282,178 @@ class _Loader(yaml.SafeLoader):
                     problem=problem, problem_mark=key.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+
+# -- --use_wandb KEY: the key must not be seen by others, nor be recorded --------------------------------------------
+
+_KEY = "WANDB_API_KEY"
+
+
+def take_wandb_key(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without the key of ``--use_wandb KEY``, which goes where wandb looks."""
+    kept: list[str] = []
+    for before, text in zip(["", *arguments], arguments):
+        with_key = text.startswith("--use_wandb=")
+        if with_key:
+            key = text.partition("=")[2]
+        elif before == "--use_wandb":
+            key = text
+        else:
+            key = ""
+        if not key or key.startswith("-") or key in ("True", "False", "None"):
+            kept.append(text)
+            continue
+        kept += ["--use_wandb"] * with_key
+        os.environ[_KEY] = key
+        sys.argv = [word.replace(key, "…") for word in sys.argv]  # wandb records them
+        _hide_argument(key)
+    return kept
+
+
+def _hide_argument(secret: str) -> None:
+    """Overwrite an argument of this process where Linux shows it (/proc/PID/cmdline, ps)."""
+    try:
+        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+        with open("/proc/self/mem", "r+b") as memory:
+            memory.seek(start)
+            at = memory.read(end - start).find(secret.encode())
+            if at >= 0:
+                memory.seek(start + at)
+                memory.write(b"*" * len(secret.encode()))
+    except OSError as error:
+        if os.environ.get("RANK", "0") == "0":
+            note = f"note: --use_wandb KEY stays visible in the process list ({error}); set {_KEY} instead"
+            print(note, file=sys.stderr)
+
+
+# -- --help: one screen of the usual options of a command, or all options by section ---------------------------------
+
+# What --help shows: the options that most people set, on one screen.
+_SCREEN = {
+    "Run": "config save_path save_steps eval_steps use_wandb",
+    "Model": "pretrain bf16 lora_rank gradient_checkpointing zero_stage",
+    "Data": "prompt_data eval_data input_key label_key apply_chat_template prompt_max_len",
+    "Reward (one of them)": "reward_fn reward_source reward_pretrain remote_rm_url",
+    "Rollout": "rollout_engine rollout_batch_size n_samples_per_prompt generate_max_len temperature",
+    "Algorithm": "advantage_estimator policy_loss init_kl_coef use_kl_loss",
+    "Training": "train_batch_size micro_train_batch_size max_epochs num_episodes actor_learning_rate "
+    "critic_learning_rate packing_samples",
+}
+_ALL = "--help all shows all options"
+
+
+def help_text(prog: str, everything: bool, kind: type[OptionSet] = PPOConfig) -> str:
+    """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
+    usage = "--pretrain MODEL --dataset FILE"
+    screen = getattr(kind, "screen", {})
+    what = kind.__doc__
+    if kind is PPOConfig:
+        usage = "--pretrain MODEL --prompt_data FILE --reward_fn FILE.py"
+        screen = _SCREEN
+        what = "Train a causal language model with PPO."
+    lines = [f"usage: {prog} {usage} [--config FILE.yaml] [flags]"]
+    if everything:
+        lines += ["", f"{what} One process per GPU (or CPU rank): deepspeed, torchrun or python."]
+        for section in kind.sections().values():
+            lines += ["", *_section_lines(section)]
+    else:
+        lines += [*_screen_lines(kind, screen), f"{_ALL}, docs/flags.md their table."]
+    return "\n".join(lines) + "\n"
+
+
+def _screen_lines(kind: type[OptionSet], screen: Mapping[str, str]) -> Iterator[str]:
+    options = {option.name: option for option in kind.all_options()}
+    for title, names in screen.items():
+        yield f"{title}:"
+        for option in map(options.__getitem__, names.split()):
+            text = option.help.partition(". ")[0].rstrip(".")
+            shown = "required" if option.required else shown_default(option.default)
+            is_noted = option.required or option.default not in (None, (), False)
+            yield f"  --{option.name:<23} {text}{f' [{shown}]' * is_noted}"
+
+
+def section_help(usage: str, section: type[Section]) -> str:
+    """How a program is called, and the options of one section."""
+    return "\n".join([f"usage: {usage}", "", *_section_lines(section)]) + "\n"
+
+
+def _section_lines(section: type[Section]) -> Iterator[str]:
+    yield section.__doc__ or ""
+    for option in section.options().values():
+        conditions = " and ".join(map(condition_text, option.needs))
+        needs = f"needs {conditions}" if conditions else ""
+        notes = "; ".join(
+            filter(None, ["required" * option.required, option.unit, range_text(option), needs])
+        )
+        yield f"  {_spelled(option)}"
+        yield f"      {option.help}{f' [{notes}]' * bool(notes)} (default: {shown_default(option.default)})"
+
+
+def _spelled(option: Option) -> str:
+    if option.kind is bool:
+        return f"--{option.name}, --no_{option.name}"
+    several = " ..." if get_origin(option.kind) is tuple else ""
+    kind = get_args(option.kind)[0] if several else option.kind
+    values = "|".join(map(str, choices(option)))
+    return f"--{option.name} {values or _METAVARS[kind] + several}"
+
+
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+
+
+# -- commands that are small and train nothing -----------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of a small command: a mistake ends it with exit code 2 and a line, which says what was meant."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self.explained(unknown[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        print_on_rank_0(f"{self.prog}: error: {message}\n", sys.stderr)
+        raise SystemExit(2)
+
+    def explained(self, word: str) -> str:
+        """What is wrong with an argument that the command does not know."""
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            return f"unexpected argument {word!r}"
+        places = [
+            action.metavar
+            for action in self._actions
+            if action.metavar and not action.option_strings
+        ]
+        if place := answer_of(name, places, "argument"):
+            return f"unknown flag {name}: {place} is given without a flag: {self.prog} {' '.join(places)}"
+        return f"unknown flag {name}{nearest(name, self._option_string_actions, 'flag')}"
+
+
+def parse_section(
+    kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str
+) -> S:
+    """The options of a script that has one section; errors as :func:`parse_args`.
+
+    ``check`` says what is wrong with values that are each in range, for so many ranks. An option ``config`` names the
+    YAML file of a run, out of which the section's options are taken beneath the flags.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"--help", "-h"} & {*arguments}:
+        print_on_rank_0(section_help(f"{prog} [flags]", kind))
+        raise SystemExit(0)
+    with exit_on_mistakes(prog):
+        flags = read_flags(arguments, list(kind.options().values()))
+        if flags.get("config") is not None:
+            of_run = with_file(
+                trained_by().get(flags.get("for"), PPOConfig)(), flags["config"]
+            ).flat()
+            flags = {
+                name: value for name, value in of_run.items() if name in kind.options()
+            } | flags
+        config = kind(**flags)
+        if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ConfigError("\n".join(problems))
+    return config

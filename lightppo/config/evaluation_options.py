@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightppo.config.reward_plan import (
+from lightppo.config.reward_options import (
     named_weights,
     names_rewards,
     sources_by_flag,

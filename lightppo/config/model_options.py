@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.config.distributed_options import FROZEN_MODELS
-from lightppo.config.option_needs import condition_text
+from lightppo.config.contradictions import condition_text
 from lightppo.config.rules import reference_is_actor
+from lightppo.config.training_options import FROZEN_MODELS
 from lightppo.option import Section, option
 
 safe = partial(option, resume_safe=True)

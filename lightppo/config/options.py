@@ -18,7 +18,6 @@ from lightppo.config.algorithm_options import (
 from lightppo.config.checkpoint_options import CheckpointConfig
 from lightppo.config.contradictions import contradictions
 from lightppo.config.data_options import DataConfig
-from lightppo.config.distributed_options import StrategyConfig
 from lightppo.config.episode_options import EpisodesConfig, TapeConfig
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.logging_options import LoggingConfig
@@ -28,7 +27,7 @@ from lightppo.config.removed_options import is_left
 from lightppo.config.reward_options import RewardConfig, VerifierConfig
 from lightppo.config.rollout_options import EngineConfig, RolloutConfig, SamplingConfig
 from lightppo.config.rules import resolutions
-from lightppo.config.training_options import TrainingConfig
+from lightppo.config.training_options import StrategyConfig, TrainingConfig
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, SectionPlace, additions_to, option
 from lightppo.redaction import shown_value

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lightppo.config.reward_plan import names_rewards
+from lightppo.config.reward_options import names_rewards
 from lightppo.config.rules import estimator_entry
 from lightppo.http_client import check_url, is_loopback
 from lightppo.option import Section, option

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
-from lightppo.config import option_needs
 from lightppo.config import options as ppo
-from lightppo.config.contradictions import first_of_each, templates
+from lightppo.config.contradictions import first_of_each, templates, unmet_needs
 from lightppo.config.evaluation_options import EvaluationTimes
 from lightppo.config.options import OptionSet
 from lightppo.errors import ConfigError
@@ -276,7 +275,7 @@ class SupervisedConfig(OptionSet):
         """What cannot work, for so many ranks; a subclass may add to it."""
         options = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
-        yield from option_needs.problems(options)
+        yield from unmet_needs(options)
         yield from templates(options)
         for part in self.parts():
             yield from part.problems(options)

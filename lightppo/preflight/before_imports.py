@@ -18,7 +18,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
-from lightppo.config.reward_plan import ANY_ROUTE, reward_plan
+from lightppo.config.reward_options import ANY_ROUTE, reward_plan
 from lightppo.config.rules import (
     estimator_entry,
     frozen_models,
@@ -57,7 +57,7 @@ from lightppo.files import check_writable
 from lightppo.logging.run_paths import WORLDS, check_places, file_of_world
 from lightppo.logging.trackers import check_trackers
 from lightppo.plugin import REWARDS
-from lightppo.preflight.row_lengths import check_positions, check_total_steps
+from lightppo.preflight.advice import check_positions, check_total_steps
 from lightppo.rewards.function import NO_LABELS, check_reward_files
 from lightppo.table import load
 

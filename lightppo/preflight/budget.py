@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import Tensor, nn
@@ -24,9 +26,8 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
-from lightppo.config.old_log_probs import old_log_probs_from
-from lightppo.config.option_needs import facts_of
-from lightppo.config.rules import frozen_models
+from lightppo.config.contradictions import facts_of
+from lightppo.config.rules import frozen_models, old_log_probs_from
 from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
 from lightppo.errors import ConfigError, UserError
 from lightppo.files import stage_to_local
@@ -1021,3 +1022,24 @@ def check_memory(
             problem = f"{gigabytes(certain)} of {place} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
             raise ConfigError("\n".join([problem, *lines]))
     return lines
+
+
+# -- the memory of this host, and of this process --------------------------------------------------------------------
+
+
+def host_bytes() -> int:
+    """Of this machine, or of the container that this process is in."""
+    sizes = [psutil.virtual_memory().total]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, version 2 and 1
+        try:
+            sizes.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+    return min(sizes)
+
+
+def library_bytes(ranks: int = 1) -> int:
+    """Of this process; ranks of a host share what is mapped from files."""
+    held = psutil.Process().memory_info()
+    shared = getattr(held, "shared", 0)
+    return held.rss - shared + shared // ranks

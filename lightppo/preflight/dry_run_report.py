@@ -23,7 +23,7 @@ import numpy as np
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.config.reward_plan import reward_sources
+from lightppo.config.reward_options import reward_sources
 from lightppo.config.supervised_options import SFTConfig
 from lightppo.data.examples import Example, examples_of
 from lightppo.data.records import Prompt, Rollout
