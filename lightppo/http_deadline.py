@@ -26,7 +26,7 @@ _deadline: ContextVar[float] = ContextVar("deadline")  # of the exchange that th
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """What is sent and read within, by sessions with a :class:`DeadlineAdapter`, ends in time: else a TimeoutError."""
+    """End in time what is sent and read within, by sessions with a :class:`DeadlineAdapter`: else a TimeoutError."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -35,7 +35,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def _limit(sock: socket.socket) -> None:
-    """Lets the next call of the socket take what is left of the time."""
+    """Let the next call of the socket take what is left of the time."""
     left = _deadline.get() - time.monotonic()
     if left <= 0:
         raise TimeoutError("the answer was not complete in time")

@@ -56,17 +56,17 @@ class Option:
 
     @functools.cached_property
     def bounds(self) -> dict[str, float]:
-        """The given ones of ge, gt, le and lt."""
+        """Return the given ones of ge, gt, le and lt."""
         return {key: getattr(self, key) for key in _BOUNDS if getattr(self, key) is not None}
 
     @functools.cached_property
     def kind(self) -> Any:
-        """The type of a value that is not None."""
+        """Return the type of a value that is not None."""
         return next(kind for kind in alternatives(self.type) if kind is not type(None))
 
     @functools.cached_property
     def takes_several(self) -> bool:
-        """Whether a value is a tuple."""
+        """Tell whether a value is a tuple."""
         return get_origin(self.kind) is tuple
 
     @property
@@ -75,20 +75,20 @@ class Option:
 
     @functools.cached_property
     def may_be_object(self) -> bool:
-        """Whether a function or an object may stand in place of its path."""
+        """Tell whether a function or an object may stand in place of its path."""
         return self.takes_object or (self.names is not None and self.names.takes_files)
 
     @functools.cached_property
     def _adapter(self) -> Any:
-        """pydantic's validator of its values."""
+        """Return pydantic's validator, as strict as YAML and code need: true and NaN are no numbers."""
         return _adapter(self.type, **self.bounds)
 
     def is_set(self, value: Any) -> bool:
-        """Whether a value asks for something that the default does not."""
+        """Tell whether a value asks for something that the default does not."""
         return value != self.default and value not in self.off
 
     def conform(self, value: Any) -> Any:
-        """The value in the option's type: a list as a tuple, a path as text; a ConfigError names the flag."""
+        """Return the value in the option's type: a list as a tuple, a path as text; a ConfigError names the flag."""
         try:
             return self._conformed(value)
         except ValueError as error:
@@ -122,12 +122,12 @@ class Option:
 
 
 def is_object(value: Any) -> bool:
-    """Whether this is a function or an object of the user's own: nothing that a file of options may hold."""
+    """Tell whether this is a function or an object of the user's own: nothing that a file of options may hold."""
     return not isinstance(value, str | os.PathLike | int | float | list | tuple | dict | set | None)
 
 
 def shown_object(value: Any) -> Any:
-    """A function or object of the user's own as a text, the same in every run; other values as they are."""
+    """Write a function or object of the user's own as a text, the same in every run; other values as they are."""
     if value is None or isinstance(value, str | bool | int | float | dict):
         return value
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -143,7 +143,7 @@ def option(
     also: str = "",
     **more: Any,
 ) -> Any:
-    """The declaration of an option in a :class:`Section`; ``more`` as in :class:`Option`.
+    """Declare an option of a :class:`Section`; ``more`` as in :class:`Option`.
 
     ``needs`` has conditions with " and " between; ``also`` adds to those of a partial of this function.
     """
@@ -234,17 +234,17 @@ class Section(types.SimpleNamespace):
 
     @staticmethod
     def facts(config: Any) -> Mapping[str, bool]:
-        """Which of its ``conditions`` hold."""
+        """Return which of its ``conditions`` hold."""
         return {}
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        """What None stands for, by option."""
+        """Return what None stands for, by option."""
         return {}
 
     @staticmethod
     def problems(options: Any) -> Iterable[str]:
-        """What cannot work, a line for each, which begins with the option.
+        """Return what cannot work, a line for each, which begins with the option.
 
         Args:
             options: every option by name, with what None stands for; and ``config``, ``ranks``, ``by_hand``, whether a
@@ -254,36 +254,36 @@ class Section(types.SimpleNamespace):
 
     @staticmethod
     def passes(options: Any) -> Iterable[str]:
-        """Why log probs that were recorded while sampling would not do; ``options`` as of :meth:`problems`."""
+        """Return why log probs that were recorded while sampling would not do; ``options`` as of :meth:`problems`."""
         return ()
 
     @staticmethod
     def trains(config: Any) -> bool:
-        """False: these options ask for a run that trains nothing."""
+        """Return False where these options ask for a run that trains nothing."""
         return True
 
     @staticmethod
     def sources(config: Any) -> Iterable[str]:
-        """Names of the sources of rewards that they ask for."""
+        """Return names of the sources of rewards that they ask for."""
         return ()
 
     @staticmethod
     def without_effect(config: Any, given: Iterable[str]) -> Iterable[str]:
-        """Why options that were ``given`` on the command line do nothing in this run, a line for each."""
+        """Return why options that were ``given`` on the command line do nothing in this run, a line for each."""
         return ()
 
     @staticmethod
     def is_stale(config: Any) -> bool:
-        """Whether an older policy may have sampled what a step trains on: what it recorded is not the present one's."""
+        """Tell whether an older policy may have sampled, and recorded, what a step trains on."""
         return False
 
     @staticmethod
     def places(config: Any) -> Iterable[str]:
-        """Where a run writes to, in words, as its options ask."""
+        """Return where a run writes to, in words, as its options ask."""
         return ()
 
     def missing(self) -> list[str]:
-        """One message per required option without a value."""
+        """Return one message per required option without a value."""
         required = [option for option in self.options().values() if option.required]
         return [
             f"--{one.name} is required: {one.help}"
@@ -337,7 +337,7 @@ def _additions_among(places: tuple[SectionPlace, ...], owner: str) -> list[type[
 
 
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:
-    """One message per option that is not ``below`` the other one."""
+    """Yield one message per option that is not ``below`` the other one."""
     for option in options:
         low = values.get(option.name)
         high = values.get(option.below)
@@ -346,7 +346,7 @@ def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterat
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """``int | None`` → ``(int, NoneType)``; a type that is no union is its only alternative."""
+    """Split ``int | None`` into ``(int, NoneType)``; a type that is no union is its only alternative."""
     if get_origin(kind) in (Union, types.UnionType):
         return get_args(kind)
     return (kind,)
@@ -354,7 +354,7 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _adapter(kind: Any, **bounds: float) -> Any:
-    """pydantic's validator of a type, as strict as YAML and code need: true and NaN are no numbers."""
+    """Return pydantic's validator, as strict as YAML and code need: true and NaN are no numbers."""
     from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter
 
     def annotated(kind: Any) -> Any:
@@ -379,7 +379,7 @@ def _listed(value: Any) -> Any:
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """Numbers may be text: YAML reads 1e6 so."""
+    """Read text as a number where one is wanted, as YAML gives 1e6."""
     if kind in (int, float) and isinstance(value, str):
         value = int(value) if value.strip("+-").isdigit() else float(value)
     if isinstance(value, bool) or value != value:
@@ -403,12 +403,12 @@ _MANY_OF_TYPE = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def range_text(option: Option) -> str:
-    """Such as ``≥0 ≤1``."""
+    """Write the range, such as ``≥0 ≤1``."""
     return " ".join(f"{_SIGNS[key]}{_shown_bound(bound)}" for key, bound in option.bounds.items())
 
 
 def _shown_bound(bound: float) -> str:
-    """A number, or the power of two that it is."""
+    """Write a number, or the power of two that it is."""
     power = bound.bit_length() - 1 if isinstance(bound, int) else 0
     if power > 20 and bound == 2**power:
         return f"2^{power}"
@@ -416,7 +416,7 @@ def _shown_bound(bound: float) -> str:
 
 
 def choices(option: Option) -> list[Any]:
-    """The values to choose from, or the names; none: any of its type."""
+    """Return the values to choose from, or the names; none: any of its type."""
     if option.names is None:
         if get_origin(option.kind) is Literal:
             return [*get_args(option.kind)]
@@ -428,7 +428,7 @@ def choices(option: Option) -> list[Any]:
 
 
 def type_text(option: Option) -> str:
-    """The type in words: ``a list of texts or None``."""
+    """Write the type in words: ``a list of texts or None``."""
     if option.names is None:
         return _in_words(option.type)
     names = choices(option) + ["path.py:name"] * option.names.takes_files
@@ -450,7 +450,7 @@ def _in_words(kind: Any) -> str:
 
 
 def shown_default(value: Any) -> str:
-    """A default as ``--help`` and docs/flags.md write it."""
+    """Write a default as ``--help`` and docs/flags.md show it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) if value else "none"
     if isinstance(value, bool):

@@ -28,7 +28,7 @@ _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems na
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
+    """Tell whether a path is on no file system of this machine; ``file:///folder`` is."""
     text = os.fspath(path)
     return "://" in text and not text.startswith(("file://", "local://"))
 
@@ -157,7 +157,7 @@ def check_scheme(url: str, flag: str = "the URL") -> Any:
 
 
 def is_in_memory(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL leads into the memory of this process, and ends with it: ``memory://``."""
+    """Tell whether a URL leads into the memory of this process, and ends with it: ``memory://``."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     return is_url(url) and issubclass(check_scheme(os.fspath(url)), MemoryFileSystem)
@@ -348,7 +348,7 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
 
 
 def is_forgotten(folder: str | os.PathLike[str]) -> bool:
-    """Whether nothing is at a URL because it ended with the process that sent it."""
+    """Tell whether nothing is at a URL because it ended with the process that sent it."""
     import fsspec
 
     if not is_in_memory(folder):
@@ -418,7 +418,7 @@ def _remotely(
 
 
 def _exists(fs: Any, path: str) -> bool:
-    """Whether a path is there. ``fs.exists`` says no where the server cannot be reached: a run would begin anew."""
+    """Tell whether a path is there; ``fs.exists`` says no where the server cannot be reached: runs would begin anew."""
     try:
         fs.info(path)
     except FileNotFoundError:

@@ -36,7 +36,7 @@ _ROOT = "lightppo_file_"  # what the names of modules of the user's files begin 
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
-    """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
+    """Load a function from ``path.py`` or ``path.py:name``; the file runs anew, from exactly that path.
 
     A ConfigError names the flag ``option``, and says what is missing and what is there, or how the file failed.
     """
@@ -47,7 +47,7 @@ def load_python_function(spec: str, default_name: str, *, option: str = "") -> C
 
 
 def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
-    """Like :func:`load_python_function`, for any object, e.g. a reward source.
+    """Load any object, e.g. a reward source, as :func:`load_python_function` does.
 
     If ``spec`` has no name, takes the first of ``default_names`` that the module has.
     """
@@ -59,7 +59,7 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
 
 
 def load_python_objects(path: Path, names: Sequence[str], *, option: str = "") -> list[Any]:
-    """Several objects of one file, which runs once. Errors as of :func:`load_python_function`."""
+    """Load several objects of one file, which runs once. Errors as of :func:`load_python_function`."""
     module = _run_file(path, option)
     return [_object_of(module, path, name, option) for name in names]
 
@@ -76,7 +76,7 @@ def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
 
 
 def error_place(error: BaseException) -> str:
-    """File, line and code of the user's own file that an error came from, as `` (reward.py:3 in f: code)``; else empty.
+    """Return where in the user's own file an error came from, as `` (reward.py:3 in f: code)``; else an empty text.
 
     Its file is the first one that a flag names, or else the first one below the frames that called it. The last calls
     inside it are named, outermost first.
@@ -96,7 +96,7 @@ def error_place(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Type, text and place of an error of the user's code; its ``__str__`` is the user's code too, and may raise."""
+    """Return type, text and place of an error of the user's code, whose ``__str__`` may raise too."""
     try:
         text = f"{error}"
         text = text and f": {text}"
@@ -106,14 +106,14 @@ def error_text(error: BaseException) -> str:
 
 
 def is_users_fault(error: BaseException) -> bool:
-    """Whether the user's code raised it: ``sys.exit`` is its own, Ctrl-C and what a signal's handler raises are not."""
+    """Tell whether the user's code raised it: ``sys.exit`` is its own, Ctrl-C and a signal's handler are not."""
     if isinstance(error, SystemExit):
         return type(error) is SystemExit
     return not isinstance(error, KeyboardInterrupt)
 
 
 def is_from_users_file(error: BaseException) -> bool:
-    """Whether code in a file of the user's raised it, or called what did."""
+    """Tell whether code in a file of the user's raised it, or called what did."""
     return any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -122,7 +122,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def is_of_lightppo(function: Any) -> bool:
-    """Whether a function or an object is lightppo's own, and not the user's."""
+    """Tell whether a function or an object is lightppo's own, and not the user's."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return str(named.__module__).partition(".")[0] == __package__
 
@@ -187,7 +187,7 @@ def without_copies(what: str) -> Iterator[None]:
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
-    """Splits ``path.py[:name]`` and checks that the file exists; a ConfigError names its neighbours if not."""
+    """Split ``path.py[:name]`` and check that the file exists; a ConfigError names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
         head = spec
@@ -232,18 +232,18 @@ def _run_file(path: Path, option: str) -> ModuleType:
 
 
 def _forget(root: str) -> None:
-    """Lets a file run anew, with the neighbours that it imports."""
+    """Let a file run anew, with the neighbours that it imports."""
     for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
         del sys.modules[name]
 
 
 def fails_when_run(path: Path, error: BaseException, option: str) -> ConfigError:
-    """What to raise for a file that raises."""
+    """Return the error for a file that raises."""
     return _error(option, f"{path} fails when run: {error_text(error)}")
 
 
 def no_such_name(path: Path, name: str, own: list[str], option: str) -> ConfigError:
-    """What to raise for a file that lacks a name, and has others of its ``own``."""
+    """Return the error for a file that lacks a name, and has others of its ``own``."""
     return _error(
         option,
         f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name",

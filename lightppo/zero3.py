@@ -29,7 +29,7 @@ def _engine_or_module(model: Any) -> Any:
 
 
 def is_engine(model: Any) -> bool:
-    """Whether this is a DeepSpeed engine, without importing DeepSpeed."""
+    """Tell whether this is a DeepSpeed engine, without importing DeepSpeed."""
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
 
 
@@ -56,7 +56,7 @@ def get_engine(model: Any, what_for: str) -> Any:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether the engine trains; engines of frozen models have a stand-in or nothing."""
+    """Tell whether the engine trains; engines of frozen models have a stand-in or nothing."""
     optimizer = getattr(engine, "optimizer", None)
     # At bf16 a replicated model's stand-in also has parameter groups, but says that it is a stand-in.
     return hasattr(optimizer, "param_groups") and getattr(optimizer, "using_real_optimizer", True)
@@ -136,7 +136,7 @@ def find_whole(model: Any) -> Any | None:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether this rank holds a ZeRO-3 shard of the parameter."""
+    """Tell whether this rank holds a ZeRO-3 shard of the parameter."""
     return hasattr(param, "ds_tensor")
 
 

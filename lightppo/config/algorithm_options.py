@@ -417,7 +417,7 @@ class DistillConfig(Section, of="training"):
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
-        """A teacher that is not there, or cannot do what is asked."""
+        """Refuse a teacher that is not there, or cannot do what is asked."""
         is_alone = options.advantage_estimator == "on_policy_distill"
         if is_alone and not (options.teacher_pretrain or options.teacher_url):
             name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"

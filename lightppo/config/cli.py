@@ -75,7 +75,7 @@ def parse_args(
 def exit_on_mistakes(
     prog: str, kind: type[Exception] | tuple[type[Exception], ...] = ConfigError
 ) -> Iterator[None]:
-    """Turns errors of these kinds into exit code 2, and prints its lines on rank 0."""
+    """Turn errors of these kinds into exit code 2, and print their lines on rank 0."""
     try:
         yield
     except kind as error:
@@ -93,7 +93,7 @@ def print_on_rank_0(text: str, file: Any = None) -> None:
 
 
 def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
-    """The options that are given, in their types; a ConfigError has one line for each mistake."""
+    """Return the options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
     spelled = [
         re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text)
@@ -121,7 +121,7 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
 
 
 def _config_files(words: Sequence[str]) -> list[str]:
-    """The files that the words name by ``--config``; None takes one back and is no file."""
+    """Return the files that the words name by ``--config``; None takes one back and is no file."""
     values = [word.partition("=")[2] for word in words if word.startswith("--config=")]
     values += [value for flag, value in itertools.pairwise(words) if flag == "--config"]
     return [value for value in values if value != "None"]
@@ -130,7 +130,7 @@ def _config_files(words: Sequence[str]) -> list[str]:
 def _unknown_arguments(
     unknown: Sequence[str], options: Iterable[Option], words: Sequence[str]
 ) -> list[str]:
-    """A message for each of the words that no option takes; the value of an unknown flag has none of its own."""
+    """Return a message for each of the words that no option takes; the value of an unknown flag has none of its own."""
     lists = [f"--{option.name}" for option in options if "several with commas" in option.help]
     flags = [f"--{option.name}" for option in options]
     problems = []
@@ -146,7 +146,7 @@ def _unknown_arguments(
 
 
 def _with_commas(words: Sequence[str], word: str, lists: Sequence[str]) -> str:
-    """What to write for ``--prompt_data a.jsonl b.jsonl``; nothing, where a word follows no such flag."""
+    """Return what to write for ``--prompt_data a.jsonl b.jsonl``; nothing, where a word follows no such flag."""
     before = list(words[: words.index(word)]) if word in words else []
     values = list(itertools.takewhile(lambda each: not _FLAG.match(each), reversed(before)))
     flag = before[-len(values) - 1] if len(values) < len(before) else ""
@@ -204,7 +204,7 @@ def _parser(options: Iterable[Option]) -> _Parser:
 
 
 def _typed(value: str | list[str], option: Option) -> Any:
-    """What a text on the command line means; numbers are left to the option's validator."""
+    """Return what a text on the command line means; numbers are left to the option's validator."""
     meant: dict[str, Any] = {"None": None} if option.may_be_none else {}
     if option.kind is bool:
         meant |= {"True": True, "False": False}
@@ -218,7 +218,7 @@ def _typed(value: str | list[str], option: Option) -> Any:
 
 
 def with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
-    """The config with the options of the ``--config`` file, over those of the file beside it that it names itself."""
+    """Return the config with the options of the ``--config`` file, over those of the file beside it that it names."""
     values: dict[str, Any] = {}
     try:
         values = _read_yaml(path, config.sections())
@@ -262,7 +262,7 @@ def _read_yaml(path: str, sections: Mapping[str, type[Section]]) -> dict[str, An
 
 
 def dotted(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested keys, as other trainers' files have them, with dots between."""
+    """Flatten nested keys, as other trainers' files have them, with dots between."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         is_nested = isinstance(value, dict) and value
@@ -343,7 +343,7 @@ _ALL = "--help all shows all options"
 
 
 def help_text(prog: str, everything: bool, kind: type[OptionSet] = PPOConfig) -> str:
-    """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
+    """Return one screen of the usual options, or all by section with unit, range, default and what they need."""
     usage = "--pretrain MODEL --dataset FILE"
     screen = getattr(kind, "screen", {})
     what = kind.__doc__
@@ -373,7 +373,7 @@ def _screen_lines(kind: type[OptionSet], screen: Mapping[str, str]) -> Iterator[
 
 
 def section_help(usage: str, section: type[Section]) -> str:
-    """How a program is called, and the options of one section."""
+    """Return how a program is called, and the options of one section."""
     return "\n".join([f"usage: {usage}", "", *_section_lines(section)]) + "\n"
 
 
@@ -418,7 +418,7 @@ class CommandParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def explained(self, word: str) -> str:
-        """What is wrong with an argument that the command does not know."""
+        """Say what is wrong with an argument that the command does not know."""
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {word!r}"
@@ -435,7 +435,7 @@ class CommandParser(argparse.ArgumentParser):
 def parse_section(
     kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str
 ) -> S:
-    """The options of a script that has one section; errors as :func:`parse_args`.
+    """Return the options of a script that has one section; errors as :func:`parse_args`.
 
     ``check`` says what is wrong with values that are each in range, for so many ranks. An option ``config`` names the
     YAML file of a run, out of which the section's options are taken beneath the flags.

@@ -34,7 +34,7 @@ from lightppo.redaction import shown_value
 def contradictions(
     config: Any, world_size: int, by_hand: bool = False, unfed: bool = False
 ) -> list[str]:
-    """What cannot work: the first problem of each option.
+    """Return what cannot work: the first problem of each option.
 
     Args:
         config: values of the right type and in range.
@@ -55,7 +55,7 @@ def contradictions(
 
 
 def first_of_each(messages: Iterable[str]) -> list[str]:
-    """The first message of each flag, which messages begin with."""
+    """Return the first message of each flag, which messages begin with."""
     found: dict[str, str] = {}
     for message in messages:
         found.setdefault(message.split()[0].strip(":,"), message)
@@ -126,7 +126,7 @@ def _models(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _rewards(options: SimpleNamespace) -> Iterator[str]:
-    """What scores the samples is there."""
+    """Refuse a run whose samples nothing scores."""
     config = options.config
     try:
         scored_by = reward_sources(config) or (not trains(config) and further_sources(config))
@@ -140,7 +140,7 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:
-    """The template around prompts."""
+    """Refuse templates around prompts that cannot be used."""
     if options.input_template is not None and options.input_template.count("{}") != 1:
         yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
     try:
@@ -155,7 +155,7 @@ def _ranks(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
-    """Specs that cannot be read, or of calls that the run does not make."""
+    """Refuse specs that cannot be read, or of calls that the run does not make."""
     try:
         specs = parse_specs(options.micro_batch_specs)
     except ConfigError as error:
@@ -176,7 +176,7 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _buffer(options: SimpleNamespace) -> Iterator[str]:
-    """A buffer that forgets samples of the step that it trains on."""
+    """Refuse a buffer that forgets samples of the step that it trains on."""
     surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
     held = options.samples if surplus else options.samples // options.ranks
     if 0 < options.buffer_limit < held:
@@ -196,7 +196,7 @@ def _with(trait: str) -> str:
 
 
 def conditions() -> dict[str, str]:
-    """What ``needs`` may name beside options, and what to set for it: facts, sources of rewards, those of sections."""
+    """Return what ``needs`` may name beside options, and what to set for it: facts, sources, those of sections."""
     known = {
         "sampling": "a --temperature above 0 (and no --no_do_sample)",
         "critic": f"a critic ({_with('needs_critic')})",
@@ -219,7 +219,7 @@ def conditions() -> dict[str, str]:
 
 
 def facts_of(config: Any) -> dict[str, bool]:
-    """Which of these conditions hold, but for those of reward sources; of a command without a policy none is known."""
+    """Return which of these conditions hold, but for reward sources; of a command without a policy none is known."""
     if config.command != "ppo":
         return {}
     estimator = estimator_entry(config)
@@ -239,7 +239,7 @@ def facts_of(config: Any) -> dict[str, bool]:
 
 
 def source_facts(config: Any) -> dict[str, bool]:
-    """Which conditions of reward sources hold, for all sources of the run; ConfigError as reward_sources."""
+    """Return which conditions of reward sources hold, for all sources of the run; ConfigError as reward_sources."""
     if config.command != "ppo":
         return {}
     used = {*reward_sources(config), *further_sources(config)}
@@ -247,7 +247,7 @@ def source_facts(config: Any) -> dict[str, bool]:
 
 
 def condition_text(condition: str) -> str:
-    """One of an option's ``needs`` in words.
+    """Put one of an option's ``needs`` into words.
 
     ``"dynamic_sampling"`` (given or true), ``"zero_stage=2|3"``, ``"rollout_check!=off"``, ``"lora_rank>0"``, one of
     :func:`conditions`, or several of these with ``" or "`` between.
@@ -266,7 +266,7 @@ def condition_text(condition: str) -> str:
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition holds, or is of something unknown."""
+    """Tell whether a condition holds, or is of something unknown."""
     return any(_holds(*_parts(part), values) for part in condition.split(" or "))
 
 
@@ -290,7 +290,7 @@ def _parts(condition: str) -> tuple[str, str, str]:
 
 
 def unmet_needs(options: SimpleNamespace) -> Iterator[str]:
-    """Options without what they need, and such as exclude each other; ``options`` as of ``Section.problems``."""
+    """Refuse options without what they need, and such as exclude each other; ``options`` as of ``Section.problems``."""
     config = options.config
     given = options.config.flat()
     options.facts = facts_of(config)
@@ -323,7 +323,7 @@ def unmet_needs(options: SimpleNamespace) -> Iterator[str]:
 
 
 def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
-    """Options that were ``given`` and change nothing, which no error says because they are off or the default.
+    """Return options that were ``given`` and change nothing, which no error says because they are off or the default.
 
     Returns:
         what they need, in words → their names.
@@ -343,7 +343,7 @@ def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
 
 
 def idle_notes(config: Any, given: Container[str]) -> Iterator[str]:
-    """A line for options on the command line that change nothing."""
+    """Yield a line for options on the command line that change nothing."""
     for needed, names in idle_flags(config, given).items():
         change = "changes" if len(names) == 1 else "change"
         flags = ", ".join(f"--{name}" for name in names)

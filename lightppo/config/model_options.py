@@ -119,7 +119,7 @@ class ModelConfig(Section, of="weights"):
 
 
 def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
-    """Rates of ``--override_config``, those of its parts too, that are none."""
+    """Refuse rates of ``--override_config``, those of its parts too, that are none."""
     for name, value in overrides.items():
         if isinstance(value, dict):
             yield from _wrong_dropouts(value)

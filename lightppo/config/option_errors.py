@@ -16,7 +16,7 @@ from lightppo.plugin import trained_by
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
-    """What an unknown name may have meant, as :func:`lightppo.suggestions.nearest`.
+    """Say what an unknown name may have meant, as :func:`lightppo.suggestions.nearest`.
 
     ``kind`` may also be ``"option"`` or ``"word"`` of a command line, or ``"key"`` of a file.
     """
@@ -50,7 +50,7 @@ def _value_of_another(one: Option, value: Any) -> str:
 
 
 def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
-    """Other trainers' names, what people mean, and whose option it is; ``of_commands``: of a command that trains."""
+    """Say what an unknown flag means: of other trainers, of people, or of other commands (``of_commands``)."""
     name = flag.removeprefix("--")
     if answer := removal(name.removeprefix("no_")) or removal(name):
         return answer
@@ -66,13 +66,13 @@ def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
 
 
 def _commands_with(flag: str) -> dict[str, str]:
-    """The commands that have this flag; each with the flag."""
+    """Return the commands that have this flag; each with the flag."""
     kinds = trained_by().items()
     return {name: flag for name, kind in kinds if flag in _flags(kind)}
 
 
 def _commands_for(flag: str) -> dict[str, str]:
-    """The commands that have what people mean by this flag; each with the flag that it has."""
+    """Return the commands that have what people mean by this flag; each with the flag that it has."""
     answers = {
         name: suggestions.answer_of(flag, _flags(kind), "flag")
         for name, kind in trained_by().items()
@@ -86,7 +86,7 @@ def _flags(kind: Any) -> set[str]:
 
 
 def _word(word: str, flags: Collection[str]) -> str:
-    """Of a word that is no flag: ``-seed`` or ``NAME=VALUE``."""
+    """Say what a word may have meant that is no flag: ``-seed`` or ``NAME=VALUE``."""
     name, equals, _ = word.partition("=")
     if name.startswith("-"):
         flag = f"-{name}".replace("-", "_").replace("__", "--", 1)
@@ -101,7 +101,7 @@ def _word(word: str, flags: Collection[str]) -> str:
 
 
 def _path(word: str, flags: Collection[str]) -> str:
-    """Of a path without a flag."""
+    """Say which flag a path without one needs."""
     if "--pretrain" not in flags or not ("/" in word or Path(word).exists()):
         return ""
     if (options := Path(word, "run_config.yaml")).is_file():
@@ -110,7 +110,7 @@ def _path(word: str, flags: Collection[str]) -> str:
 
 
 def _algorithm(name: str, commands: Collection[str]) -> str:
-    """Of a command: names of algorithms are none."""
+    """Say which flag takes the name of an algorithm, which is no command."""
     tables = {"advantage_estimator": ADVANTAGE_ESTIMATORS, "policy_loss": POLICY_LOSSES}
     for flag, names in tables.items():
         if name.lower() in names and name.lower() not in commands:
@@ -119,7 +119,7 @@ def _algorithm(name: str, commands: Collection[str]) -> str:
 
 
 def _option_that_takes(name: Any) -> str | None:
-    """The option of PPO whose table of algorithms has this name."""
+    """Return the option of PPO whose table of algorithms has this name."""
     options = [one for one in trained_by()["ppo"].all_options() if one.names is not None]
     found = (one.name for one in options if str(name) in one.names and name != one.default)
     return next(found, None)

@@ -59,12 +59,12 @@ class OptionSet(types.SimpleNamespace):
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
-        """The sections by their names."""
+        """Return the sections by their names."""
         return dict(_sections_of(cls, tuple(SECTIONS.items())))
 
     @classmethod
     def of_trainer(cls) -> set[str]:
-        """The sections that matter to a trainer whose models and data a script has made."""
+        """Return the sections that matter to a trainer whose models and data a script has made."""
         return {name for name, kind in cls.sections().items() if kind.of in ("trainer", "training")}
 
     @classmethod
@@ -74,7 +74,7 @@ class OptionSet(types.SimpleNamespace):
 
     @classmethod
     def all_options(cls) -> Iterator[Option]:
-        """Every option, in the order of the sections."""
+        """Yield every option, in the order of the sections."""
         for section in cls.sections().values():
             yield from section.options().values()
 
@@ -84,7 +84,7 @@ class OptionSet(types.SimpleNamespace):
         return cls().with_options(**{**(values or {}), **more})
 
     def with_options(self, **values: Any) -> Self:
-        """A copy with some options replaced; lists become tuples, paths text.
+        """Return a copy with some options replaced; lists become tuples, paths text.
 
         Raises:
             ConfigError: on an unknown name, a value of the wrong type or out of range; one line for each.
@@ -114,7 +114,7 @@ class OptionSet(types.SimpleNamespace):
         return type(self)(**vars(self) | replaced)
 
     def flat(self) -> dict[str, Any]:
-        """All options by flag name."""
+        """Return all options by flag name."""
         values: dict[str, Any] = {}
         for owner, kind in self.sections().items():
             section = getattr(self, owner)
@@ -122,7 +122,7 @@ class OptionSet(types.SimpleNamespace):
         return values
 
     def missing(self) -> Iterator[str]:
-        """One message per required option without a value."""
+        """Yield one message per required option without a value."""
         for section in vars(self).values():
             yield from section.missing()
 
@@ -166,11 +166,11 @@ class PPOConfig(OptionSet):
             raise ConfigError("\n".join(problems))
 
     def known(self) -> dict[str, Any]:
-        """Values by flag name, with what None stands for."""
+        """Return values by flag name, with what None stands for."""
         return self.flat() | resolutions(self)
 
     def resolved(self) -> Self:
-        """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
+        """Return a copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
         conformed = self.with_options(**self.flat())
         return conformed.with_options(**resolutions(conformed))
 
@@ -212,7 +212,7 @@ def _additions(name: str, kind: type[Section]) -> list[type[Section]]:
 
 
 def all_options() -> Iterator[Option]:
-    """Every option of :class:`PPOConfig`, in the order of the sections."""
+    """Return every option of :class:`PPOConfig`, in the order of the sections."""
     return PPOConfig.all_options()
 
 

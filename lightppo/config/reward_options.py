@@ -152,7 +152,7 @@ def _reward_inputs(options: Any) -> Iterator[str]:
 
 
 def _server_addresses(options: Any) -> Iterator[str]:
-    """Addresses of services that nobody can be reached at."""
+    """Refuse addresses of services that nobody can be reached at."""
     if options.by_hand:
         return  # a script has made its rewards by hand
     # A tape answers instead of the servers, which may be gone.
@@ -305,18 +305,18 @@ class VerifierConfig(Section):
 
 
 def built_in() -> list[str]:
-    """The sources that their names alone stand for."""
+    """Return the sources that their names alone stand for."""
     return [name for name, entry in REWARDS.items() if not entry.flag]
 
 
 def given_sources(config: Any) -> list[str]:
-    """The sources whose flags are set. The last one scores: beside models, ``--reward_fn`` combines their scores."""
+    """Return the sources whose flags are set. The last one scores: ``--reward_fn`` combines the scores of models."""
     flat = config.flat()
     return [name for name, entry in REWARDS.items() if entry.flag and flat[entry.flag]]
 
 
 def reward_sources(config: Any) -> list[str]:
-    """Names in ``REWARDS`` of what scores training: those that options name, else the one that a flag gives.
+    """Return names in ``REWARDS`` of what scores training: those that options name, else the one that a flag gives.
 
     Raises:
         ConfigError: what options name is no source.
@@ -331,12 +331,12 @@ def reward_sources(config: Any) -> list[str]:
 
 
 def further_sources(config: Any) -> set[str]:
-    """Names of the sources that sections ask for, beside those that score training."""
+    """Return names of the sources that sections ask for, beside those that score training."""
     return {name for part in config.parts() for name in part.sources(config)}
 
 
 def reward_plan(config: Any) -> Plan | None:
-    """The sources of ``--reward_source`` or ``--reward_routes``; ``None`` where one of the other flags is the source.
+    """Return the sources of ``--reward_source`` or ``--reward_routes``; ``None`` where another flag is the source.
 
     Raises:
         ConfigError: not of the form, an unknown source, or a weight that is no number.
@@ -350,29 +350,29 @@ def reward_plan(config: Any) -> Plan | None:
 
 
 def names_in(plan: Plan) -> list[str]:
-    """All sources of a plan, in the order in which they are called."""
+    """Return all sources of a plan, in the order in which they are called."""
     return list(dict.fromkeys(name for weights in plan.values() for name in weights))
 
 
 def is_file_alone(urls: Sequence[str]) -> bool:
-    """Whether ``--remote_rm_url`` names a Python file instead of servers."""
+    """Tell whether ``--remote_rm_url`` names a Python file instead of servers."""
     return len(urls) == 1 and "://" not in urls[0]
 
 
 def sources_by_flag() -> dict[str, str]:
-    """The sources that another flag gives, and the flag."""
+    """Return the sources that another flag gives, and the flag."""
     return {name: entry.flag for name, entry in REWARDS.items() if entry.flag}
 
 
 def names_rewards(options: Any) -> bool:
-    """Whether an option asks for a source of rewards, be it right or wrong; ``options`` as of ``Section.problems``."""
+    """Tell whether an option asks for a source, be it right or wrong; ``options`` as of ``Section.problems``."""
     return bool(
         given_sources(options.config) or options.reward_source or options.reward_routes is not None
     )
 
 
 def named_weights(flag: str, sources: Iterable[str]) -> dict[str, float]:
-    """Source → weight of texts ``NAME[=WEIGHT]``; errors as of :func:`reward_plan`, which name the flag."""
+    """Read source → weight out of texts ``NAME[=WEIGHT]``; errors as of :func:`reward_plan`, which name the flag."""
     parts = (text.partition("=") for text in sources)
     return _weights(flag, {name.strip(): weight if sign else 1.0 for name, sign, weight in parts})
 
@@ -421,7 +421,7 @@ def _weights(where: str, weights: Mapping[str, Any]) -> dict[str, float]:
 
 
 def source_problems(options: Any) -> Iterator[str]:
-    """What the sources of a run need, and which do not fit together."""
+    """Refuse a run whose sources lack what they need, or do not fit together."""
     if options.by_hand:
         return
     yield from wrong_reward("reward_fn", options.reward_fn)
@@ -440,7 +440,7 @@ def source_problems(options: Any) -> Iterator[str]:
 
 
 def _of_flags(options: Any) -> Iterator[str]:
-    """One flag gives the source; beside models, a function combines their scores."""
+    """Refuse several sources by flags; beside models, a function combines their scores."""
     flags = sources_by_flag()
     given = given_sources(options.config)
     scoring = [name for name in given if name != "function" or "model" not in given]
@@ -450,7 +450,7 @@ def _of_flags(options: Any) -> Iterator[str]:
 
 
 def _of_plan(options: Any, named: set[str], further: set[str]) -> Iterator[str]:
-    """Each source that is named has its flag, and each flag that is set gives one that is named."""
+    """Refuse a source that is named without its flag, and a flag whose source is not named."""
     by = "--reward_source" if options.reward_routes is None else "--reward_routes"
     combines = {"function"} if len(options.reward_pretrain) > 1 else set()
     given = given_sources(options.config)
@@ -464,7 +464,7 @@ def _of_plan(options: Any, named: set[str], further: set[str]) -> Iterator[str]:
 
 
 def wrong_reward(name: str, given: Any) -> Iterator[str]:
-    """Why an object of the user's own, the value of this option, scores nothing."""
+    """Say why an object of the user's own, the value of this option, scores nothing."""
     is_usable = callable(given) or callable(getattr(given, "score", None))
     if is_object(given) and (isinstance(given, type) or not is_usable):
         yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"

@@ -228,7 +228,7 @@ _COLDEST = 0.01  # vLLM raises a lower temperature to this without an error
 
 
 def _vllm(options: Any) -> Iterator[str]:
-    """What vLLM cannot sample, and what an engine in the training processes needs."""
+    """Refuse what vLLM cannot sample, and what an engine in the training processes cannot do."""
     if options.rollout_engine not in ("vllm", "vllm_server"):
         return
     for name in ("temperature", "eval_temperature"):
@@ -258,7 +258,7 @@ def _vllm(options: Any) -> Iterator[str]:
 
 
 def _servers(options: Any) -> Iterator[str]:
-    """Addresses of vLLM servers, how weights get there, and how long they may take."""
+    """Check addresses of vLLM servers, how weights get there, and how long they may take."""
     if not options.vllm_server_url:
         yield "--rollout_engine vllm_server needs --vllm_server_url: start a server by `lightppo serve-vllm`"
     try:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
@@ -23,40 +23,36 @@ from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.redaction import shown_value
 from lightppo.suggestions import nearest
 
-if TYPE_CHECKING:
-    from lightppo.config import PPOConfig
-
-
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
 def estimator_entry(config: Any) -> EstimatorEntry:
-    """What the advantage estimator of this run asks for."""
+    """Return what the advantage estimator of this run asks for."""
     return ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
 
 
 def policy_loss_entry(config: Any) -> PolicyLossEntry:
-    """The entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
+    """Return the entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
     return POLICY_LOSSES.find(_or(config.loss.policy_loss, estimator_entry(config).policy_loss))
 
 
 def trains(config: Any) -> bool:
-    """Whether this run trains, as all its sections say."""
+    """Tell whether this run trains, as all its sections say."""
     return all(part.trains(config) for part in config.parts())
 
 
 def needs_critic(config: Any) -> bool:
-    """Whether this run trains a critic."""
+    """Tell whether this run trains a critic."""
     return estimator_entry(config).needs_critic and trains(config)
 
 
 def needs_reference(config: Any) -> bool:
-    """Whether this run compares with a reference, be it the actor itself without adapters."""
+    """Tell whether this run compares with a reference, be it the actor itself without adapters."""
     return config.algorithm.init_kl_coef > 0 and trains(config)
 
 
 def reference_is_actor(config: Any) -> bool:
-    """Whether the reference is the actor with its adapters off, and no model of its own."""
+    """Tell whether the reference is the actor with its adapters off, and no model of its own."""
     trains_adapters = config.adapter.lora_rank > 0
     compares = config.algorithm.init_kl_coef > 0
     is_the_same = config.model.ref_pretrain in (None, config.model.pretrain)
@@ -64,13 +60,13 @@ def reference_is_actor(config: Any) -> bool:
 
 
 def needs_teacher(config: Any) -> bool:
-    """Whether a teacher judges the samples of this run."""
+    """Tell whether a teacher judges the samples of this run."""
     is_named = config.distill.teacher_pretrain or config.distill.teacher_url
     return bool(is_named) and trains(config)
 
 
 def adds_teacher(config: Any) -> bool:
-    """Whether the teacher's term is part of the advantages, not of the loss."""
+    """Tell whether the teacher's term is part of the advantages, not of the loss."""
     return needs_teacher(config) and config.distill.distill_by == "advantage"
 
 
@@ -83,7 +79,7 @@ class FrozenModel:
 
 
 def frozen_models(config: Any) -> dict[str, FrozenModel]:
-    """The further models that this run loads, by their roles."""
+    """Return the further models that this run loads, by their roles."""
     distill = config.distill
     if not distill.teacher_pretrain or not needs_teacher(config):
         return {}
@@ -95,18 +91,18 @@ def frozen_models(config: Any) -> dict[str, FrozenModel]:
 
 
 def followers(config: Any) -> list[str]:
-    """Names of the models in float32 that follow the actor, and so belong to its checkpoints."""
+    """Return names of the models in float32 that follow the actor, and so belong to its checkpoints."""
     names = {"ema": config.algorithm.enable_ema, "reference": moves_reference(config)}
     return [name for name, is_there in names.items() if is_there]
 
 
 def moves_reference(config: Any) -> bool:
-    """Whether the reference changes during the run."""
+    """Tell whether the reference changes during the run."""
     return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
 
 
 def compute_dtype(config: Any) -> Literal["float32", "bfloat16", "float16"]:
-    """Torch's name of the type that models are held and run in; fp32 master copies and averages are beside it."""
+    """Return torch's name of the type that models run in; fp32 master copies and averages are beside it."""
     if config.model.bf16:
         return "bfloat16"
     if config.model.fp16:
@@ -131,7 +127,7 @@ def sleep_level(config: Any) -> Literal[1, 2]:
 
 
 def samples_per_rollout(config: Any) -> int:
-    """Samples per rollout over all ranks."""
+    """Return samples per rollout over all ranks."""
     return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
 
 
@@ -143,7 +139,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def scoring_calls() -> tuple[str, ...]:
-    """The passes over a rollout, in the order in which they are made."""
+    """Return the passes over a rollout, in the order in which they are made."""
     return ("actor", "reference", "teacher", "critic", "reward")
 
 
@@ -156,7 +152,7 @@ class MicroBatchSpec:
 
 
 def micro_batch_spec(config: Any, call: str) -> MicroBatchSpec:
-    """What holds for a pass: ``--micro_batch_specs``, else the token budget, else the number of samples."""
+    """Return what holds for a pass: ``--micro_batch_specs``, else the token budget, else the number of samples."""
     training = config.training
     if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
         return own
@@ -167,12 +163,12 @@ def micro_batch_spec(config: Any, call: str) -> MicroBatchSpec:
 
 
 def calls() -> tuple[str, ...]:
-    """All that ``--micro_batch_specs`` may name."""
+    """Return all that ``--micro_batch_specs`` may name."""
     return (*scoring_calls(), "actor_train", "critic_train")
 
 
 def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
-    """``("actor=16", "actor_train=4096t")`` → call → spec; a ConfigError for another form, or a call named twice."""
+    """Read ``("actor=16", "actor_train=4096t")`` as call → spec; ConfigError for another form, or a call twice."""
     specs: dict[str, MicroBatchSpec] = {}
     known = calls()
     for text in texts:
@@ -189,7 +185,7 @@ def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
 
 
 def rollout_rows(config: Any) -> int:
-    """``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
+    """Return ``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
     return _or(config.rollout.micro_rollout_batch_size, 8)
 
 
@@ -197,12 +193,12 @@ def rollout_rows(config: Any) -> int:
 
 
 def generation_batch(config: Any) -> int:
-    """How many prompts are sampled at once, over all ranks."""
+    """Return how many prompts are sampled at once, over all ranks."""
     return config.sampling.gen_batch_size or config.rollout.rollout_batch_size
 
 
 def template_kwargs(value: Mapping[str, Any] | str | None, where: str) -> dict[str, Any]:
-    """Further variables of a chat template, from an object or its text in JSON; ConfigError names ``where``."""
+    """Return further variables of a chat template, from an object or its text in JSON; ConfigError names ``where``."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -240,7 +236,7 @@ _NO_VARIABLES = frozenset(
 
 
 def resolutions(config: Any) -> dict[str, Any]:
-    """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
+    """Return what every "None means …" option stands for. Options of a part that the run lacks stay None."""
     model = config.model
     algorithm = config.algorithm
     loss_options = config.loss
@@ -295,7 +291,7 @@ def resolutions(config: Any) -> dict[str, Any]:
 
 
 def _critic_resolutions(config: Any) -> dict[str, Any]:
-    """The critic's options: as the actor's, but for where it starts."""
+    """Return the critic's options: as the actor's, but for where it starts."""
     model = config.model
     strategy = config.strategy
     if model.reward_pretrain and not model.init_critic_from_actor:
@@ -316,7 +312,7 @@ NORM_WORDS = (
 
 
 def norm_problem(name: str, words: tuple[str, ...]) -> Iterator[str]:
-    """What is wrong with the words of a normalisation, the value of this option."""
+    """Say what is wrong with the words of a normalisation, the value of this option."""
     try:
         if words:
             Norm.parse(words)
@@ -327,8 +323,8 @@ def norm_problem(name: str, words: tuple[str, ...]) -> Iterator[str]:
 # -- the steps of a run, by its options and its prompts --------------------------------------------------------------
 
 
-def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:
-    """PPO steps of the coming episode, at most so many with ``--dynamic_sampling``, whose rejected groups take prompts.
+def steps_per_episode(config: Any, dataloader: Iterable, update_steps: int = 0) -> int:
+    """Return the PPO steps of the coming episode; with ``--dynamic_sampling``, whose rejected groups take prompts, the most.
 
     From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
     the optimizer steps per episode.
@@ -343,9 +339,9 @@ def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int
 
 
 def optimizer_steps(
-    config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
+    config: Any, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
 ) -> int:
-    """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
+    """Return the optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
     rollout = config.rollout
     training = config.training
     rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
@@ -393,7 +389,7 @@ def old_log_probs_from(
 
 
 def _weighs_tokens_before(config: Any) -> bool:
-    """Whether factors of the policy loss are made before there is a training pass."""
+    """Tell whether factors of the policy loss are made before there is a training pass."""
     rejections = map(Rejection.parse, config.correction.rollout_rejection)
     return (
         config.correction.rollout_correction != "none"
@@ -407,7 +403,7 @@ def _weighs_tokens_before(config: Any) -> bool:
 
 
 def _takes_one_step(config: Any) -> bool:
-    """Whether each rollout is trained on in one optimizer step."""
+    """Tell whether each rollout is trained on in one optimizer step."""
     training = config.training
     rollout = config.rollout
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
@@ -415,7 +411,7 @@ def _takes_one_step(config: Any) -> bool:
 
 
 def _needed_before(config: Any) -> bool:
-    """Whether something asks for the log probs before there is a training pass."""
+    """Tell whether something asks for the log probs before there is a training pass."""
     algorithm = config.algorithm
     return (
         (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
@@ -427,7 +423,7 @@ def _needed_before(config: Any) -> bool:
 
 
 def reasons_for_a_pass(options: Any) -> Iterator[str]:
-    """Why recorded log probs would not do; ``options`` as of :meth:`Section.problems`."""
+    """Say why recorded log probs would not do; ``options`` as of :meth:`Section.problems`."""
     for part in options.config.parts():
         yield from part.passes(options)
     if ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms:

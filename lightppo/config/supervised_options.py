@@ -31,7 +31,7 @@ WORDS = {
 
 
 def reworded(one: Option, words: Mapping[str, str]) -> Option:
-    """The declaration with other words in help, unit and needs; a need of no words is none."""
+    """Return the declaration with other words in help, unit and needs; a need of no words is none."""
 
     def said(text: str) -> str:
         for old, new in words.items():
@@ -272,7 +272,7 @@ class SupervisedConfig(OptionSet):
             raise ConfigError("\n".join(problems))
 
     def problems(self, ranks: int) -> Iterator[str]:
-        """What cannot work, for so many ranks; a subclass may add to it."""
+        """Return what cannot work, for so many ranks; a subclass may add to it."""
         options = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
         yield from unmet_needs(options)
@@ -290,7 +290,7 @@ class SupervisedConfig(OptionSet):
             yield f"--zpg {options.zpg} does not divide the {ranks} ranks"
 
     def known(self) -> dict[str, Any]:
-        """Values by flag name, with what None stands for."""
+        """Return values by flag name, with what None stands for."""
         values = self.flat()
         meant = {"ckpt_path": str(join(self.checkpoint.save_path, "checkpoints"))}
         for part in self.parts():
@@ -300,7 +300,7 @@ class SupervisedConfig(OptionSet):
         return values | {"attn_implementation": attention}
 
     def resolved(self) -> Self:
-        """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
+        """Return a copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
         return self.with_options(**self.with_options(**self.flat()).known())
 
 

@@ -82,7 +82,7 @@ _DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per r
 
 
 def preflight(config: PPOConfig) -> None:
-    """Refuses what a PPO run would fail at later; a ConfigError has a line for each problem.
+    """Refuse what a PPO run would fail at later; a ConfigError has a line for each problem.
 
     For one rank, which decides for all. The first rows alone are read; all are checked before models load.
     """
@@ -215,7 +215,7 @@ def before_imports(check: Callable[[], None], prog: str) -> None:
 
 
 def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
-    """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
+    """Return the config of a dry run: one step of few, short samples, whose files are all in ``folder``."""
     rollout = config.rollout
     evaluation = config.evaluation
     samples = max(
@@ -281,7 +281,7 @@ def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
 
 
 def _check_lengths(config: PPOConfig) -> None:
-    """Of a local folder whose config names its positions as most do; of any other model after the imports."""
+    """Check a local folder whose config names its positions as most do; others are checked after the imports."""
     try:
         model = json.loads(
             (Path(config.model.pretrain).expanduser() / "config.json").read_text(encoding="utf-8")
@@ -381,7 +381,7 @@ def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
 
 
 def _warn_of_same_rows(config: OptionSet, training: str, evaluation: str) -> None:
-    """Says where evaluations are of rows that are trained on."""
+    """Say where evaluations are of rows that are trained on."""
     flat = config.flat()
     split_of = {
         source: flat.get(name)
@@ -467,7 +467,7 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
 
 
 def check_label(config: PPOConfig, prompt: Prompt) -> None:
-    """Refuses a row that a source of all rows cannot judge, with a ``ValueError``."""
+    """Refuse a row that a source of all rows cannot judge, with a ``ValueError``."""
     plan = reward_plan(config) or {}
     for name in plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else ():
         check = REWARDS.find(name).check_prompt
@@ -525,7 +525,7 @@ def _check_rows(
 
 
 def _tokenizer(folder: str) -> Any:
-    """Stands for the tokenizer: has a chat template unless files of this machine show none, and renders nothing."""
+    """Stand for the tokenizer: it has a chat template unless files of this machine show none, and renders nothing."""
     settings = Path(folder).expanduser() / "tokenizer_config.json"
     shown = not settings.is_file() or '"chat_template"' in settings.read_text(encoding="utf-8")
     has_template = shown or any(settings.parent.glob("*chat_template*"))

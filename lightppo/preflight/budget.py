@@ -126,7 +126,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _holder(x: Tensor) -> int:
-    """Tells apart what holds bytes; weights that oneDNN has packed have no storage."""
+    """Tell apart what holds bytes; weights that oneDNN has packed have no storage."""
     if x.layout is torch.strided:
         return x.untyped_storage()._cdata
     return id(x)
@@ -163,7 +163,7 @@ def _counted_attention(
     kind: str = "fused",
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """``kind``: a fused kernel, or torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
+    """Count a ``kind``: a fused kernel, torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
     bias = None
     # In each layer, transformers repeats keys and values, and torch turns the mask into numbers.
     if kind == "masked":
@@ -566,7 +566,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
 
 
 def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
-    """ZeRO stage of a model, and whether its weights wait on the host."""
+    """Return the ZeRO stage of a model, and whether its weights wait on the host."""
     strategy = config.strategy
     if role in ("actor", "critic"):
         if role == "critic":
@@ -612,7 +612,7 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
 def _trained(
     role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
-    """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
+    """Add fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
     strategy = config.strategy
     counted = sizes(shape)
     critic = role == "critic"
@@ -641,7 +641,7 @@ def _trained(
         return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
 
     def beside(made: int) -> float:
-        """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
+        """Return gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
         if stage == 0 or whole:
             return made * (whole or not many) + (made == total) * copies
         if stage == 1:
@@ -682,7 +682,7 @@ def _trained(
 
 
 def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> PassBytes:
-    """Forward and backward over a full micro batch of actor or critic."""
+    """Run forward and backward over a full micro batch of actor or critic."""
     rows, kind = _rows(config, f"{role}_train", machine)
     return pass_bytes(
         shape,
@@ -762,7 +762,7 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
 
 
 def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
-    """Of an optimizer step, on a rank."""
+    """Return those of an optimizer step, on a rank."""
     rollout = config.rollout
     training = config.training
     samples = min(
@@ -881,7 +881,7 @@ def decoding_rows(
 
 
 def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
-    """:func:`decoding_rows` on the GPU with least room; says so. Collective."""
+    """Return :func:`decoding_rows` on the GPU with least room, and say so. Collective."""
     # What other processes hold is not there for this one.
     size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
     try:
@@ -918,7 +918,7 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 def advice(
     config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> list[str]:
-    """For a run that does not fit: what each remedy saves by itself, and the first ones that are enough together."""
+    """Say of a run that does not fit what each remedy saves, and the first ones that are enough together."""
     start = best = estimate(config, machine, configs).peak()[1]
     now = config
     lines = []
@@ -972,7 +972,7 @@ def gigabytes(size: float) -> str:
 
 
 def table(found: Estimate) -> list[str]:
-    """Parts and phases for people."""
+    """Write parts and phases for people."""
     gpus = found.machine.gpus
     ranks = min(found.machine.world_size, found.machine.per_node)
     lines = [
@@ -1028,7 +1028,7 @@ def check_memory(
 
 
 def host_bytes() -> int:
-    """Of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container that this process is in."""
     sizes = [psutil.virtual_memory().total]
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, version 2 and 1
         try:
@@ -1039,7 +1039,7 @@ def host_bytes() -> int:
 
 
 def library_bytes(ranks: int = 1) -> int:
-    """Of this process; ranks of a host share what is mapped from files."""
+    """Return the memory of this process; ranks of a host share what is mapped from files."""
     held = psutil.Process().memory_info()
     shared = getattr(held, "shared", 0)
     return held.rss - shared + shared // ranks

@@ -423,7 +423,7 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
 
 
 def _made_up(tokenizer: Any, prompt: Prompt) -> tuple[list[Rollout], list[Rollout]]:
-    """Answers with the label and without it. One that is long, such as a worked solution, is an answer as it is."""
+    """Make answers with the label and without it. A long one, such as a worked solution, is an answer as it is."""
 
     def rollout(number: int, text: str) -> Rollout:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

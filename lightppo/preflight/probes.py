@@ -39,7 +39,7 @@ _PROMPTS, _NEW_TOKENS = ([3, 10, 17, 24, 31], [5, 12]), 3  # token ids, taken mo
 
 
 def check_padding(models: Mapping[str, Any], strategy: Ranks, always_padded: bool = False) -> None:
-    """ModelLoadError for a model, by its flag, whose padded batches are wrong. Collective.
+    """Raise ModelLoadError for a model, by its flag, whose padded batches are wrong. Collective.
 
     A model that packs is tried only if it also pads (``always_padded``: the actor with a language-model loss).
     """
@@ -70,7 +70,7 @@ def _check_one(flag: str, wrapper: Any, strategy: Ranks) -> None:
 
 
 def check_training(models: Mapping[str, Any], strategy: Ranks) -> None:
-    """ModelLoadError for a model that trains, by its flag, whose numbers are then others. Collective."""
+    """Raise ModelLoadError for a model that trains, by its flag, whose numbers are then others. Collective."""
     for flag in ("--pretrain", "--critic_pretrain"):
         if (model := models.get(flag)) is None:
             continue
@@ -88,7 +88,7 @@ def _agreed(strategy: Ranks, reason: str | None) -> str | None:
 
 
 def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
-    """ModelLoadError if the HF engine's own code or log probs do not fit this model. Collective.
+    """Raise ModelLoadError if the HF engine's own code or log probs do not fit this model. Collective.
 
     Two short prompts get a few tokens, whose log probs must be those of a forward pass of each row alone.
     """
@@ -104,7 +104,7 @@ def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
 
 @torch.no_grad()
 def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) -> str | None:
-    """Why responses of this engine are not the actor's, of one rank; None: they are. Under ZeRO-3 on all ranks."""
+    """Say why responses of this engine are not the actor's, of one rank; None: they are. Under ZeRO-3 on all ranks."""
     text = actor.hf_model.config.get_text_config()
     positions = (
         getattr(text, "max_position_embeddings", None) or max(map(len, _PROMPTS)) + _NEW_TOKENS
@@ -144,7 +144,7 @@ def _differences(
     sampling: SamplingParams,
     device: torch.device,
 ) -> Iterator[torch.Tensor]:
-    """For each response |log prob while sampling - log prob of the forward pass| (A,)."""
+    """Return for each response |log prob while sampling - log prob of the forward pass| (A,)."""
     for rollout in engine.generate(prompts, sampling):
         row = torch.tensor([rollout.prompt.token_ids + rollout.response_ids], device=device)
         scored = actor.score_actions(row, len(rollout.response_ids)).log_probs[0]
@@ -228,7 +228,7 @@ def other_attentions(model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Another attention for a while."""
+    """Use another attention for a while."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -239,7 +239,7 @@ def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout and compiled layers, which would be compiled again for each tiny shape."""
+    """Leave out dropout and compiled layers, which would be compiled again for each tiny shape."""
     was_training = model.training
     model.eval()
     try:
@@ -250,7 +250,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
+    """Return (1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
     text = model.config.get_text_config()
     length = min(LONG, getattr(text, "max_position_embeddings", None) or LONG)
     vocabulary = text.vocab_size

@@ -264,7 +264,7 @@ class DryRun(Callback):
 
 
 def _optimizer_bytes(strategy: Any) -> int:
-    """Of this rank's optimizer states where the models run."""
+    """Return the bytes of this rank's optimizer states where the models run."""
     optimizers = [engine.optimizer for engine in strategy.trained_engines]
     states = [getattr(one, "optimizer", one).state for one in optimizers]
     tensors = [x for state in states for values in state.values() for x in values.values()]
