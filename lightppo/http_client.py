@@ -239,23 +239,23 @@ class HTTPClient:
         error = state.outcome.exception()
         wait = state.next_action.sleep
         now = time.monotonic()
-        says = (type(error), error.status, wait)
-        quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
-        if not quiet:
-            self._warned_at[says] = now
+        warning_key = (type(error), error.status, wait)
+        is_quiet = now - self._warned_at.get(warning_key, float("-inf")) < _QUIET_SECONDS
+        if not is_quiet:
+            self._warned_at[warning_key] = now
         logger.log(
-            logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait
+            logging.DEBUG if is_quiet else logging.WARNING, "%s; next try in %.0f s", error, wait
         )
 
 
 def _said(error: BaseException) -> str:
     """Return what the network says: requests and urllib3 wrap it in the names of their own objects."""
-    first = error
+    outermost = error
     while (deeper := error.__cause__ or error.__context__) is not None:
         error = deeper
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if error is first and f"{error}":
+    if error is outermost and f"{error}":
         return f"{error}"
     return f"{type(error).__name__}: {error}"
 
@@ -333,7 +333,7 @@ def secret_texts(token: str | None, url: str = "") -> list[str]:
     """Return the texts that must not be shown, in every form in which an error may hold them; longest first."""
     secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
     query = urlsplit(url).query
-    values = [part.partition("=")[2] or part for part in query.split("&")]
+    values = [assignment.partition("=")[2] or assignment for assignment in query.split("&")]
     # one or two characters are no secret, and would blank half the text
     secrets |= {text for text in [query, *values, *map(unquote, values)] if len(text) > 2}
     return sorted(secrets, key=len, reverse=True)

@@ -97,18 +97,20 @@ class Option:
 
     def _wrong_value(self, value: Any) -> str:
         choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
-        wanted = " ".join(filter(None, (type_text(self), range_text(self))))
+        expected = " ".join(filter(None, (type_text(self), range_text(self))))
         if self.may_be_object:
             path = ": path.py:name" if self.names is None else ""
-            wanted += f"{path}, or in Python the function or object itself"
-        shown = f"{value!r}{nearest(str(value), choices, self.name)}"
-        return f"--{self.name} must be {wanted}, not {'another value' if self.secret else shown}"
+            expected += f"{path}, or in Python the function or object itself"
+        shown_value = f"{value!r}{nearest(str(value), choices, self.name)}"
+        return f"--{self.name} must be {expected}, not {'another value' if self.secret else shown_value}"
 
     def _conformed(self, value: Any) -> Any:
         if self.may_be_object and is_object(value):
             value = (value,) if self.takes_several else value
         elif self.takes_object and isinstance(value, list | tuple) and any(map(is_object, value)):
-            return tuple(one if is_object(one) else self.conform([one])[0] for one in value)
+            return tuple(
+                element if is_object(element) else self.conform([element])[0] for element in value
+            )
         else:
             try:
                 value = self._adapter.validate_python(value)
@@ -130,8 +132,8 @@ def shown_object(value: Any) -> Any:
     """Write a function or object of the user's own as a text, the same in every run; other values as they are."""
     if value is None or isinstance(value, str | bool | int | float | dict):
         return value
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"<{named.__qualname__} of {named.__module__}>"
+    definition = value if hasattr(value, "__qualname__") else type(value)
+    return f"<{definition.__qualname__} of {definition.__module__}>"
 
 
 def option(
@@ -192,23 +194,25 @@ class Section(types.SimpleNamespace):
         cls._own = own
         cls.of = of or cls.of
         for name, kind in get_type_hints(cls).items():
-            one = cls.__dict__.get(name)
-            if not isinstance(one, Option):  # of the section that is extended, or no option
+            declaration = cls.__dict__.get(name)
+            if not isinstance(declaration, Option):  # of the section that is extended, or no option
                 continue
-            safe = resume_safe if one.resume_safe is None else one.resume_safe
-            one = replace(one, name=name, type=kind, owner=cls._owner, resume_safe=safe)
-            cls._declared[name] = one
+            safe = resume_safe if declaration.resume_safe is None else declaration.resume_safe
+            declaration = replace(
+                declaration, name=name, type=kind, owner=cls._owner, resume_safe=safe
+            )
+            cls._declared[name] = declaration
             delattr(cls, name)
 
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options by name, with those that packages add."""
-        own = {} if cls._own is None else cls._own
-        added = [part.options() for part in additions_to(cls._owner)] if cls._is_open else []
-        sources = [cls._declared, *own.items(), *added]
+        own_table = {} if cls._own is None else cls._own
+        added = [section.options() for section in additions_to(cls._owner)] if cls._is_open else []
+        sources = [cls._declared, *own_table.items(), *added]
         if vars(cls).get("_sources") != sources:  # else what was made of them last is true still
             cls._sources, cls._options = sources, dict(cls._declared)
-            for options in (own.flag_options(cls._owner) if own else {}, *added):
+            for options in (own_table.flag_options(cls._owner) if own_table else {}, *added):
                 cls._options |= options
         return cls._options
 
@@ -286,9 +290,9 @@ class Section(types.SimpleNamespace):
         """Return one message per required option without a value."""
         required = [option for option in self.options().values() if option.required]
         return [
-            f"--{one.name} is required: {one.help}"
-            for one in required
-            if not getattr(self, one.name)
+            f"--{declaration.name} is required: {declaration.help}"
+            for declaration in required
+            if not getattr(self, declaration.name)
         ]
 
 
@@ -332,8 +336,10 @@ def additions_to(owner: str) -> list[type[Section]]:
 
 
 @functools.cache
-def _additions_among(places: tuple[SectionPlace, ...], owner: str) -> list[type[Section]]:
-    return [place.kind for place in places if place.adds_to == owner]
+def _additions_among(section_places: tuple[SectionPlace, ...], owner: str) -> list[type[Section]]:
+    return [
+        section_place.kind for section_place in section_places if section_place.adds_to == owner
+    ]
 
 
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:
@@ -361,7 +367,10 @@ def _adapter(kind: Any, **bounds: float) -> Any:
         if len(kinds := alternatives(kind)) > 1:
             return Union[tuple(map(annotated, kinds))]  # noqa: UP007
         if get_origin(kind) is tuple:
-            inner = tuple(k if k is Ellipsis else annotated(k) for k in get_args(kind))
+            inner = tuple(
+                argument_kind if argument_kind is Ellipsis else annotated(argument_kind)
+                for argument_kind in get_args(kind)
+            )
             if Ellipsis in inner:
                 return Annotated[tuple[inner], BeforeValidator(_listed)]
             return tuple[inner]

@@ -309,8 +309,10 @@ def load_plugins() -> None:
             ) from error
 
 
-def _tell_in_one_line(before: Callable, kind: type[BaseException], error: Any, trace: Any) -> None:
+def _tell_in_one_line(
+    previous_hook: Callable, kind: type[BaseException], error: Any, trace: Any
+) -> None:
     """Stand for ``sys.excepthook``: nothing of lightppo is imported, so that no command can tell the error."""
     if kind is not PluginError:
-        return before(kind, error, trace)
+        return previous_hook(kind, error, trace)
     print(f"lightppo: error: {error}", file=sys.stderr)

@@ -99,13 +99,13 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before = self.phase
+        previous_phase = self.phase
         self.phase = phase
         self.phases += 1
         try:
             yield
         finally:
-            self.phase = before
+            self.phase = previous_phase
             self.beats += 1
 
 

@@ -54,7 +54,8 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
     path, name = split_python_spec(spec, default_names[0], option=option)
     module = _run_file(path, option)
     if name == default_names[0]:
-        name = next((known for known in default_names if hasattr(module, known)), name)
+        defined = (default_name for default_name in default_names if hasattr(module, default_name))
+        name = next(defined, name)
     return _object_of(module, path, name, option)
 
 
@@ -67,12 +68,12 @@ def load_python_objects(path: Path, names: Sequence[str], *, option: str = "") -
 def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
-    own = [
+    names_of_file = [
         key
         for key, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
     ]
-    raise no_such_name(path, name, own, option)
+    raise no_such_name(path, name, names_of_file, option)
 
 
 def error_place(error: BaseException) -> str:
@@ -83,13 +84,13 @@ def error_place(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     loaded = (_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
-    first = next((i for i, is_users in enumerate(loaded) if is_users), None)
-    if first is None:
+    first_of_user = next((i for i, is_users in enumerate(loaded) if is_users), None)
+    if first_of_user is None:
         frames = list(dropwhile(lambda f: f.filename.startswith(_CALLERS), frames))
     else:
-        frames = frames[first:]
-    own = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
-    places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
+        frames = frames[first_of_user:]
+    frames_of_file = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
+    places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames_of_file]
     if isinstance(error, SyntaxError) and error.filename and error.text:
         places.append(f"{error.filename}:{error.lineno}: {error.text.strip()}")
     return f" ({' → '.join(places)})" if places else ""
@@ -123,20 +124,20 @@ def _is_users(frame: FrameType) -> bool:
 
 def is_of_lightppo(function: Any) -> bool:
     """Tell whether a function or an object is lightppo's own, and not the user's."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return str(named.__module__).partition(".")[0] == __package__
+    definition = function if hasattr(function, "__qualname__") else type(function)
+    return str(definition.__module__).partition(".")[0] == __package__
 
 
 def place_of(function: Any) -> str:
     """Name, file and line of a function, or of the class of an object."""
     function = inspect.unwrap(function)
-    named = function if hasattr(function, "__qualname__") else type(function)
+    definition = function if hasattr(function, "__qualname__") else type(function)
     try:
-        file = inspect.getsourcefile(named)
-        line = inspect.getsourcelines(named)[1]
+        file = inspect.getsourcefile(definition)
+        line = inspect.getsourcelines(definition)[1]
     except (OSError, TypeError):
-        return f"{named.__qualname__} of {named.__module__}"
-    return f"{named.__qualname__} ({file}:{line})"
+        return f"{definition.__qualname__} of {definition.__module__}"
+    return f"{definition.__qualname__} ({file}:{line})"
 
 
 class Checked:
@@ -157,9 +158,9 @@ class Checked:
         self.called_with = called_with
         self.is_known = False
 
-    def __call__(self, *args: Any, **given: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
-            result = self.function(*args, **given)
+            result = self.function(*arguments, **options)
         except TypeError as error:
             if error.__traceback__.tb_next is not None:  # it began, and failed later
                 raise
@@ -167,22 +168,22 @@ class Checked:
                 f"{self.option}: {place_of(self.function)} cannot be called: {error}; {self.called_with}"
             ) from error
         if not self.is_known:
-            if problem := self.problem_of(result, *args, **given):
+            if problem := self.problem_of(result, *arguments, **options):
                 raise ConfigError(f"{self.option}: {place_of(self.function)} {problem}")
             self.is_known = True
         return result
 
 
 @contextlib.contextmanager
-def without_copies(what: str) -> Iterator[None]:
+def without_copies(description: str) -> Iterator[None]:
     """End a process that the user's code forks within, when it comes back: it would go on as a second one of this."""
     process = os.getpid()
     try:
         yield
     finally:
         if os.getpid() != process:
-            told = f"{what}: a process that it has forked came back, and is ended: end it with os._exit\n"
-            os.write(2, plain(told).encode())
+            message = f"{description}: a process that it has forked came back, and is ended: end it with os._exit\n"
+            os.write(2, plain(message).encode())
             os._exit(1)
 
 
@@ -199,8 +200,9 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
         return path, name
     if not path.parent.is_dir():
         raise _error(option, f"no file {path}; there is no directory {path.parent}")
-    found = ", ".join(sorted(p.name for p in path.parent.glob("*.py"))) or "no Python file"
-    raise _error(option, f"no file {path}; {path.parent} has {found}")
+    neighbours = sorted(file.name for file in path.parent.glob("*.py"))
+    listed = ", ".join(neighbours) or "no Python file"
+    raise _error(option, f"no file {path}; {path.parent} has {listed}")
 
 
 def _run_file(path: Path, option: str) -> ModuleType:

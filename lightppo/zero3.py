@@ -77,11 +77,11 @@ def unwrap_model(model: Any) -> nn.Module:
 
 def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models by name: a module itself, as "", or those that it directly holds."""
-    parts = {"": module, **dict(module.named_children())}
+    children = {"": module, **dict(module.named_children())}
     models = {
-        name: part
-        for name, part in parts.items()
-        if hasattr(part, "save_pretrained") and hasattr(part, "config")
+        name: child
+        for name, child in children.items()
+        if hasattr(child, "save_pretrained") and hasattr(child, "config")
     }
     return {"": module} if "" in models else models
 
@@ -104,8 +104,8 @@ def own_part(param: nn.Parameter) -> torch.Tensor:
     if not is_sharded(param):
         return param.detach()
     size = param.ds_tensor.numel()
-    left = param.ds_numel - size * dist.get_rank(param.ds_process_group)
-    return param.ds_tensor[: max(0, min(size, left))]
+    remaining = param.ds_numel - size * dist.get_rank(param.ds_process_group)
+    return param.ds_tensor[: max(0, min(size, remaining))]
 
 
 def find_adapters(model: Any) -> Any | None:
@@ -164,10 +164,16 @@ def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
     """Return the number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
-    counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
+    counted = [
+        parameter for parameter in model.parameters() if parameter.requires_grad or not trained_only
+    ]
     return sum(
-        (p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel()
-        for p in counted
+        (
+            parameter.quant_state.shape
+            if hasattr(parameter, "quant_state")
+            else full_shape(parameter)
+        ).numel()
+        for parameter in counted
     )
 
 

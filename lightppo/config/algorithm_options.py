@@ -200,10 +200,10 @@ def _gdpo(options: Any) -> Iterator[str]:
         yield "--advantage_estimator gdpo normalises several rewards: name at least two by --gdpo_rewards, or use grpo"
     if options.init_kl_coef > 0 and options.use_kl_in_reward:
         yield "--use_kl_in_reward adds to the sum of the rewards, and gdpo reads each one: set --use_kl_loss"
-    given = options.config.flat()
-    for one in options.config.all_options():
-        if one.name in _OF_THE_SUM and one.is_set(given[one.name]):
-            yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
+    flat = options.config.flat()
+    for declaration in options.config.all_options():
+        if declaration.name in _OF_THE_SUM and declaration.is_set(flat[declaration.name]):
+            yield f"--{declaration.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

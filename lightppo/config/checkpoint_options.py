@@ -97,7 +97,11 @@ def _folders(options: Any) -> Iterator[str]:
 def _cut_addresses(options: Any) -> Iterator[str]:
     """Refuse addresses out of the files of a run, which lack what may be a secret."""
     flat = options.config.flat()
-    models = {one.name for one in options.config.all_options() if one.owner in ("model", "distill")}
+    models = {
+        declaration.name
+        for declaration in options.config.all_options()
+        if declaration.owner in ("model", "distill")
+    }
     unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
     unread |= {"remote_rm_url"} if flat.get("tape_from") else set()  # a tape answers
     unread |= flat.keys() - models if getattr(options, "unfed", False) else set()

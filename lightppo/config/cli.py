@@ -96,23 +96,25 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
     """Return the options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
     spelled = [
-        re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text)
+        re.sub(r"^--[A-Za-z][\w-]*", lambda match: "--" + match[0][2:].replace("-", "_"), text)
         for text in arguments
     ]
     spelled = take_wandb_key(spelled)
     parser = _parser(options)
-    given, unknown = parser.parse_known_args(spelled)
+    namespace, unknown = parser.parse_known_args(spelled)
     problems = parser.problems + _unknown_arguments(unknown, options, spelled)
     if len(files := _config_files(spelled)) > 1:
-        named = " and ".join(files)
+        named_files = " and ".join(files)
         problems.append(
-            f"--config is given twice, {named}: name one file, whose key `config` may name the other one"
+            f"--config is given twice, {named_files}: name one file, whose key `config` may name the other one"
         )
     values = {}
     for option in options:
-        if option.name in given:
+        if option.name in namespace:
             try:
-                values[option.name] = conform(option, _typed(getattr(given, option.name), option))
+                values[option.name] = conform(
+                    option, _typed(getattr(namespace, option.name), option)
+                )
             except ValueError as error:
                 problems.append(str(error))
     if problems:
@@ -134,36 +136,38 @@ def _unknown_arguments(
     lists = [f"--{option.name}" for option in options if "several with commas" in option.help]
     flags = [f"--{option.name}" for option in options]
     problems = []
-    for before, word in zip(["", *unknown], unknown):
+    for previous_word, word in zip(["", *unknown], unknown):
         name, is_assigned, _ = word.partition("=")
         if name.startswith("--"):
             problems.append(f"unknown flag {name}{nearest(name, flags, 'option')}")
-        elif (is_flag := _FLAG.match(name)) or not _FLAG.match(before):
-            shown = f"{name}=…" if is_assigned and not is_flag else name  # the value may be a key
+        elif (is_flag := _FLAG.match(name)) or not _FLAG.match(previous_word):
+            shown_word = name
+            if is_assigned and not is_flag:
+                shown_word = f"{name}=…"  # the value may be a key
             cure = _with_commas(words, word, lists) or nearest(word, flags, "word")
-            problems.append(f"unexpected argument {shown!r}{cure}")
+            problems.append(f"unexpected argument {shown_word!r}{cure}")
     return problems
 
 
 def _with_commas(words: Sequence[str], word: str, lists: Sequence[str]) -> str:
     """Return what to write for ``--prompt_data a.jsonl b.jsonl``; nothing, where a word follows no such flag."""
-    before = list(words[: words.index(word)]) if word in words else []
-    values = list(itertools.takewhile(lambda each: not _FLAG.match(each), reversed(before)))
-    flag = before[-len(values) - 1] if len(values) < len(before) else ""
+    words_before = list(words[: words.index(word)]) if word in words else []
+    values = list(itertools.takewhile(lambda each: not _FLAG.match(each), reversed(words_before)))
+    flag = words_before[-len(values) - 1] if len(values) < len(words_before) else ""
     flag, _, value = flag.partition("=")
-    first = [*([value] if value else []), *reversed(values)]
-    if flag not in lists or not first:
+    list_values = [*([value] if value else []), *reversed(values)]
+    if flag not in lists or not list_values:
         return ""
-    return f": separate several with commas: {flag} {','.join([*first, word])}"
+    return f": separate several with commas: {flag} {','.join([*list_values, word])}"
 
 
 _FLAG = re.compile("-+[a-zA-Z]")
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(
-            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, **more
+            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, **options
         )
         # argparse's own takes -1e5 for a flag
         self._negative_number_matcher = re.compile(
@@ -178,8 +182,8 @@ class _Parser(argparse.ArgumentParser):
 class _Switch(argparse.Action):
     """``--x`` and ``--no_x``; also ``--x True``, ``False`` or ``None`` where None is a value."""
 
-    def __init__(self, may_be_none: bool, **more: Any) -> None:
-        super().__init__(nargs="?", **more)
+    def __init__(self, may_be_none: bool, **options: Any) -> None:
+        super().__init__(nargs="?", **options)
         self.may_be_none = may_be_none
 
     def __call__(self, parser: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
@@ -205,16 +209,16 @@ def _parser(options: Iterable[Option]) -> _Parser:
 
 def _typed(value: str | list[str], option: Option) -> Any:
     """Return what a text on the command line means; numbers are left to the option's validator."""
-    meant: dict[str, Any] = {"None": None} if option.may_be_none else {}
+    value_of_text: dict[str, Any] = {"None": None} if option.may_be_none else {}
     if option.kind is bool:
-        meant |= {"True": True, "False": False}
+        value_of_text |= {"True": True, "False": False}
     if get_origin(option.kind) is Literal:
-        meant |= {str(choice): choice for choice in get_args(option.kind)}
+        value_of_text |= {str(choice): choice for choice in get_args(option.kind)}
     if isinstance(value, list):
         if value == ["None"] and option.may_be_none:
             return None
         return value
-    return meant.get(value, value)
+    return value_of_text.get(value, value)
 
 
 def with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
@@ -230,9 +234,11 @@ def with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
     except ConfigError as error:
         lines = str(error).split("\n")
         if any("." in name for name in values):
-            more = f"{len(lines) - _MOST} more lines like these" if len(lines) > _MOST else ""
+            omitted_lines = (
+                f"{len(lines) - _MOST} more lines like these" if len(lines) > _MOST else ""
+            )
             advice = f"nested keys are of another trainer: lightppo translate {path} says what they are here"
-            lines = [*lines[:_MOST], *filter(None, [more]), advice]
+            lines = [*lines[:_MOST], *filter(None, [omitted_lines]), advice]
         raise ConfigError("\n".join(f"--config {path}: {line}" for line in lines)) from error
 
 
@@ -251,14 +257,16 @@ def _read_yaml(path: str, sections: Mapping[str, type[Section]]) -> dict[str, An
     if not isinstance(values, dict):
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
     for name, value in values.items():
-        own = sections[name].options() if name in sections else {}
-        if isinstance(value, dict) and value and value.keys() <= own.keys():
+        section_options = sections[name].options() if name in sections else {}
+        if isinstance(value, dict) and value and value.keys() <= section_options.keys():
             raise ConfigError(
                 f"sections are not nested: write the options of {name!r} at the top level"
             )
     options = {name for kind in sections.values() for name in kind.options()}
-    mine = {str(name): value for name, value in values.items() if str(name) in options}
-    return mine | dotted({name: value for name, value in values.items() if str(name) not in mine})
+    option_values = {str(name): value for name, value in values.items() if str(name) in options}
+    return option_values | dotted(
+        {name: value for name, value in values.items() if str(name) not in option_values}
+    )
 
 
 def dotted(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -291,23 +299,23 @@ _KEY = "WANDB_API_KEY"
 
 def take_wandb_key(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without the key of ``--use_wandb KEY``, which goes where wandb looks."""
-    kept: list[str] = []
-    for before, text in zip(["", *arguments], arguments):
-        with_key = text.startswith("--use_wandb=")
+    arguments_without_key: list[str] = []
+    for previous_argument, argument in zip(["", *arguments], arguments):
+        with_key = argument.startswith("--use_wandb=")
         if with_key:
-            key = text.partition("=")[2]
-        elif before == "--use_wandb":
-            key = text
+            key = argument.partition("=")[2]
+        elif previous_argument == "--use_wandb":
+            key = argument
         else:
             key = ""
         if not key or key.startswith("-") or key in ("True", "False", "None"):
-            kept.append(text)
+            arguments_without_key.append(argument)
             continue
-        kept += ["--use_wandb"] * with_key
+        arguments_without_key += ["--use_wandb"] * with_key
         os.environ[_KEY] = key
         sys.argv = [word.replace(key, "…") for word in sys.argv]  # wandb records them
         _hide_argument(key)
-    return kept
+    return arguments_without_key
 
 
 def _hide_argument(secret: str) -> None:
@@ -316,9 +324,9 @@ def _hide_argument(secret: str) -> None:
         start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
         with open("/proc/self/mem", "r+b") as memory:
             memory.seek(start)
-            at = memory.read(end - start).find(secret.encode())
-            if at >= 0:
-                memory.seek(start + at)
+            position = memory.read(end - start).find(secret.encode())
+            if position >= 0:
+                memory.seek(start + position)
                 memory.write(b"*" * len(secret.encode()))
     except OSError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -346,14 +354,17 @@ def help_text(prog: str, everything: bool, kind: type[OptionSet] = PPOConfig) ->
     """Return one screen of the usual options, or all by section with unit, range, default and what they need."""
     usage = "--pretrain MODEL --dataset FILE"
     screen = getattr(kind, "screen", {})
-    what = kind.__doc__
+    description = kind.__doc__
     if kind is PPOConfig:
         usage = "--pretrain MODEL --prompt_data FILE --reward_fn FILE.py"
         screen = _SCREEN
-        what = "Train a causal language model with PPO."
+        description = "Train a causal language model with PPO."
     lines = [f"usage: {prog} {usage} [--config FILE.yaml] [flags]"]
     if everything:
-        lines += ["", f"{what} One process per GPU (or CPU rank): deepspeed, torchrun or python."]
+        lines += [
+            "",
+            f"{description} One process per GPU (or CPU rank): deepspeed, torchrun or python.",
+        ]
         for section in kind.sections().values():
             lines += ["", *_section_lines(section)]
     else:
@@ -367,9 +378,9 @@ def _screen_lines(kind: type[OptionSet], screen: Mapping[str, str]) -> Iterator[
         yield f"{title}:"
         for option in map(options.__getitem__, names.split()):
             text = option.help.partition(". ")[0].rstrip(".")
-            shown = "required" if option.required else shown_default(option.default)
+            shown_value = "required" if option.required else shown_default(option.default)
             is_noted = option.required or option.default not in (None, (), False)
-            yield f"  --{option.name:<23} {text}{f' [{shown}]' * is_noted}"
+            yield f"  --{option.name:<23} {text}{f' [{shown_value}]' * is_noted}"
 
 
 def section_help(usage: str, section: type[Section]) -> str:
@@ -408,10 +419,10 @@ class CommandParser(argparse.ArgumentParser):
     """The arguments of a small command: a mistake ends it with exit code 2 and a line, which says what was meant."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self.explained(unknown[0]))
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         print_on_rank_0(f"{self.prog}: error: {message}\n", sys.stderr)
@@ -422,13 +433,13 @@ class CommandParser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {word!r}"
-        places = [
+        placeholders = [
             action.metavar
             for action in self._actions
             if action.metavar and not action.option_strings
         ]
-        if place := answer_of(name, places, "argument"):
-            return f"unknown flag {name}: {place} is given without a flag: {self.prog} {' '.join(places)}"
+        if placeholder := answer_of(name, placeholders, "argument"):
+            return f"unknown flag {name}: {placeholder} is given without a flag: {self.prog} {' '.join(placeholders)}"
         return f"unknown flag {name}{nearest(name, self._option_string_actions, 'flag')}"
 
 

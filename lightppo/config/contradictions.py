@@ -50,16 +50,20 @@ def contradictions(
     rules += [_batches, _sampling, _algorithm, _buffer]
     rules += [_models, _rewards, templates, _ranks, _micro_batches] * (not by_hand)
     of_trainer = config.of_trainer()
-    rules += [part.problems for part in config.parts() if not by_hand or part._owner in of_trainer]
+    rules += [
+        section.problems
+        for section in config.parts()
+        if not by_hand or section._owner in of_trainer
+    ]
     return first_of_each(message for rule in rules for message in rule(options))
 
 
 def first_of_each(messages: Iterable[str]) -> list[str]:
     """Return the first message of each flag, which messages begin with."""
-    found: dict[str, str] = {}
+    first_messages: dict[str, str] = {}
     for message in messages:
-        found.setdefault(message.split()[0].strip(":,"), message)
-    return list(found.values())
+        first_messages.setdefault(message.split()[0].strip(":,"), message)
+    return list(first_messages.values())
 
 
 def _batches(options: SimpleNamespace) -> Iterator[str]:
@@ -134,9 +138,9 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         yield str(error)
         return
     if not scored_by and not options.unfed and not estimator_entry(config).ignores_scores:
-        named = ", ".join(built_in())
-        more = f" or a built-in --reward_source ({named})" if named else ""
-        yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL{more}"
+        source_names = ", ".join(built_in())
+        built_in_advice = f" or a built-in --reward_source ({source_names})" if source_names else ""
+        yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL{built_in_advice}"
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:
@@ -178,11 +182,11 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
 def _buffer(options: SimpleNamespace) -> Iterator[str]:
     """Refuse a buffer that forgets samples of the step that it trains on."""
     surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
-    held = options.samples if surplus else options.samples // options.ranks
-    if 0 < options.buffer_limit < held:
+    samples_held = options.samples if surplus else options.samples // options.ranks
+    if 0 < options.buffer_limit < samples_held:
         why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
         yield (
-            f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; "
+            f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {samples_held} of a step{why}; "
             "set 0 or as many"
         )
 
@@ -197,7 +201,7 @@ def _with(trait: str) -> str:
 
 def conditions() -> dict[str, str]:
     """Return what ``needs`` may name beside options, and what to set for it: facts, sources, those of sections."""
-    known = {
+    condition_texts = {
         "sampling": "a --temperature above 0 (and no --no_do_sample)",
         "critic": f"a critic ({_with('needs_critic')})",
         "whitening": "whitening of advantages (--adv_norm)",
@@ -207,15 +211,17 @@ def conditions() -> dict[str, str]:
         "function": "a reward function (--reward_fn)",
         "server": "a reward server (--remote_rm_url)",
     }
-    known |= {name: f"--reward_source {name}" for name in built_in()}
-    known["trained_scores"] = f"scores that are trained on (not {_with('ignores_scores')})"
-    known["own_reference"] = (
+    condition_texts |= {name: f"--reward_source {name}" for name in built_in()}
+    condition_texts["trained_scores"] = (
+        f"scores that are trained on (not {_with('ignores_scores')})"
+    )
+    condition_texts["own_reference"] = (
         "a reference model of its own (no --lora_rank, or another --ref_pretrain)"
     )
-    known["one_source"] = "a single source of rewards"
+    condition_texts["one_source"] = "a single source of rewards"
     for place in SECTIONS.values():
-        known |= place.kind.conditions
-    return known
+        condition_texts |= place.kind.conditions
+    return condition_texts
 
 
 def facts_of(config: Any) -> dict[str, bool]:
@@ -233,8 +239,8 @@ def facts_of(config: Any) -> dict[str, bool]:
         "clipping": policy_loss_entry(config).eps_clip is not None,
         "trained_scores": not estimator.ignores_scores,
     }
-    for part in config.parts():
-        facts |= part.facts(config)
+    for section in config.parts():
+        facts |= section.facts(config)
     return facts
 
 
@@ -253,7 +259,7 @@ def condition_text(condition: str) -> str:
     :func:`conditions`, or several of these with ``" or "`` between.
     """
     texts = []
-    known = conditions()
+    known_conditions = conditions()
     for name, sign, value in map(_parts, condition.split(" or ")):
         words = {
             "": "",
@@ -261,23 +267,23 @@ def condition_text(condition: str) -> str:
             "!=": f" other than {value}",
             ">": f" above {value}",
         }
-        texts.append(known.get(name, f"--{name}{words[sign]}"))
+        texts.append(known_conditions.get(name, f"--{name}{words[sign]}"))
     return " or ".join(texts)
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
     """Tell whether a condition holds, or is of something unknown."""
-    return any(_holds(*_parts(part), values) for part in condition.split(" or "))
+    return any(_holds(*_parts(alternative), values) for alternative in condition.split(" or "))
 
 
-def _holds(name: str, sign: str, wanted: str, values: Mapping[str, Any]) -> bool:
+def _holds(name: str, sign: str, expected: str, values: Mapping[str, Any]) -> bool:
     if name not in values:
         return True
     value = values[name]
     if sign == ">":
-        return value > float(wanted)
+        return value > float(expected)
     if sign:
-        return (str(value) in wanted.split("|")) == (sign == "=")
+        return (str(value) in expected.split("|")) == (sign == "=")
     return value is not None and value is not False and value != ()
 
 
@@ -292,7 +298,7 @@ def _parts(condition: str) -> tuple[str, str, str]:
 def unmet_needs(options: SimpleNamespace) -> Iterator[str]:
     """Refuse options without what they need, and such as exclude each other; ``options`` as of ``Section.problems``."""
     config = options.config
-    given = options.config.flat()
+    flat = options.config.flat()
     options.facts = facts_of(config)
     of_trainer = config.of_trainer()
     declared = {
@@ -308,18 +314,18 @@ def unmet_needs(options: SimpleNamespace) -> Iterator[str]:
             options.facts |= source_facts(config)
     values |= options.facts
     is_set = {
-        f"no_{name}" if given[name] is False else name: option
+        f"no_{name}" if flat[name] is False else name: option
         for name, option in declared.items()
-        if option.is_set(given[name])
+        if option.is_set(flat[name])
     }
     for flag, option in is_set.items():
         for condition in option.needs:
             if not holds(condition, values):
                 yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
-    for flag, others, reason in (one for part in config.parts() for one in part.exclusive):
-        for other in others.split():
-            if {flag, other} <= is_set.keys():
-                yield f"--{flag} and --{other} {reason}: leave one out"
+    for flag, others, reason in (rule for section in config.parts() for rule in section.exclusive):
+        for other_flag in others.split():
+            if {flag, other_flag} <= is_set.keys():
+                yield f"--{flag} and --{other_flag} {reason}: leave one out"
 
 
 def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
@@ -329,17 +335,17 @@ def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
         what they need, in words → their names.
     """
     flat = config.flat()
-    found = {}
+    names_by_need = {}
     idle = [
-        one
-        for one in config.all_options()
-        if one.needs and one.name in given and not one.is_set(flat[one.name])
+        option
+        for option in config.all_options()
+        if option.needs and option.name in given and not option.is_set(flat[option.name])
     ]
     values = config.resolved().flat() | facts_of(config) | source_facts(config) if idle else {}
-    for one in idle:
-        if unmet := [condition for condition in one.needs if not holds(condition, values)]:
-            found.setdefault(condition_text(unmet[0]), []).append(one.name)
-    return found
+    for option in idle:
+        if unmet := [condition for condition in option.needs if not holds(condition, values)]:
+            names_by_need.setdefault(condition_text(unmet[0]), []).append(option.name)
+    return names_by_need
 
 
 def idle_notes(config: Any, given: Container[str]) -> Iterator[str]:

@@ -123,7 +123,7 @@ def notes(config: Any, given: Iterable[str]) -> Iterator[str]:
 def _of_rollouts(config: Any, given: Iterable[str]) -> dict[str, bool]:
     """Return options of rollouts that were given for an evaluation; and whether each is at its default."""
     flat = config.flat()
-    options = {one.name: one for one in config.all_options()}
+    options = {option.name: option for option in config.all_options()}
     names = [name for name in given if name in _OF_EVALUATION] if flat.get("val_only") else []
     return {name: not options[name].is_set(flat[name]) for name in names}
 

@@ -15,37 +15,37 @@ from lightppo.option import Option
 from lightppo.plugin import trained_by
 
 
-def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
+def nearest(name: str, names: Iterable[str], kind: str = "") -> str:
     """Say what an unknown name may have meant, as :func:`lightppo.suggestions.nearest`.
 
     ``kind`` may also be ``"option"`` or ``"word"`` of a command line, or ``"key"`` of a file.
     """
-    known = list(known)
+    names = list(names)
     if kind == "word":
-        return _word(name, known)
+        return _word(name, names)
     if kind in ("option", "key"):
-        return _option(name, known, of_commands=kind == "option") or suggestions.nearest(
-            name, known
+        return _option(name, names, of_commands=kind == "option") or suggestions.nearest(
+            name, names
         )
-    if kind == "command" and (answer := _algorithm(name, known)):
+    if kind == "command" and (answer := _algorithm(name, names)):
         return answer
-    return suggestions.nearest(name, known, kind)
+    return suggestions.nearest(name, names, kind)
 
 
-def conform(one: Option, value: Any) -> Any:
+def conform(option: Option, value: Any) -> Any:
     """Return the value in the option's type, as :meth:`Option.conform`; ConfigError says where else a wrong one belongs."""
     try:
-        return one.conform(value)
+        return option.conform(value)
     except ConfigError as error:
-        raise ConfigError(_value_of_another(one, value) or str(error)) from None
+        raise ConfigError(_value_of_another(option, value) or str(error)) from None
 
 
-def _value_of_another(one: Option, value: Any) -> str:
-    if hint := other_trainers.hint(one.name, value):
-        return f"--{one.name} {value}{hint}"
-    is_known = one.names is None or suggestions.meant(str(value), one.names, one.name)
-    if not is_known and (other := _option_that_takes(value)):
-        return f"--{one.name} {value}: it is a value of --{other}"
+def _value_of_another(option: Option, value: Any) -> str:
+    if hint := other_trainers.hint(option.name, value):
+        return f"--{option.name} {value}{hint}"
+    is_known = option.names is None or suggestions.meant(str(value), option.names, option.name)
+    if not is_known and (other_flag := _option_that_takes(value)):
+        return f"--{option.name} {value}: it is a value of --{other_flag}"
     return ""
 
 
@@ -59,8 +59,8 @@ def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
         return answer
     for others in (_commands_with(flag), _commands_for(flag)):
         if others:
-            first = next(iter(others.values()))
-            which = "it is" if first == flag else f"{first} is for that,"
+            other_flag = next(iter(others.values()))
+            which = "it is" if other_flag == flag else f"{other_flag} is for that,"
             return f": {which} an option of lightppo {' and '.join(others)}, not of this command"
     return ""
 
@@ -77,12 +77,16 @@ def _commands_for(flag: str) -> dict[str, str]:
         name: suggestions.answer_of(flag, _flags(kind), "flag")
         for name, kind in trained_by().items()
     }
-    first = next((answer for answer in answers.values() if answer), "")
-    return {name: answer for name, answer in answers.items() if first and answer == first}
+    flag_of_command = next((answer for answer in answers.values() if answer), "")
+    return {
+        name: answer
+        for name, answer in answers.items()
+        if flag_of_command and answer == flag_of_command
+    }
 
 
 def _flags(kind: Any) -> set[str]:
-    return {f"--{one.name}" for one in kind.all_options()}
+    return {f"--{option.name}" for option in kind.all_options()}
 
 
 def _word(word: str, flags: Collection[str]) -> str:
@@ -120,6 +124,8 @@ def _algorithm(name: str, commands: Collection[str]) -> str:
 
 def _option_that_takes(name: Any) -> str | None:
     """Return the option of PPO whose table of algorithms has this name."""
-    options = [one for one in trained_by()["ppo"].all_options() if one.names is not None]
-    found = (one.name for one in options if str(name) in one.names and name != one.default)
-    return next(found, None)
+    options = [option for option in trained_by()["ppo"].all_options() if option.names is not None]
+    matching_flags = (
+        option.name for option in options if str(name) in option.names and name != option.default
+    )
+    return next(matching_flags, None)

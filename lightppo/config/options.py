@@ -79,9 +79,9 @@ class OptionSet(types.SimpleNamespace):
             yield from section.options().values()
 
     @classmethod
-    def from_flat(cls, values: Mapping[str, Any] | None = None, **more: Any) -> Self:
+    def from_flat(cls, values: Mapping[str, Any] | None = None, **options: Any) -> Self:
         """Build from flag names and values; errors as :meth:`with_options`."""
-        return cls().with_options(**{**(values or {}), **more})
+        return cls().with_options(**{**(values or {}), **options})
 
     def with_options(self, **values: Any) -> Self:
         """Return a copy with some options replaced; lists become tuples, paths text.
@@ -89,19 +89,19 @@ class OptionSet(types.SimpleNamespace):
         Raises:
             ConfigError: on an unknown name, a value of the wrong type or out of range; one line for each.
         """
-        known = {one.name: one for one in self.all_options()}
+        options = {option.name: option for option in self.all_options()}
         problems: list[str] = []
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            if name not in known:
+            if name not in options:
                 if is_left(name, value):
                     continue
-                meant = nearest(f"--{name}", [f"--{one}" for one in known], "key")
-                quoted = meant.replace("'--", "'")
+                suggestion = nearest(f"--{name}", [f"--{option}" for option in options], "key")
+                quoted = suggestion.replace("'--", "'")
                 problems.append(f"unknown option {name!r}{quoted}")
                 continue
             try:
-                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
+                changed.setdefault(options[name].owner, {})[name] = conform(options[name], value)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -184,12 +184,12 @@ def _sections_of(
     options: type[OptionSet], places: tuple[tuple[str, SectionPlace], ...]
 ) -> dict[str, type[Section]]:
     kinds = {name: kind for name, kind in get_type_hints(options).items() if _is_section(kind)}
-    own = {
+    package_sections = {
         name: place.kind
         for name, place in places
         if options.command in place.commands and not place.adds_to and name not in kinds
     }
-    return kinds | own
+    return kinds | package_sections
 
 
 @cache
@@ -197,9 +197,9 @@ def _parts_of(
     options: type[OptionSet], places: tuple[tuple[str, SectionPlace], ...]
 ) -> list[type[Section]]:
     return [
-        part
+        section
         for name, kind in _sections_of(options, places).items()
-        for part in (kind, *_additions(name, kind))
+        for section in (kind, *_additions(name, kind))
     ]
 
 

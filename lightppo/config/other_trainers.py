@@ -51,8 +51,8 @@ def _row(line: str) -> Row:
 @functools.cache
 def parts_of(command: str) -> list[str]:
     """Return the titles of the parts that hold for a command, those of this command alone first."""
-    own = [title for title in tables() if command in title.split()[1:]]
-    return [*own, *(title for title in tables() if " " not in title)]
+    command_parts = [title for title in tables() if command in title.split()[1:]]
+    return [*command_parts, *(title for title in tables() if " " not in title)]
 
 
 class Meaning(NamedTuple):
@@ -67,16 +67,18 @@ def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
     exact = [(title, _exact(title)[name]) for title in parts if name in _exact(title)]
     if exact:
         return [Meaning(title.split()[0], _text(row, name, name)) for title, row in exact]
-    found = [
+    matches = [
         ((not pattern.startswith("*"), len(pattern)), title, _text(row, pattern, name))
         for title in parts
         for row in tables()[title]
         for pattern in row.names
         if "*" in pattern and fnmatchcase(name, pattern)
     ]
-    best = max(found, default=((),))[0]
+    best_closeness = max(matches, default=((),))[0]
     return [
-        Meaning(title.split()[0], text) for closeness, title, text in found if closeness == best
+        Meaning(title.split()[0], text)
+        for closeness, title, text in matches
+        if closeness == best_closeness
     ]
 
 
@@ -99,15 +101,21 @@ def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
     """
     name = name.lstrip("+~-") if value is None else f"{name}={value}"
     parts = parts_of(_command_with(frozenset(flags)))
-    own = [title for title in parts if " " in title]
-    found = [one for one in meanings(name, own) if _is_answer(one.text, flags)]
-    found = found or [one for one in meanings(name, parts) if _is_answer(one.text, flags)]
-    found = [one for one in found if one.text != "="]
-    found = found or _of_other_commands(meanings(name, parts) if flags else [])
+    command_parts = [title for title in parts if " " in title]
+    answers = [
+        meaning for meaning in meanings(name, command_parts) if _is_answer(meaning.text, flags)
+    ]
+    answers = answers or [
+        meaning for meaning in meanings(name, parts) if _is_answer(meaning.text, flags)
+    ]
+    answers = [meaning for meaning in answers if meaning.text != "="]
+    answers = answers or _of_other_commands(meanings(name, parts) if flags else [])
     trainers_of: dict[str, list[str]] = {}  # what it is here → who calls it so
-    for one in found:
-        same = (text for text in trainers_of if _first_flag(text) == _first_flag(one.text) != "")
-        trainers_of.setdefault(next(same, one.text), []).append(one.trainer)
+    for meaning in answers:
+        equal_texts = (
+            text for text in trainers_of if _first_flag(text) == _first_flag(meaning.text) != ""
+        )
+        trainers_of.setdefault(next(equal_texts, meaning.text), []).append(meaning.trainer)
     texts = [
         f"{plain if plain.startswith('not here') else f'here {plain}'} ({', '.join(trainers)})"
         for text, trainers in trainers_of.items()
@@ -123,27 +131,29 @@ def _command_with(flags: frozenset[str]) -> str:
     return max(shared, key=shared.__getitem__)
 
 
-def _of_other_commands(found: Collection[Meaning]) -> list[Meaning]:
+def _of_other_commands(answers: Collection[Meaning]) -> list[Meaning]:
     """Return meanings that this command lacks, by their flags and the commands that have these."""
     commands = {
-        one: [name for name, kind in trained_by().items() if _first_flag(one.text) in _flags(kind)]
-        for one in found
+        meaning: [
+            name for name, kind in trained_by().items() if _first_flag(meaning.text) in _flags(kind)
+        ]
+        for meaning in answers
     }
     return [
-        Meaning(one.trainer, f"`{_first_flag(one.text)}` of lightppo {' and '.join(names)}")
-        for one, names in commands.items()
+        Meaning(meaning.trainer, f"`{_first_flag(meaning.text)}` of lightppo {' and '.join(names)}")
+        for meaning, names in commands.items()
         if names
     ]
 
 
 def _flags(kind: Any) -> set[str]:
-    return {f"--{one.name}" for one in kind.all_options()}
+    return {f"--{option.name}" for option in kind.all_options()}
 
 
 def _is_answer(text: str, flags: Collection[str]) -> bool:
     """Tell whether all of our options that a text names are flags of this command."""
-    named = {f"--{name}" for name in re.findall(r"--(?:no_)?(\w+)", text)}
-    return not flags or not (named & _all_flags()) - set(flags)
+    named_flags = {f"--{name}" for name in re.findall(r"--(?:no_)?(\w+)", text)}
+    return not flags or not (named_flags & _all_flags()) - set(flags)
 
 
 @functools.cache
@@ -153,8 +163,8 @@ def _all_flags() -> frozenset[str]:
 
 def _first_flag(text: str) -> str:
     """Return the flag that a text begins with."""
-    found = re.match(r"`(--\w+)", text)
-    return found[1] if found else ""
+    match = re.match(r"`(--\w+)", text)
+    return match[1] if match else ""
 
 
 def plain_text(text: str) -> str:
@@ -174,17 +184,17 @@ def with_tables(page: str) -> str:
 
 
 def _table(markers: re.Match[str]) -> str:
-    same = []
+    same_names = []
     lines = [f"{markers[2].split()[0]} | lightppo", "---|---"]
     for names, texts in tables()[markers[2]]:
         if texts == ["="]:
-            same += names
+            same_names += names
         else:
-            theirs = ", ".join(f"`{name}`".replace("*", "…") for name in names)
-            ours = texts[:1] if len(set(texts)) == 1 else texts
-            lines.append(f"{theirs} | {' / '.join(ours)}")
-    if same:
-        lines += ["", f"The same here: {', '.join(f'`{name}`' for name in same)}."]
+            trainer_names = ", ".join(f"`{name}`".replace("*", "…") for name in names)
+            meanings_here = texts[:1] if len(set(texts)) == 1 else texts
+            lines.append(f"{trainer_names} | {' / '.join(meanings_here)}")
+    if same_names:
+        lines += ["", f"The same here: {', '.join(f'`{name}`' for name in same_names)}."]
     return markers[1] + "\n".join(lines) + "\n" + markers[3]
 
 

@@ -332,7 +332,7 @@ def reward_sources(config: Any) -> list[str]:
 
 def further_sources(config: Any) -> set[str]:
     """Return names of the sources that sections ask for, beside those that score training."""
-    return {name for part in config.parts() for name in part.sources(config)}
+    return {name for section in config.parts() for name in section.sources(config)}
 
 
 def reward_plan(config: Any) -> Plan | None:
@@ -390,7 +390,10 @@ def _routes(text: str) -> Plan:
     if (
         not isinstance(routes, dict)
         or not routes
-        or not all(isinstance(w, dict) and w for w in routes.values())
+        or not all(
+            isinstance(source_weights, dict) and source_weights
+            for source_weights in routes.values()
+        )
     ):
         raise ConfigError(
             '--reward_routes must be an object of objects: {"gsm8k": {"math": 1}, "*": {"model": 1}}'
@@ -400,21 +403,21 @@ def _routes(text: str) -> Plan:
     }
 
 
-def _weights(where: str, weights: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _weights(flag: str, weights: Mapping[str, Any]) -> dict[str, float]:
+    weight_of_source: dict[str, float] = {}
     for name, weight in weights.items():
         if name not in REWARDS:
-            known = ", ".join((*built_in(), *sources_by_flag()))
+            source_names = ", ".join((*built_in(), *sources_by_flag()))
             raise ConfigError(
-                f"{where}: unknown source {name!r}{nearest(name, REWARDS)}; known are {known}"
+                f"{flag}: unknown source {name!r}{nearest(name, REWARDS)}; known are {source_names}"
             )
         try:
-            found[name] = float(weight)
+            weight_of_source[name] = float(weight)
         except (TypeError, ValueError):
-            found[name] = math.nan
-        if not math.isfinite(found[name]):
-            raise ConfigError(f"{where}: the weight of {name} must be a number, got {weight!r}")
-    return found
+            weight_of_source[name] = math.nan
+        if not math.isfinite(weight_of_source[name]):
+            raise ConfigError(f"{flag}: the weight of {name} must be a number, got {weight!r}")
+    return weight_of_source
 
 
 # -- what cannot work ------------------------------------------------------------------------------------------------
@@ -442,29 +445,31 @@ def source_problems(options: Any) -> Iterator[str]:
 def _of_flags(options: Any) -> Iterator[str]:
     """Refuse several sources by flags; beside models, a function combines their scores."""
     flags = sources_by_flag()
-    given = given_sources(options.config)
-    scoring = [name for name in given if name != "function" or "model" not in given]
+    flagged_sources = given_sources(options.config)
+    scoring = [
+        name for name in flagged_sources if name != "function" or "model" not in flagged_sources
+    ]
     for name in scoring[:-1]:
         pair = f"--{flags[scoring[-1]]} and --{flags[name]}"
         yield f"{pair}: leave one out, or add them up by --reward_source"
 
 
-def _of_plan(options: Any, named: set[str], further: set[str]) -> Iterator[str]:
+def _of_plan(options: Any, planned_sources: set[str], further: set[str]) -> Iterator[str]:
     """Refuse a source that is named without its flag, and a flag whose source is not named."""
-    by = "--reward_source" if options.reward_routes is None else "--reward_routes"
+    flag_of_plan = "--reward_source" if options.reward_routes is None else "--reward_routes"
     combines = {"function"} if len(options.reward_pretrain) > 1 else set()
-    given = given_sources(options.config)
+    flagged_sources = given_sources(options.config)
     for name, flag in sources_by_flag().items():
-        if name in named and name not in given:
-            yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-        if name in given and name not in named | combines | further:
-            yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
-    if named & combines:
+        if name in planned_sources and name not in flagged_sources:
+            yield f"{flag_of_plan} names {name!r}, which is what --{flag} gives: set --{flag}"
+        if name in flagged_sources and name not in planned_sources | combines | further:
+            yield f"--{flag} is set, but {flag_of_plan} does not name {name!r}: add it, or leave --{flag} out"
+    if planned_sources & combines:
         yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
 
 
-def wrong_reward(name: str, given: Any) -> Iterator[str]:
+def wrong_reward(name: str, reward_object: Any) -> Iterator[str]:
     """Say why an object of the user's own, the value of this option, scores nothing."""
-    is_usable = callable(given) or callable(getattr(given, "score", None))
-    if is_object(given) and (isinstance(given, type) or not is_usable):
-        yield f"--{name}: {given!r} scores nothing: give a function, or an object with name and score(rollouts)"
+    is_usable = callable(reward_object) or callable(getattr(reward_object, "score", None))
+    if is_object(reward_object) and (isinstance(reward_object, type) or not is_usable):
+        yield f"--{name}: {reward_object!r} scores nothing: give a function, or an object with name and score(rollouts)"

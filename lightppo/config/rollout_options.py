@@ -233,8 +233,8 @@ def _vllm(options: Any) -> Iterator[str]:
         return
     for name in ("temperature", "eval_temperature"):
         if 0 < getattr(options, name) < _COLDEST:
-            asked = f"--{name} {getattr(options, name):g}"
-            yield f"{asked}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that"
+            requested = f"--{name} {getattr(options, name):g}"
+            yield f"{requested}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that"
     if options.rollout_engine == "vllm_server":
         yield from _servers(options)
         return

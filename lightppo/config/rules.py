@@ -38,7 +38,7 @@ def policy_loss_entry(config: Any) -> PolicyLossEntry:
 
 def trains(config: Any) -> bool:
     """Tell whether this run trains, as all its sections say."""
-    return all(part.trains(config) for part in config.parts())
+    return all(section.trains(config) for section in config.parts())
 
 
 def needs_critic(config: Any) -> bool:
@@ -154,8 +154,8 @@ class MicroBatchSpec:
 def micro_batch_spec(config: Any, call: str) -> MicroBatchSpec:
     """Return what holds for a pass: ``--micro_batch_specs``, else the token budget, else the number of samples."""
     training = config.training
-    if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
-        return own
+    if (call_spec := parse_specs(training.micro_batch_specs).get(call)) is not None:
+        return call_spec
     if training.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
     trains = call in ("actor_train", "critic_train")
@@ -170,13 +170,13 @@ def calls() -> tuple[str, ...]:
 def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
     """Read ``("actor=16", "actor_train=4096t")`` as call → spec; ConfigError for another form, or a call twice."""
     specs: dict[str, MicroBatchSpec] = {}
-    known = calls()
+    call_names = calls()
     for text in texts:
         form = re.fullmatch(r"(\w+)=([1-9]\d*)(t?)", text)
-        if form is None or form[1] not in known:
-            hint = nearest(text.partition("=")[0], known)
+        if form is None or form[1] not in call_names:
+            hint = nearest(text.partition("=")[0], call_names)
             raise ConfigError(
-                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(known)}{hint}"
+                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(call_names)}{hint}"
             )
         if form[1] in specs:
             raise ConfigError(f"--micro_batch_specs names {form[1]} twice")
@@ -206,8 +206,10 @@ def template_kwargs(value: Mapping[str, Any] | str | None, where: str) -> dict[s
             raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{where} must be a JSON object, not {shown_value(value)}")
-    if own := sorted(_NO_VARIABLES & set(value or ())):
-        raise ConfigError(f"{where} has {own[0]!r}, which is no variable of a chat template")
+    if reserved_names := sorted(_NO_VARIABLES & set(value or ())):
+        raise ConfigError(
+            f"{where} has {reserved_names[0]!r}, which is no variable of a chat template"
+        )
     return dict(value or {})
 
 
@@ -249,7 +251,7 @@ def resolutions(config: Any) -> dict[str, Any]:
         estimator.kl_in_loss and algorithm.init_kl_coef > 0 and not algorithm.use_kl_in_reward,
     )
 
-    meant: dict[str, Any] = {
+    meaning_of_none: dict[str, Any] = {
         "train_batch_size": samples_per_rollout(config) // training.ppo_n_minibatches
         if training.ppo_n_minibatches
         else 128,
@@ -265,23 +267,23 @@ def resolutions(config: Any) -> dict[str, Any]:
         **loss.defaults,
     }
     if algorithm.init_kl_coef > 0:
-        meant["ref_pretrain"] = model.pretrain
+        meaning_of_none["ref_pretrain"] = model.pretrain
     if estimator.needs_critic:
-        meant |= _critic_resolutions(config)
+        meaning_of_none |= _critic_resolutions(config)
     if estimator.divides_by_std and algorithm.group_std_norm:
-        meant["grpo_std_eps"] = 1e-6
+        meaning_of_none["grpo_std_eps"] = 1e-6
     if loss.eps_clip is not None:
         low, high = (
             loss.eps_clip
             if loss_options.eps_clip is None
             else (loss_options.eps_clip, loss_options.eps_clip)
         )
-        meant |= {"eps_clip_low": low, "eps_clip_high": high}
+        meaning_of_none |= {"eps_clip_low": low, "eps_clip_high": high}
 
-    for part in config.parts():
-        meant |= part.meant(config)
-    given = config.flat()
-    resolved = {name: _or(given[name], value) for name, value in meant.items()}
+    for section in config.parts():
+        meaning_of_none |= section.meant(config)
+    flat = config.flat()
+    resolved = {name: _or(flat[name], value) for name, value in meaning_of_none.items()}
     return resolved | {
         "attn_implementation": "flash_attention_2"
         if model.flash_attn
@@ -380,7 +382,7 @@ def old_log_probs_from(
         return "forward"
     if _takes_one_step(config) and not _needed_before(config):
         return "training"
-    is_stale = any(part.is_stale(config) for part in config.parts())
+    is_stale = any(section.is_stale(config) for section in config.parts())
     needs_pass = is_stale or any(
         reasons_for_a_pass(SimpleNamespace(**config.flat() | {"config": config}))
     )
@@ -424,8 +426,8 @@ def _needed_before(config: Any) -> bool:
 
 def reasons_for_a_pass(options: Any) -> Iterator[str]:
     """Say why recorded log probs would not do; ``options`` as of :meth:`Section.problems`."""
-    for part in options.config.parts():
-        yield from part.passes(options)
+    for section in options.config.parts():
+        yield from section.passes(options)
     if ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms:
         name = shown_value(options.advantage_estimator)
         yield f"--advantage_estimator {name} needs the distributions of a pass"

@@ -57,16 +57,16 @@ def second_masters(config: PPOConfig) -> str:
 
 def with_second_masters(config: PPOConfig, ranks: int) -> list[str]:
     """Return the models that train with weights in float32, which DeepSpeed's ZeRO 1 and 2 copy, on one rank."""
-    given = config.flat()
-    if ranks > 1 or given["bf16"] or given["fp16"] or given["overlap_comm"]:
+    flat = config.flat()
+    if ranks > 1 or flat["bf16"] or flat["fp16"] or flat["overlap_comm"]:
         return []
-    stages = {"actor": given["zero_stage"]}
+    stages = {"actor": flat["zero_stage"]}
     if isinstance(config, PPOConfig):
         if config.evaluation.val_only:
             return []
         if needs_critic(config):
-            stages["critic"] = given["critic_zero_stage"]
-    if given["adam_offload"]:
+            stages["critic"] = flat["critic_zero_stage"]
+    if flat["adam_offload"]:
         return []
     return [role for role, stage in stages.items() if stage in (1, 2)]
 
@@ -74,32 +74,32 @@ def with_second_masters(config: PPOConfig, ranks: int) -> list[str]:
 def advice(config: PPOConfig) -> list[str]:
     """Return what works but is seldom meant; of a resolved config."""
     algorithm = config.algorithm
-    found = []
+    lines = []
     if not config.evaluation.val_only and not (
         config.rollout.do_sample and config.rollout.temperature > 0
     ):
-        what = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
-        found.append(
-            f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
+        problem = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
+        lines.append(
+            f"{problem}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
         )
     name = f"--kl_estimator {algorithm.kl_estimator}"
     if algorithm.use_kl_loss and algorithm.kl_estimator in ("k1", "abs"):
-        what = {
+        problem = {
             "k1": "has an expected gradient of 0",
             "abs": "pulls by the sign of the difference alone",
         }
-        found.append(
-            f"{name} as a loss {what[algorithm.kl_estimator]}: k2 has the gradient of the KL"
+        lines.append(
+            f"{name} as a loss {problem[algorithm.kl_estimator]}: k2 has the gradient of the KL"
         )
     if (
         algorithm.init_kl_coef > 0
         and algorithm.use_kl_in_reward
         and algorithm.kl_estimator in ("k2", "k3", "k3+")
     ):
-        found.append(
+        lines.append(
             f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
         )
-    return found
+    return lines
 
 
 # -- rows and steps -----------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None
     """Refuse schedules that stretch over steps which the prompts do not hold."""
     training = config.training
     total = training.total_training_steps
-    held = training.num_episodes * per_episode
-    if total is not None and total > held:
+    available = training.num_episodes * per_episode
+    if total is not None and total > available:
         raise ConfigError(
-            f"--total_training_steps {total} is more than the {held} steps of --num_episodes {training.num_episodes} "
-            f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {held}, or "
+            f"--total_training_steps {total} is more than the {available} steps of --num_episodes {training.num_episodes} "
+            f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {available}, or "
             f"--num_episodes {math.ceil(total / per_episode)}"
         )

@@ -93,7 +93,10 @@ def preflight(config: PPOConfig) -> None:
         ("reward_pretrain", path) for path in model.reward_pretrain
     ]
     models += [("ref_pretrain", model.ref_pretrain)] * needs_reference(config)
-    models += [(one.flag.removeprefix("--"), one.path) for one in frozen_models(config).values()]
+    models += [
+        (frozen_model.flag.removeprefix("--"), frozen_model.path)
+        for frozen_model in frozen_models(config).values()
+    ]
     models += [("critic_pretrain", model.critic_pretrain)] * needs_critic(config)
     first_flags = {path: flag for flag, path in reversed(models) if path}
     folders = {
@@ -122,11 +125,11 @@ def preflight(config: PPOConfig) -> None:
         partial(_check_shape, config),
         partial(_check_steps, config),
     ]
-    used = {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}
+    data_paths = {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}
     checks.append(partial(_check_splits, config, SPLITS))
     if not config.evaluation.val_only:
         checks.append(partial(_warn_of_same_rows, config, "prompt_data", "eval_data"))
-    checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
+    checks += [partial(_check_prompts, config, flag) for flag, paths in data_paths.items() if paths]
     if data.pretrain_data:
         checks.append(partial(_check_pretraining, config))
     checks.append(partial(check_trackers, config.logging))
@@ -177,7 +180,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
         name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]
     }
     folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
-    used = {
+    data_paths = {
         "--dataset": (data.dataset, data.dataset_split),
         "--eval_dataset": (data.eval_dataset, data.eval_split),
     }
@@ -190,7 +193,9 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
     checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))
     checks += [partial(check_trackers, config.logging)]
-    checks += [partial(check_data, flag, *source) for flag, source in used.items() if source[0]]
+    checks += [
+        partial(check_data, flag, *source) for flag, source in data_paths.items() if source[0]
+    ]
     _run_all(checks, config.logging.debug)
 
 
@@ -346,9 +351,9 @@ def _check_shape(config: PPOConfig) -> None:
         or "://" in root
     ):
         return
-    if (last := layout.last_shape(root)) is None:
+    if (saved_shape := layout.last_shape(root)) is None:
         return
-    tag, saved = last
+    tag, saved = saved_shape
     now = {
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "zero_stage": config.strategy.zero_stage,
@@ -388,13 +393,13 @@ def _warn_of_same_rows(config: OptionSet, training: str, evaluation: str) -> Non
         for table in (SPLITS, SPLITS_OF_ROWS)
         for name, source in table.items()
     }
-    both = {_place(path, split_of[training]) for path in _sources(flat[training])}
-    both &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
-    if both:
-        path, _ = sorted(both)[0]
-        told = "evaluations measure what was learned by heart: hold some rows out"
+    shared_rows = {_place(path, split_of[training]) for path in _sources(flat[training])}
+    shared_rows &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
+    if shared_rows:
+        path, _ = sorted(shared_rows)[0]
+        advice = "evaluations measure what was learned by heart: hold some rows out"
         logger.warning(
-            "--%s and --%s both have the rows of %s: %s", training, evaluation, path, told
+            "--%s and --%s both have the rows of %s: %s", training, evaluation, path, advice
         )
 
 
@@ -424,11 +429,11 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         probs = None
         split = data.eval_split
     scoring = evaluation_config(config) if flag == "--eval_data" else None
-    named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
+    reward_arguments = (config,) if scoring is None else (scoring, "--eval_reward_fn")
     function = None
     reads_labels = None
     if not config.flat().get("tape_from"):  # which answers for reward files that may be gone
-        function, reads_labels = check_reward_files(*named)
+        function, reads_labels = check_reward_files(*reward_arguments)
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
         _tokenizer(config.model.tokenizer_path or config.model.pretrain),
@@ -444,16 +449,16 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
 
     prompts: list[Prompt] = []
     fields = {"input_key": data.input_key, "label_key": data.label_key}
-    for rows, known in _check_rows(
+    for rows, row_fields in _check_rows(
         flag, paths, split, fields, render, data.on_bad_row, data.prompt_metadata
     ):
         for number, row in enumerate(rows):
-            chat, key = read_prompt(row, known)
-            more = {
+            chat, key = read_prompt(row, row_fields)
+            columns = {
                 "extra": other_columns(row, key),
                 "messages": chat if isinstance(chat, list) else None,
             }
-            prompts.append(Prompt("", [], label=read_label(row, known), **more))
+            prompts.append(Prompt("", [], label=read_label(row, row_fields), **columns))
             try:
                 check_label(scoring or config, prompts[-1])
             except ValueError as error:
@@ -507,28 +512,34 @@ def _check_rows(
             return error
         return Encoded([], 0, truncated=False)
 
-    found = []
+    checked_rows = []
     for source in map(str.strip, paths.split(",")):
         rows = first_rows(source, split, flag)
         if rows is not None and on_bad_row == "error":
             rows = with_metadata(rows, metadata)
             try:
-                known = resolve(rows.column_names, **fields)
+                row_fields = resolve(rows.column_names, **fields)
             except DataError as error:
                 raise DataError(f"{flag} {source}: {error}") from error
-            read = known.columns_in(rows.column_names)
+            read = row_fields.columns_in(rows.column_names)
             prepare_rows(
-                rows, read, lambda chunk, known=known: [outcome(row, known) for row in chunk]
+                rows,
+                read,
+                lambda chunk, row_fields=row_fields: [outcome(row, row_fields) for row in chunk],
             )
-            found.append((rows, known))
-    return found
+            checked_rows.append((rows, row_fields))
+    return checked_rows
 
 
 def _tokenizer(folder: str) -> Any:
     """Stand for the tokenizer: it has a chat template unless files of this machine show none, and renders nothing."""
     settings = Path(folder).expanduser() / "tokenizer_config.json"
-    shown = not settings.is_file() or '"chat_template"' in settings.read_text(encoding="utf-8")
-    has_template = shown or any(settings.parent.glob("*chat_template*"))
+    may_have_template = not settings.is_file() or '"chat_template"' in settings.read_text(
+        encoding="utf-8"
+    )
+    has_template = may_have_template or any(settings.parent.glob("*chat_template*"))
     return SimpleNamespace(
-        name_or_path=folder, chat_template=has_template, apply_chat_template=lambda *a, **b: ""
+        name_or_path=folder,
+        chat_template=has_template,
+        apply_chat_template=lambda *arguments, **options: "",
     )

@@ -89,20 +89,22 @@ class LiveBytes(TorchDispatchMode):
         # These are the places to read. Here all are taken as distinct.
         if func is torch.ops.aten._unique2.default and args[0].is_meta:
             return args[0].clone(), args[0].new_empty(0), args[0].new_empty(0)
-        old = {_holder(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        earlier_holders = {
+            _holder(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
+        for tensor in tree_leaves(result):
             if (
-                isinstance(x, Tensor)
-                and x.device.type == self.device
-                and _holder(x) not in old | self._holders.keys()
+                isinstance(tensor, Tensor)
+                and tensor.device.type == self.device
+                and _holder(tensor) not in earlier_holders | self._holders.keys()
             ):
-                self._add(_holder(x), x)
+                self._add(_holder(tensor), tensor)
         return result
 
-    def _add(self, key: int, x: Tensor) -> None:
-        dense = x.layout is torch.strided
-        size = x.untyped_storage().nbytes() if dense else x.nbytes
+    def _add(self, key: int, tensor: Tensor) -> None:
+        dense = tensor.layout is torch.strided
+        size = tensor.untyped_storage().nbytes() if dense else tensor.nbytes
         small = size if size < KEPT_BLOCK else 0
 
         def gone(_: Any) -> None:
@@ -110,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
             self.small -= small
             del self._holders[key]
 
-        self._holders[key] = weakref.ref(x.untyped_storage() if dense else x, gone)
+        self._holders[key] = weakref.ref(tensor.untyped_storage() if dense else tensor, gone)
         self.live += size
         self.small += small
         self.peak = max(self.peak, self.live)
@@ -118,18 +120,20 @@ class LiveBytes(TorchDispatchMode):
 
     def finish(self, parameter: nn.Parameter | None = None) -> None:
         """Return a hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
-        before = self.curve[-1][0] if self.curve else 0
-        self.curve.append((before + (0 if parameter is None else parameter.grad.nbytes), self.peak))
+        finished_bytes = self.curve[-1][0] if self.curve else 0
+        self.curve.append(
+            (finished_bytes + (0 if parameter is None else parameter.grad.nbytes), self.peak)
+        )
         if parameter is not None:
             parameter.grad = None
         self.peak = self.live
 
 
-def _holder(x: Tensor) -> int:
+def _holder(tensor: Tensor) -> int:
     """Tell apart what holds bytes; weights that oneDNN has packed have no storage."""
-    if x.layout is torch.strided:
-        return x.untyped_storage()._cdata
-    return id(x)
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage()._cdata
+    return id(tensor)
 
 
 class _Attention(torch.autograd.Function):
@@ -151,7 +155,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+        return (*(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None)
 
 
 def _counted_attention(
@@ -167,7 +171,10 @@ def _counted_attention(
     bias = None
     # In each layer, transformers repeats keys and values, and torch turns the mask into numbers.
     if kind == "masked":
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        key, value = (
+            states.repeat_interleave(query.shape[1] // states.shape[1], 1)
+            for states in (key, value)
+        )
         bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
     output = _Attention.apply(query, key, value, bias)
     return (output.contiguous() if kind == "apart" else output).transpose(1, 2), None
@@ -177,13 +184,18 @@ def _counted_experts(
     module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     """Return a mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
-    up = module.gate_up_proj[0]
-    down = module.down_proj[0]
+    up_projection = module.gate_up_proj[0]
+    down_projection = module.down_proj[0]
     rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
-    gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
+    gate, value = (
+        rows @ (up_projection if up_projection.shape[0] == rows.shape[1] else up_projection.T)
+    ).chunk(2, -1)
     inner = nn.functional.silu(gate) * value
     return (
-        (inner @ (down if down.shape[0] == inner.shape[1] else down.T))
+        (
+            inner
+            @ (down_projection if down_projection.shape[0] == inner.shape[1] else down_projection.T)
+        )
         .view(len(hidden), -1, hidden.shape[1])
         .sum(1)
     )
@@ -236,9 +248,9 @@ class PassBytes:
     cache: int = 0  # keys and values
     states: int = 0  # of layers that have those instead, whatever the length
 
-    def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
+    def peak(self, beside: Callable[[int], float] = lambda finished: 0) -> int:
         """Return the most, with what is held ``beside`` so many bytes of gradients."""
-        return int(max(live + beside(made) for made, live in self.curve))
+        return int(max(live + beside(finished) for finished, live in self.curve))
 
 
 @lru_cache(maxsize=32)
@@ -278,19 +290,29 @@ def sizes(shape: Shape) -> Sizes:
     """Return numbers of parameters, and bytes."""
     model = built(shape).hf_model
     width = shape.dtype.itemsize
-    named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+    parameters = {
+        name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()
+    }
     trained, total = (
-        sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True)
+        sum(
+            parameter.numel()
+            for parameter in parameters.values()
+            if parameter.requires_grad or counts_all
+        )
+        for counts_all in (False, True)
     )
     small = 0
     if shape.in_4bit:
         bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
         small = sum(
-            named[f"{name}.weight"].numel() for name in fitting_layers(bare, heads.head_names(bare))
+            parameters[f"{name}.weight"].numel()
+            for name in fitting_layers(bare, heads.head_names(bare))
         )
     of_weights = int((total - small) * width + small * NF4_BYTES)
     in_small = sum(
-        p.numel() for p in named.values() if p.requires_grad and 4 * p.numel() < KEPT_BLOCK
+        parameter.numel()
+        for parameter in parameters.values()
+        if parameter.requires_grad and 4 * parameter.numel() < KEPT_BLOCK
     )
     return Sizes(total, trained, of_weights, width, in_small)
 
@@ -317,9 +339,9 @@ def pass_bytes(
         else wrapper.gradient_checkpointing_disable
     )()
     hooks = [
-        p.register_post_accumulate_grad_hook(live.finish)
-        for p in model.parameters()
-        if p.requires_grad
+        parameter.register_post_accumulate_grad_hook(live.finish)
+        for parameter in model.parameters()
+        if parameter.requires_grad
     ]
     partly = rows.packed and rows.read < READ_SHARE * rows.length and not checkpoints
     with torch.device("meta"), live, torch.set_grad_enabled(trains):
@@ -336,14 +358,16 @@ def pass_bytes(
 
 def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
     """Return the keys and values, and states of layers that have those instead, which do not grow."""
-    grows = stays = 0
+    growing_bytes = constant_bytes = 0
     for layer in layers:
-        for part in vars(layer).values():
-            if isinstance(part, dict):
-                stays += sum(x.nbytes for x in part.values() if isinstance(x, Tensor))
-            elif isinstance(part, Tensor):
-                grows += part.nbytes
-    return grows, stays
+        for state in vars(layer).values():
+            if isinstance(state, dict):
+                constant_bytes += sum(
+                    tensor.nbytes for tensor in state.values() if isinstance(tensor, Tensor)
+                )
+            elif isinstance(state, Tensor):
+                growing_bytes += state.nbytes
+    return growing_bytes, constant_bytes
 
 
 def _scores(
@@ -357,10 +381,10 @@ def _scores(
         inputs["position_ids"] = torch.zeros_like(ids)
     if takes(model, "attention_mask"):  # four dimensions: taken as it is
         eager = model.config._attn_implementation == "eager"
-        whole = eager or kind == "masked"
+        has_square_mask = eager or kind == "masked"
         mask_type = model.dtype if eager else torch.bool
         mask = torch.zeros(
-            rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type
+            rows.batch, 1, *((rows.length,) * 2 if has_square_mask else (2, 1)), dtype=mask_type
         )
         inputs["attention_mask"] = mask
     if shape.scores:
@@ -380,9 +404,9 @@ def _scores(
     if (head := scoring_head(model)) is not None:
         with scores_from_head(
             head, select, labels, 1.0, entropy=trains, entropy_grad=entropy
-        ) as made:
+        ) as head_scores:
             output = model(**inputs)
-        if is_untouched(made, output.logits):
+        if is_untouched(head_scores, output.logits):
             return output.logits, (0, 0)
     logits = model(**inputs).logits.reshape(rows.read, -1).float()
     return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), (0, 0)
@@ -432,9 +456,11 @@ class Estimate:
 
     def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
         """Return bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
-        there = [p for p in self.parts if phase in p.phases and (p.sure or not sure)]
-        gpu = sum(p.gpu for p in there)
-        host = sum(p.host for p in there)
+        parts_of_phase = [
+            part for part in self.parts if phase in part.phases and (part.sure or not sure)
+        ]
+        gpu = sum(part.gpu for part in parts_of_phase)
+        host = sum(part.host for part in parts_of_phase)
         ranks = min(self.machine.world_size, self.machine.per_node)
         if self.machine.gpus:
             return (gpu, host * ranks)
@@ -442,9 +468,9 @@ class Estimate:
 
     def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
         """Return the phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
-        place = int(of_host or not self.machine.gpus)
+        size_index = int(of_host or not self.machine.gpus)
         return max(
-            ((phase, self.of_phase(phase, sure)[place]) for phase in PHASES),
+            ((phase, self.of_phase(phase, sure)[size_index]) for phase in PHASES),
             key=lambda item: item[1],
         )
 
@@ -486,8 +512,17 @@ def estimate(
     row = 16 * config.data.prompt_max_len + 53 * rollout.generate_max_len
     rows = math.ceil(samples / machine.world_size) * row
     on_device = 0 if config.training.buffer_cpu_offload else rows
-    kept = frozenset({SCORING, *TRAINING})
-    parts += [Part("experience", "rows", kept, gpu=on_device, host=rows - on_device, sure=False)]
+    experience_phases = frozenset({SCORING, *TRAINING})
+    parts += [
+        Part(
+            "experience",
+            "rows",
+            experience_phases,
+            gpu=on_device,
+            host=rows - on_device,
+            sure=False,
+        )
+    ]
     parts += [Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False)]
     if config.engine.rollout_engine != "hf":
         parts += [
@@ -508,18 +543,30 @@ def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
     """Yield what is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
     ranks = min(machine.world_size, machine.per_node)
     saving = frozenset({SAVE})
-    named = built(actor).hf_model.named_parameters()
-    adapted = sum(p.numel() for name, p in named if name.endswith(".base_layer.weight"))
+    named_parameters = built(actor).hf_model.named_parameters()
+    adapted = sum(
+        parameter.numel()
+        for name, parameter in named_parameters
+        if name.endswith(".base_layer.weight")
+    )
     yield Part("actor", "copy for files", saving, host=sizes(actor).bytes // ranks)
     yield Part("actor", "merged weights", saving, host=adapted * sizes(actor).width // ranks)
 
 
 def _kept(parts: Iterable[Part]) -> Iterator[Part]:
     """Yield what a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
-    used = {phase: sum(p.small for p in parts if phase in p.phases) for phase in PHASES}
-    apart = {phase: max(used.values()) - size for phase, size in used.items() if phase != LOADING}
-    for size in sorted(set(apart.values()) - {0}):
-        phases = frozenset(phase for phase, kept in apart.items() if kept == size)
+    small_bytes = {
+        phase: sum(part.small for part in parts if phase in part.phases) for phase in PHASES
+    }
+    freed_by_phase = {
+        phase: max(small_bytes.values()) - size
+        for phase, size in small_bytes.items()
+        if phase != LOADING
+    }
+    for size in sorted(set(freed_by_phase.values()) - {0}):
+        phases = frozenset(
+            phase for phase, freed_bytes in freed_by_phase.items() if freed_bytes == size
+        )
         yield Part("process", "freed blocks that it keeps", phases, host=size, sure=False)
 
 
@@ -534,23 +581,25 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     own_dtype = getattr(torch, rules.compute_dtype(config))
 
     def shape(
-        path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any
+        path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **traits: Any
     ) -> Shape:
-        found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
-        eager = model.attn_implementation == "eager" or (
-            model.attn_implementation == "auto" and caps_scores(found)
+        model_config = configs.get(path) or loading.load_config(
+            stage_to_local(path), flag=flag, **options
         )
-        more |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
-        return Shape(found, found.to_json_string(), scores, dtype, **more)
+        eager = model.attn_implementation == "eager" or (
+            model.attn_implementation == "auto" and caps_scores(model_config)
+        )
+        traits |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
+        return Shape(model_config, model_config.to_json_string(), scores, dtype, **traits)
 
     if config.flat().get("lora_rank", 0) > 0:
         lora = LoraOptions(
             adapter.lora_rank, adapter.lora_alpha, adapter.lora_dropout, adapter.target_modules
         )
-    own = {"adapters": lora, "in_4bit": adapter.load_in_4bit}
-    roles = {"actor": shape(model.pretrain, "--pretrain", **own)}
+    actor_options = {"adapters": lora, "in_4bit": adapter.load_in_4bit}
+    roles = {"actor": shape(model.pretrain, "--pretrain", **actor_options)}
     if rules.needs_critic(config):
-        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **own)
+        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **actor_options)
     if rules.needs_reference(config) and facts_of(config).get("own_reference", True):
         dtype = torch.float32 if rules.moves_reference(config) else own_dtype
         roles["reference"] = shape(
@@ -582,8 +631,8 @@ def _weights(
 ) -> Iterator[Part]:
     counted = sizes(shape)
     always = frozenset(PHASES)
-    held = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
-    yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
+    bytes_per_rank = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
+    yield Part(role, "weights", always, *((0, bytes_per_rank) if offload else (bytes_per_rank, 0)))
     if stage == 3 and config.strategy.zpg > 1:
         yield Part(
             role, "secondary shards (--zpg)", always, gpu=counted.bytes // config.strategy.zpg
@@ -592,7 +641,7 @@ def _weights(
 
 def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """Yield the largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
-    found = []
+    loading_parts = []
     for role, shape in roles.items():
         counted = sizes(shape)
         scratch = config.model.init_from_scratch
@@ -601,12 +650,12 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
             shape.in_4bit or scratch
         )
         ranks = min(machine.world_size, machine.per_node) if mapped else 1
-        what = "mapped from the file" if mapped else "whole on the host"
+        description = "mapped from the file" if mapped else "whole on the host"
         if _placed(role, config)[0] != 3:
             size = math.ceil(counted.total * counted.width / ranks)
-            found.append(Part(role, what, frozenset({LOADING}), host=size))
-    if machine.gpus and found:
-        yield max(found, key=lambda part: part.host)
+            loading_parts.append(Part(role, description, frozenset({LOADING}), host=size))
+    if machine.gpus and loading_parts:
+        yield max(loading_parts, key=lambda part: part.host)
 
 
 def _trained(
@@ -615,12 +664,12 @@ def _trained(
     """Add fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
     strategy = config.strategy
     counted = sizes(shape)
-    critic = role == "critic"
-    offload = rules.critic_offloads(config)[0] if critic else strategy.adam_offload
-    train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
+    is_critic = role == "critic"
+    offload = rules.critic_offloads(config)[0] if is_critic else strategy.adam_offload
+    train, step = (CRITIC, CRITIC_STEP) if is_critic else (ACTOR, ACTOR_STEP)
     accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
     # Whether gradients are summed in another type than they are made in.
-    apart = counted.width == 2 and accumulated == 4
+    sums_in_fp32 = counted.width == 2 and accumulated == 4
     bucket = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
     bucket *= 2 if strategy.overlap_comm and stage == 2 else 1  # stage 3 overlaps from one buffer
     total = counted.trained * counted.width
@@ -629,56 +678,75 @@ def _trained(
     # From the first backward pass to the step; where there are several, the other model trains between them.
     until_step = TRAINING if many and _joint(config) else {train, step}
     # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
-    whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
+    keeps_fp32_gradients = (
+        stage == 1 and shape.dtype is torch.bfloat16 and sums_in_fp32 and not offload
+    )
     # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
-    copies = (4 + 2 * apart) * min(counted.trained, GPU_BUCKET_ELEMENTS) * (machine.world_size > 1)
+    copies = (
+        (4 + 2 * sums_in_fp32)
+        * min(counted.trained, GPU_BUCKET_ELEMENTS)
+        * (machine.world_size > 1)
+    )
     # Of this pass, beside the sum of earlier ones.
-    again = 0 if apart and many else shard * accumulated
+    later_sum = 0 if sums_in_fp32 and many else shard * accumulated
 
     def part(
         what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
     ) -> Part:
         return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
 
-    def beside(made: int) -> float:
+    def beside(gradient_bytes: int) -> float:
         """Return gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
-        if stage == 0 or whole:
-            return made * (whole or not many) + (made == total) * copies
+        if stage == 0 or keeps_fp32_gradients:
+            return (
+                gradient_bytes * (keeps_fp32_gradients or not many)
+                + (gradient_bytes == total) * copies
+            )
         if stage == 1:
-            return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
-        return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
+            return (
+                (gradient_bytes > 0) * bucket
+                + gradient_bytes * (1 + 2 * sums_in_fp32)
+                + (gradient_bytes == total) * later_sum
+            )
+        return (
+            0
+            if stage == 3
+            else (gradient_bytes > 0) * bucket + (gradient_bytes >= min(bucket, total)) * later_sum
+        )
 
     always = frozenset(PHASES)
-    there = always
+    device_phases = always
     if not offload and _makes_room_for_vllm(config, machine):
-        there = always - {ROLLOUT}
+        device_phases = always - {ROLLOUT}
         per_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
         yield part("put aside while vLLM samples", always, per_number * shard, host=True)
     if stage > 0:
-        yield part("fp32 masters", there, 4 * shard, offload)
-    yield part("Adam", there - {LOADING}, 8 * shard, offload)
+        yield part("fp32 masters", device_phases, 4 * shard, offload)
+    yield part("Adam", device_phases - {LOADING}, 8 * shard, offload)
     if offload:
         yield part("gradients and copies of shards", always, (4 + counted.width) * shard, host=True)
     if stage == 3:
-        yield part("gradients of the shard", there, accumulated * shard, offload)
+        yield part("gradients of the shard", device_phases, accumulated * shard, offload)
         yield part("reduction", always, bucket)
         gathered = min(counted.total, LIVE_ELEMENTS) * counted.width
         yield part("gathered weights", [train], gathered, sure=False)
-    elif whole:
+    elif keeps_fp32_gradients:
         yield part("gradients", always, 4 * counted.trained)
     else:
         size = 4 * counted.trained if stage == 0 else accumulated * shard
-        made = part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
+        gradient_part = part(
+            "gradients", until_step if many else {step}, size, sure=many or stage > 0
+        )
         share = 0 if stage == 0 or machine.gpus else counted.trained_small / counted.trained
-        yield from _with_small_blocks(made, share, train)
-    if stage > 0 and not offload and (stage == 3 or not apart):
+        yield from _with_small_blocks(gradient_part, share, train)
+    if stage > 0 and not offload and (stage == 3 or not sums_in_fp32):
         yield part("flat gradients", [step], 4 * shard, sure=False)
     # Only the engine that is made last adds to the peak while models load.
-    if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
+    if stage > 0 and not keeps_fp32_gradients and (is_critic or not rules.needs_critic(config)):
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
     activations = _training_pass(role, shape, config, machine)
-    held = part("activations, buckets", [train], activations.peak(beside), sure=False)
-    yield dataclasses.replace(held, small=activations.small)
+    activation_part = part("activations, buckets", [train], activations.peak(beside), sure=False)
+    yield dataclasses.replace(activation_part, small=activations.small)
 
 
 def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> PassBytes:
@@ -701,9 +769,11 @@ def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Pa
     """
     small = int(share * gradients.gpu)
     yield dataclasses.replace(gradients, small=small)
-    what = f"gradients of a pass ({gradients.owner})"
-    new = small * (1 + (train not in gradients.phases))
-    yield Part("process", what, frozenset({train}), host=new, sure=False, small=new)
+    description = f"gradients of a pass ({gradients.owner})"
+    new_bytes = small * (1 + (train not in gradients.phases))
+    yield Part(
+        "process", description, frozenset({train}), host=new_bytes, sure=False, small=new_bytes
+    )
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
@@ -779,7 +849,7 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
     exact = config.engine.rollout_engine == "hf" and not plays
     if not config.evaluation.val_only and old_log_probs_from(config, exact) == "forward":
         calls["actor"] = "actor"
-    found = []
+    passes = []
     for role, shape in roles.items():
         if (call := "reward" if role.startswith("reward") else calls.get(role)) is not None:
             rows, kind = _rows(config, call, machine)
@@ -789,9 +859,9 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
                 * (_placed(role, config)[0] == 3)
             )
             run = pass_bytes(shape, rows, kind=kind)
-            found.append((run.peak() + gathered, role, run.small))
-    if found:
-        size, role, small = max(found)
+            passes.append((run.peak() + gathered, role, run.small))
+    if passes:
+        size, role, small = max(passes)
         phases = frozenset({SCORING})
         yield Part(role, "pass without gradients", phases, gpu=size, sure=False, small=small)
 
@@ -851,8 +921,10 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
         phases = frozenset({ROLLOUT})
         yield Part("HF engine", "prompts", phases, gpu=run.peak(), sure=False, small=run.small)
         if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
-            held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
-            yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
+            graph_bytes = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
+            yield Part(
+                "HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=graph_bytes, sure=False
+            )
 
 
 SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
@@ -867,17 +939,19 @@ def decoding_rows(
 
     A step of decoding launches the same kernels for any number of rows.
     """
-    found = estimate(config, machine, configs)
+    estimated = estimate(config, machine, configs)
     rollout = config.rollout
-    held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
-    ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
+    bytes_of_others = sum(
+        part.gpu for part in estimated.parts if ROLLOUT in part.phases and part.owner != "HF engine"
+    )
+    engine_bytes = sum(part.gpu for part in estimated.parts if part.owner == "HF engine")
     samples = max(
         1, rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size
     )
     vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
-    row = ours / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
-    fit = int((1 - SPARE) * machine.device_bytes - held) // int(row)
-    return max(8, min(fit, samples, MOST_ROWS) // 8 * 8)
+    row = engine_bytes / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
+    fitting_rows = int((1 - SPARE) * machine.device_bytes - bytes_of_others) // int(row)
+    return max(8, min(fitting_rows, samples, MOST_ROWS) // 8 * 8)
 
 
 def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
@@ -971,36 +1045,36 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def table(found: Estimate) -> list[str]:
+def table(estimated: Estimate) -> list[str]:
     """Write parts and phases for people."""
-    gpus = found.machine.gpus
-    ranks = min(found.machine.world_size, found.machine.per_node)
+    gpus = estimated.machine.gpus
+    ranks = min(estimated.machine.world_size, estimated.machine.per_node)
     lines = [
-        f"GB of {found.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
+        f"GB of {estimated.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
     ]
-    for p in found.parts:
-        if len(p.phases) < 8:
-            when = ", ".join(phase for phase in PHASES if phase in p.phases)
+    for part in estimated.parts:
+        if len(part.phases) < 8:
+            when = ", ".join(phase for phase in PHASES if phase in part.phases)
         else:
             when = ""
         lines.append(
-            f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip()
+            f"  {part.owner:<16}{part.what:<32}{part.gpu / 1e9:>10.2f}{part.host * ranks / 1e9:>10.2f}   {when}".rstrip()
         )
     lines.append("in each phase")
     for phase in [
-        one
-        for one in PHASES
-        if "critic" not in one or any(p.owner == "critic" for p in found.parts)
+        phase_name
+        for phase_name in PHASES
+        if "critic" not in phase_name or any(part.owner == "critic" for part in estimated.parts)
     ]:
-        of_gpu, host = found.of_phase(phase)
+        of_gpu, host = estimated.of_phase(phase)
         lines.append(
             f"  {phase:<48}{(of_gpu if gpus else host / ranks) / 1e9:>10.2f}{host / 1e9:>10.2f}"
         )
-    (phase, size), (host_phase, host) = found.peak(), found.peak(of_host=True)
+    (phase, size), (host_phase, host) = estimated.peak(), estimated.peak(of_host=True)
     of_gpu = f"{gigabytes(size)} of a GPU ({phase}), " if gpus else ""
-    limit = found.machine.host_bytes
-    told = f"; it has {gigabytes(limit)}, so the run fits" if limit and found.fits else ""
-    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase}){told}"]
+    limit = estimated.machine.host_bytes
+    host_note = f"; it has {gigabytes(limit)}, so the run fits" if limit and estimated.fits else ""
+    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase}){host_note}"]
 
 
 def check_memory(
@@ -1011,15 +1085,15 @@ def check_memory(
     Raises:
         ConfigError: even what is certain does not fit into a GPU, or a host; the message says what would help.
     """
-    found = estimate(config, machine, configs)
-    lines = table(found)
-    if not found.fits:
+    estimated = estimate(config, machine, configs)
+    lines = table(estimated)
+    if not estimated.fits:
         lines += [f"this does not fit into {gigabytes(machine.limit)}:"]
         lines += advice(config, machine, configs)
-        phase, certain = found.peak(sure=True)
+        phase, certain = estimated.peak(sure=True)
         if certain > machine.limit:
-            place = "a GPU" if machine.gpus else "a host"
-            problem = f"{gigabytes(certain)} of {place} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
+            device = "a GPU" if machine.gpus else "a host"
+            problem = f"{gigabytes(certain)} of {device} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
             raise ConfigError("\n".join([problem, *lines]))
     return lines
 
@@ -1040,6 +1114,6 @@ def host_bytes() -> int:
 
 def library_bytes(ranks: int = 1) -> int:
     """Return the memory of this process; ranks of a host share what is mapped from files."""
-    held = psutil.Process().memory_info()
-    shared = getattr(held, "shared", 0)
-    return held.rss - shared + shared // ranks
+    memory = psutil.Process().memory_info()
+    shared = getattr(memory, "shared", 0)
+    return memory.rss - shared + shared // ranks

@@ -112,7 +112,10 @@ def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) 
     if positions < max(map(len, _PROMPTS)) + _NEW_TOKENS:
         return None
     vocabulary = actor.valid_vocab_size or text.vocab_size
-    prompts = [Prompt("", [i % vocabulary for i in ids], index=n) for n, ids in enumerate(_PROMPTS)]
+    prompts = [
+        Prompt("", [i % vocabulary for i in ids], index=position)
+        for position, ids in enumerate(_PROMPTS)
+    ]
     sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=actor.temperature)
     was_training = actor.training
     runner = engine.runner
@@ -159,12 +162,12 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
     """Return what is wrong with a padded batch of two rows; None: each is as alone. Under ZeRO-3 on all ranks together."""
     long, short = tiny_rows(wrapper.hf_model, device)
     end = long.shape[1] - RIGHT
-    real = slice(end - SHORT, end)
+    columns = slice(end - SHORT, end)
     padded = torch.full_like(long, pad_id(wrapper.hf_model))
-    padded[:, real] = short
+    padded[:, columns] = short
     ids = torch.cat([long, padded])  # (2, LONG)
     mask = torch.ones_like(ids)
-    mask[1, : real.start] = mask[1, real.stop :] = 0
+    mask[1, : columns.start] = mask[1, columns.stop :] = 0
     try:
         with evaluating(wrapper.hf_model):
             together = wrapper.run_rows(Batch(ids, mask))
@@ -173,9 +176,12 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
         if not is_models_own(error):
             raise
         return f"its code fails on a padded batch: {one_line(error)}"
-    in_batch = [together[:1], together[1:, real]]
+    in_batch = [together[:1], together[1:, columns]]
     # Numbers that are not finite come from broken weights, which other checks report.
-    if all(alike(one, other) or not other.isfinite().all() for one, other in zip(in_batch, alone)):
+    if all(
+        alike(output, expected) or not expected.isfinite().all()
+        for output, expected in zip(in_batch, alone)
+    ):
         return None
     return f"{distance(wrapper, in_batch, alone)} between a padded batch and its rows alone"
 
@@ -197,14 +203,12 @@ def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | 
             model.eval()
             expected = wrapper.run_rows(Batch(row, torch.ones_like(row)))
             model.train()
-            found = wrapper.run_rows(Batch(row, torch.ones_like(row)))
+            trained = wrapper.run_rows(Batch(row, torch.ones_like(row)))
     finally:
         model.train(was_training)
-    if alike(found, expected) or not expected.isfinite().all():
+    if alike(trained, expected) or not expected.isfinite().all():
         return None
-    return (
-        f"{distance(wrapper, [found], [expected])} between training and evaluation, without dropout"
-    )
+    return f"{distance(wrapper, [trained], [expected])} between training and evaluation, without dropout"
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
@@ -212,7 +216,8 @@ def has_dropout(model: PreTrainedModel) -> bool:
     return any(
         (isinstance(module, torch.nn.Dropout) and module.p > 0)
         or any(
-            isinstance(x, float) and x > 0 and "drop" in name for name, x in vars(module).items()
+            isinstance(value, float) and value > 0 and "drop" in name
+            for name, value in vars(module).items()
         )
         for module in model.modules()
     )
@@ -229,12 +234,12 @@ def other_attentions(model: PreTrainedModel) -> list[str]:
 @contextmanager
 def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Use another attention for a while."""
-    before = model.config._attn_implementation
+    previous = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(previous)
 
 
 @contextmanager
@@ -272,15 +277,16 @@ def distance(
     expected: list[Tensor],
 ) -> str:
     """Return how far outputs are apart: a causal LM's in nats, others in parts of their size."""
-    pairs = [(output.float(), other.float()) for output, other in zip(outputs, expected)]
+    pairs = [(output.float(), reference.float()) for output, reference in zip(outputs, expected)]
     if wrapper.hf_model.can_generate():
         nats = max(
-            (output.log_softmax(-1) - other.log_softmax(-1)).abs().max().item()
-            for output, other in pairs
+            (output.log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+            for output, reference in pairs
         )
         return f"log probs differ by up to {nats:.2g} nats"
     share = max(
-        ((output - other).abs().mean() / other.abs().mean()).item() for output, other in pairs
+        ((output - reference).abs().mean() / reference.abs().mean()).item()
+        for output, reference in pairs
     )
     return f"hidden states differ by {100 * share:.2g}%"
 
@@ -291,7 +297,7 @@ _SECTIONS = ("model", "adapter", "strategy", "engine")  # whose options a self-t
 _OPTIONS = ("packing_samples", "share_prompts", "temperature", "pretrain_data")
 
 
-def once_per_model(run: Building, what: str, test: Callable[[], None]) -> None:
+def once_per_model(run: Building, test_name: str, test: Callable[[], None]) -> None:
     """Run a self-test in a dry run, and else where these models have not passed it with these options. Collective.
 
     A model with code of its own, whose files may change, is tested at each start.
@@ -301,7 +307,7 @@ def once_per_model(run: Building, what: str, test: Callable[[], None]) -> None:
     has_own_code = flat["trust_remote_code"] or flat["external_lib"] is not None
     if not run.keeps or has_own_code:
         return test()
-    mark = in_cache("tested_models", tested(run), what)
+    mark = in_cache("tested_models", tested(run), test_name)
     if strategy.broadcast_object(mark.exists()):
         return None
     test()

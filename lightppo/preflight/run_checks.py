@@ -98,8 +98,8 @@ def look_at_rows(building: Building) -> Iterator[str]:
     if rows is None:
         return
     if building.keeps:
-        if told := fewer_rows(building.config, rows):
-            yield f"warning: {told}"
+        if shortage := fewer_rows(building.config, rows):
+            yield f"warning: {shortage}"
         return
     rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
 
@@ -118,7 +118,7 @@ def check_places(building: Building) -> None:
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
     if not writes or not building.keeps or checkpoint.ckpt_path is None:
         return
-    parts = [part for part in building.sizes if part != "export"]
+    parts = [name for name in building.sizes if name != "export"]
 
     def look() -> None:
         if problem := in_the_way(local_folder(checkpoint.ckpt_path), parts):
@@ -209,8 +209,8 @@ def check_disk_space(
     state = export = 0
     if saves and not checkpoint.disable_ds_ckpt:
         state = sum(
-            n * (4 if part in ("ema", "reference") else weight + 12)
-            for part, n in parameters.items()
+            count * (4 if role in ("ema", "reference") else weight + 12)
+            for role, count in parameters.items()
         )
     if (saves and checkpoint.save_hf_ckpt) or exports:
         export = (parameters["actor"] if exported is None else exported) * weight
@@ -266,10 +266,16 @@ class DryRun(Callback):
 def _optimizer_bytes(strategy: Any) -> int:
     """Return the bytes of this rank's optimizer states where the models run."""
     optimizers = [engine.optimizer for engine in strategy.trained_engines]
-    states = [getattr(one, "optimizer", one).state for one in optimizers]
-    tensors = [x for state in states for values in state.values() for x in values.values()]
+    states = [getattr(optimizer, "optimizer", optimizer).state for optimizer in optimizers]
+    tensors = [
+        tensor for state in states for values in state.values() for tensor in values.values()
+    ]
     device = strategy.device.type
-    return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
+    return sum(
+        tensor.nbytes
+        for tensor in tensors
+        if torch.is_tensor(tensor) and tensor.device.type == device
+    )
 
 
 def _cost(run: Any) -> str:
@@ -353,17 +359,23 @@ def unsafe_changes(
     refused = {}
     safe = {}
     read_by = {name: section.of for name, section in PPOConfig.sections().items()}
-    for one in kind.all_options():
+    for option in kind.all_options():
         unread = not trains and (
-            read_by.get(one.owner) == "training" or (one.required and now[one.name] is None)
+            read_by.get(option.owner) == "training"
+            or (option.required and now[option.name] is None)
         )
-        if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
+        if (
+            option.name not in saved
+            or saved[option.name] == now[option.name]
+            or unread
+            or option.name in idle
+        ):
             continue
-        other_part = read_by.get(one.owner) != "weights" or one.name.startswith(
+        other_part = read_by.get(option.owner) != "weights" or option.name.startswith(
             ("critic_", "ref_", "reward_")
         )
-        (safe if one.resume_safe or (other_part and not trains) else refused)[one.name] = (
-            saved[one.name],
-            now[one.name],
+        (safe if option.resume_safe or (other_part and not trains) else refused)[option.name] = (
+            saved[option.name],
+            now[option.name],
         )
     return refused, safe
