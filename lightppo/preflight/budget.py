@@ -103,8 +103,11 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _add(self, key: int, tensor: Tensor) -> None:
-        dense = tensor.layout is torch.strided
-        size = tensor.untyped_storage().nbytes() if dense else tensor.nbytes
+        holder: Any = tensor
+        size = tensor.nbytes
+        if tensor.layout is torch.strided:
+            holder = tensor.untyped_storage()
+            size = holder.nbytes()
         small = size if size < KEPT_BLOCK else 0
 
         def gone(_: Any) -> None:
@@ -112,20 +115,19 @@ class LiveBytes(TorchDispatchMode):
             self.small -= small
             del self._holders[key]
 
-        self._holders[key] = weakref.ref(tensor.untyped_storage() if dense else tensor, gone)
+        self._holders[key] = weakref.ref(holder, gone)
         self.live += size
         self.small += small
         self.peak = max(self.peak, self.live)
         self.most_small = max(self.most_small, self.small)
 
     def finish(self, parameter: nn.Parameter | None = None) -> None:
-        """Return a hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
+        """Take a finished gradient away, as ZeRO does, as a hook; without one, end the pass."""
         finished_bytes = self.curve[-1][0] if self.curve else 0
-        self.curve.append(
-            (finished_bytes + (0 if parameter is None else parameter.grad.nbytes), self.peak)
-        )
         if parameter is not None:
+            finished_bytes += parameter.grad.nbytes
             parameter.grad = None
+        self.curve.append((finished_bytes, self.peak))
         self.peak = self.live
 
 
@@ -184,21 +186,16 @@ def _counted_experts(
     module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     """Return a mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
-    up_projection = module.gate_up_proj[0]
-    down_projection = module.down_proj[0]
     rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
-    gate, value = (
-        rows @ (up_projection if up_projection.shape[0] == rows.shape[1] else up_projection.T)
-    ).chunk(2, -1)
+    gate, value = _projected(rows, module.gate_up_proj[0]).chunk(2, -1)
     inner = nn.functional.silu(gate) * value
-    return (
-        (
-            inner
-            @ (down_projection if down_projection.shape[0] == inner.shape[1] else down_projection.T)
-        )
-        .view(len(hidden), -1, hidden.shape[1])
-        .sum(1)
-    )
+    output = _projected(inner, module.down_proj[0])
+    return output.view(len(hidden), -1, hidden.shape[1]).sum(1)
+
+
+def _projected(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply by a weight, whichever of its two dimensions comes first."""
+    return rows @ (weight if weight.shape[0] == rows.shape[1] else weight.T)
 
 
 transformers.AttentionInterface.register(_COUNTED, _counted_attention)
@@ -333,11 +330,10 @@ def pass_bytes(
     live = LiveBytes("meta")
     transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
     model.train(trains)
-    (
-        wrapper.gradient_checkpointing_enable
-        if checkpoints
-        else wrapper.gradient_checkpointing_disable
-    )()
+    if checkpoints:
+        wrapper.gradient_checkpointing_enable()
+    else:
+        wrapper.gradient_checkpointing_disable()
     hooks = [
         parameter.register_post_accumulate_grad_hook(live.finish)
         for parameter in model.parameters()
@@ -503,7 +499,8 @@ def estimate(
         trains = role in ("actor", "critic") and not config.evaluation.val_only
         stage, offload = _placed(role, config)
         parts += _weights(role, shape, stage, offload, config, machine)
-        parts += _trained(role, shape, stage, config, machine) if trains else ()
+        if trains:
+            parts += _trained(role, shape, stage, config, machine)
     parts += _loading(roles, config, machine)
     parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
     rollout = config.rollout
@@ -535,7 +532,8 @@ def estimate(
             )
         ]
     parts += _copies(roles["actor"], machine)
-    parts += () if machine.gpus else _kept(parts)
+    if not machine.gpus:
+        parts += list(_kept(parts))
     return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
 
 
@@ -631,8 +629,10 @@ def _weights(
 ) -> Iterator[Part]:
     counted = sizes(shape)
     always = frozenset(PHASES)
-    bytes_per_rank = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
-    yield Part(role, "weights", always, *((0, bytes_per_rank) if offload else (bytes_per_rank, 0)))
+    size = counted.bytes
+    if stage == 3:
+        size = math.ceil(counted.bytes / machine.world_size)
+    yield Part(role, "weights", always, gpu=size * (not offload), host=size * offload)
     if stage == 3 and config.strategy.zpg > 1:
         yield Part(
             role, "secondary shards (--zpg)", always, gpu=counted.bytes // config.strategy.zpg
@@ -649,8 +649,11 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
             shape.in_4bit or scratch
         )
-        ranks = min(machine.world_size, machine.per_node) if mapped else 1
-        description = "mapped from the file" if mapped else "whole on the host"
+        ranks = 1
+        description = "whole on the host"
+        if mapped:
+            ranks = min(machine.world_size, machine.per_node)
+            description = "mapped from the file"
         if _placed(role, config)[0] != 3:
             size = math.ceil(counted.total * counted.width / ranks)
             loading_parts.append(Part(role, description, frozenset({LOADING}), host=size))
@@ -658,67 +661,91 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         yield max(loading_parts, key=lambda part: part.host)
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """How the gradients of actor or critic are made and summed."""
+
+    stage: int
+    shard: int  # numbers of this rank
+    total: int  # bytes of all, as a pass makes them
+    accumulated: int  # bytes of a number in their sum
+    bucket: int  # bytes of DeepSpeed's buffer
+    copies: int  # bytes: without shards of their own, gradients are averaged in copies
+    has_several: bool  # passes before an optimizer step
+    sums_in_fp32: bool  # another type than they are made in
+    keeps_all: bool  # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
+
+    def beside(self, made: int) -> float:
+        """Return gradients and buffers when so many bytes have been made, beyond the parts of a run."""
+        is_done = made == self.total
+        if self.stage == 0 or self.keeps_all:
+            return made * (self.keeps_all or not self.has_several) + is_done * self.copies
+        if self.stage == 3:
+            return 0
+        bucket = (made > 0) * self.bucket
+        pass_sum = self.shard * self.accumulated  # beside the sum of earlier passes
+        if self.sums_in_fp32 and self.has_several:
+            pass_sum = 0
+        if self.stage == 1:
+            return bucket + made * (1 + 2 * self.sums_in_fp32) + is_done * pass_sum
+        return bucket + (made >= min(self.bucket, self.total)) * pass_sum
+
+
+def _gradients(
+    role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
+) -> _Gradients:
+    strategy = config.strategy
+    counted = sizes(shape)
+    accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4
+    sums_in_fp32 = counted.width == 2 and accumulated == 4
+    bucket = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
+    if strategy.overlap_comm and stage == 2:  # stage 3 overlaps from one buffer
+        bucket *= 2
+    shard = counted.trained
+    if stage > 0:
+        shard = math.ceil(counted.trained / machine.world_size)
+    copies = 0
+    if machine.world_size > 1:  # DeepSpeed sends those of 16 bits
+        copies = (4 + 2 * sums_in_fp32) * min(counted.trained, GPU_BUCKET_ELEMENTS)
+    rows, _ = _rows(config, f"{role}_train", machine)
+    return _Gradients(
+        stage,
+        shard,
+        counted.trained * counted.width,
+        accumulated,
+        bucket,
+        copies,
+        has_several=_micro_batches(config, rows, machine) > 1,
+        sums_in_fp32=sums_in_fp32,
+        keeps_all=stage == 1 and shape.dtype is torch.bfloat16 and sums_in_fp32 and not offload,
+    )
+
+
 def _trained(
     role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
-    """Add fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
-    strategy = config.strategy
+    """Yield fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
     counted = sizes(shape)
-    is_critic = role == "critic"
-    offload = rules.critic_offloads(config)[0] if is_critic else strategy.adam_offload
-    train, step = (CRITIC, CRITIC_STEP) if is_critic else (ACTOR, ACTOR_STEP)
-    accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
-    # Whether gradients are summed in another type than they are made in.
-    sums_in_fp32 = counted.width == 2 and accumulated == 4
-    bucket = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
-    bucket *= 2 if strategy.overlap_comm and stage == 2 else 1  # stage 3 overlaps from one buffer
-    total = counted.trained * counted.width
-    shard = counted.trained if stage == 0 else math.ceil(counted.trained / machine.world_size)
-    many = _micro_batches(config, _rows(config, f"{role}_train", machine)[0], machine) > 1
-    # From the first backward pass to the step; where there are several, the other model trains between them.
-    until_step = TRAINING if many and _joint(config) else {train, step}
-    # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
-    keeps_fp32_gradients = (
-        stage == 1 and shape.dtype is torch.bfloat16 and sums_in_fp32 and not offload
-    )
-    # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
-    copies = (
-        (4 + 2 * sums_in_fp32)
-        * min(counted.trained, GPU_BUCKET_ELEMENTS)
-        * (machine.world_size > 1)
-    )
-    # Of this pass, beside the sum of earlier ones.
-    later_sum = 0 if sums_in_fp32 and many else shard * accumulated
+    offload = config.strategy.adam_offload
+    train = ACTOR
+    step = ACTOR_STEP
+    if role == "critic":
+        offload = rules.critic_offloads(config)[0]
+        train = CRITIC
+        step = CRITIC_STEP
+    gradients = _gradients(role, shape, stage, offload, config, machine)
+    shard = gradients.shard
 
     def part(
         what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
     ) -> Part:
         return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
 
-    def beside(gradient_bytes: int) -> float:
-        """Return gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
-        if stage == 0 or keeps_fp32_gradients:
-            return (
-                gradient_bytes * (keeps_fp32_gradients or not many)
-                + (gradient_bytes == total) * copies
-            )
-        if stage == 1:
-            return (
-                (gradient_bytes > 0) * bucket
-                + gradient_bytes * (1 + 2 * sums_in_fp32)
-                + (gradient_bytes == total) * later_sum
-            )
-        return (
-            0
-            if stage == 3
-            else (gradient_bytes > 0) * bucket + (gradient_bytes >= min(bucket, total)) * later_sum
-        )
-
     always = frozenset(PHASES)
     device_phases = always
     if not offload and _makes_room_for_vllm(config, machine):
         device_phases = always - {ROLLOUT}
-        per_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
+        per_number = 8 + 4 * (stage > 0) + gradients.accumulated * (stage == 3)
         yield part("put aside while vLLM samples", always, per_number * shard, host=True)
     if stage > 0:
         yield part("fp32 masters", device_phases, 4 * shard, offload)
@@ -726,27 +753,35 @@ def _trained(
     if offload:
         yield part("gradients and copies of shards", always, (4 + counted.width) * shard, host=True)
     if stage == 3:
-        yield part("gradients of the shard", device_phases, accumulated * shard, offload)
-        yield part("reduction", always, bucket)
+        size = gradients.accumulated * shard
+        yield part("gradients of the shard", device_phases, size, offload)
+        yield part("reduction", always, gradients.bucket)
         gathered = min(counted.total, LIVE_ELEMENTS) * counted.width
         yield part("gathered weights", [train], gathered, sure=False)
-    elif keeps_fp32_gradients:
+    elif gradients.keeps_all:
         yield part("gradients", always, 4 * counted.trained)
     else:
-        size = 4 * counted.trained if stage == 0 else accumulated * shard
-        gradient_part = part(
-            "gradients", until_step if many else {step}, size, sure=many or stage > 0
-        )
-        share = 0 if stage == 0 or machine.gpus else counted.trained_small / counted.trained
-        yield from _with_small_blocks(gradient_part, share, train)
-    if stage > 0 and not offload and (stage == 3 or not sums_in_fp32):
+        phases = {step}
+        if gradients.has_several:  # from the first backward pass to the step
+            # The other model trains between them, where both take each micro batch in turn.
+            phases = TRAINING if _joint(config) else {train, step}
+        size = (4 if stage == 0 else gradients.accumulated) * shard
+        summed = part("gradients", phases, size, sure=gradients.has_several or stage > 0)
+        share = 0.0
+        if stage > 0 and not machine.gpus:
+            share = counted.trained_small / counted.trained
+        yield from _with_small_blocks(summed, share, train)
+    if stage > 0 and not offload and (stage == 3 or not gradients.sums_in_fp32):
         yield part("flat gradients", [step], 4 * shard, sure=False)
     # Only the engine that is made last adds to the peak while models load.
-    if stage > 0 and not keeps_fp32_gradients and (is_critic or not rules.needs_critic(config)):
+    is_last = role == "critic" or not rules.needs_critic(config)
+    if stage > 0 and not gradients.keeps_all and is_last:
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
     activations = _training_pass(role, shape, config, machine)
-    activation_part = part("activations, buckets", [train], activations.peak(beside), sure=False)
-    yield dataclasses.replace(activation_part, small=activations.small)
+    size = activations.peak(gradients.beside)
+    yield dataclasses.replace(
+        part("activations, buckets", [train], size, sure=False), small=activations.small
+    )
 
 
 def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> PassBytes:
@@ -803,25 +838,17 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
     spec = rules.micro_batch_spec(config, call)
     samples = config.rollout.rollout_batch_size * per_prompt
     packed = attention != "eager" and training.packing_samples is not False and call != "reward"
-    whole_groups = (
-        not call.endswith("train")
-        or training.shuffle == "groups"
-        or training.train_batch_size >= samples
-    )
+    rows_of_call = samples
+    if call.endswith("train"):
+        rows_of_call = min(samples, training.train_batch_size)
+    whole_groups = rows_of_call == samples or training.shuffle == "groups"
+    shared = 1
     if packed and training.share_prompts and whole_groups and attention != "flash_attention_2":
         shared = per_prompt
-    else:
-        shared = 1
-    per_rank = max(
-        1,
-        min(samples, training.train_batch_size if call.endswith("train") else samples)
-        // machine.world_size,
-    )
-    if spec.unit == "samples":
-        fitting = spec.size
-    else:
+    fitting = spec.size
+    if spec.unit == "tokens":
         fitting = max(1, math.floor(spec.size / (prompt / shared + response)))
-    count = min(fitting, per_rank)
+    count = min(fitting, max(1, rows_of_call // machine.world_size))
     if not packed:
         return PassRows(count, prompt + response, count * response, False), "masked"
     fused = attention == "flash_attention_2" or (
@@ -851,13 +878,12 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         calls["actor"] = "actor"
     passes = []
     for role, shape in roles.items():
-        if (call := "reward" if role.startswith("reward") else calls.get(role)) is not None:
+        call = "reward" if role.startswith("reward") else calls.get(role)
+        if call is not None:
             rows, kind = _rows(config, call, machine)
-            gathered = (
-                min(sizes(shape).total, LIVE_ELEMENTS)
-                * sizes(shape).width
-                * (_placed(role, config)[0] == 3)
-            )
+            gathered = 0
+            if _placed(role, config)[0] == 3:
+                gathered = min(sizes(shape).total, LIVE_ELEMENTS) * sizes(shape).width
             run = pass_bytes(shape, rows, kind=kind)
             passes.append((run.peak() + gathered, role, run.small))
     if passes:
@@ -870,61 +896,41 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
     """Yield the KV cache of the HF engine, or vLLM's share."""
     engine = config.engine
     rollout = config.rollout
-    counted = sizes(shape)
+    weights = sizes(shape).total * sizes(shape).width
     prompt = config.data.prompt_max_len
-    slots = max(
-        1,
-        min(
-            rules.rollout_rows(config),
-            rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size,
-        ),
-    )
+    response = rollout.generate_max_len
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    slots = max(1, min(rules.rollout_rows(config), samples // machine.world_size))
     prompts = max(1, slots // rollout.n_samples_per_prompt)
     run = pass_bytes(shape, PassRows(prompts, prompt, prompts, False), kind="cache")
     of_token = run.cache / (prompts * prompt)
+    while_sampling = frozenset({ROLLOUT})
     if engine.rollout_engine == "vllm":
-        sleeps = engine.free_cache_engine and machine.gpus
-        share = counted.total * counted.width + min(
-            4 << 30,
-            of_token
-            * engine.max_num_seqs
-            * (engine.max_model_len or prompt + rollout.generate_max_len),
-        )
+        tokens = engine.max_num_seqs * (engine.max_model_len or prompt + response)
+        share = weights + min(4 << 30, of_token * tokens)
         if engine.kv_cache_memory_bytes is not None:
-            share = counted.total * counted.width + engine.kv_cache_memory_bytes
+            share = weights + engine.kv_cache_memory_bytes
         elif machine.gpus:
-            share = max(
-                counted.total * counted.width + slots * of_token,
-                engine.gpu_memory_utilization * (machine.device_bytes or 0),
-            )
-        yield Part(
-            "vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share)
-        )
+            reserved = engine.gpu_memory_utilization * (machine.device_bytes or 0)
+            share = max(weights + slots * of_token, reserved)
+        sleeps = engine.free_cache_engine and machine.gpus
+        phases = frozenset({ROLLOUT, SYNC} if sleeps else PHASES)
+        yield Part("vLLM", "its share", phases, gpu=int(share))
         if sleeps and rules.sleep_level(config) == 1:
-            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=counted.bytes)
+            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=sizes(shape).bytes)
     elif engine.rollout_engine == "hf":
         if config.strategy.zero_stage == 3:
-            yield Part(
-                "actor",
-                "gathered for generation",
-                frozenset({ROLLOUT}),
-                gpu=counted.total * counted.width,
-            )
-        columns = prompt + rollout.generate_max_len + (128 if machine.gpus else 16)
+            yield Part("actor", "gathered for generation", while_sampling, gpu=weights)
+        columns = prompt + response + (128 if machine.gpus else 16)
+        cache = int(slots * (columns * of_token + run.states / prompts))
+        yield Part("HF engine", "KV cache", while_sampling, gpu=cache, sure=False)
         yield Part(
-            "HF engine",
-            "KV cache",
-            frozenset({ROLLOUT}),
-            gpu=int(slots * (columns * of_token + run.states / prompts)),
-            sure=False,
+            "HF engine", "prompts", while_sampling, gpu=run.peak(), sure=False, small=run.small
         )
-        phases = frozenset({ROLLOUT})
-        yield Part("HF engine", "prompts", phases, gpu=run.peak(), sure=False, small=run.small)
         if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
-            graph_bytes = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
-            yield Part(
-                "HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=graph_bytes, sure=False
-            )
+            logits = slots * shape.config.get_text_config().vocab_size
+            size = SAMPLER_BYTES * logits
+            yield Part("HF engine", "CUDA graphs", while_sampling, gpu=size, sure=False)
 
 
 SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
@@ -1029,7 +1035,9 @@ def advice(
             lines.append(f"  {flags(changed)}: {gigabytes(start - alone)} less")
         if best > 0.9 * machine.limit:  # the estimate may be 10% off
             together, changed = peak(now, remedy)
-            now, best = (changed, together) if together < 0.99 * best else (now, best)
+            if together < 0.99 * best:
+                now = changed
+                best = together
     if best <= machine.limit:
         fits = "fits"
     else:
