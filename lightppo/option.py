@@ -128,11 +128,16 @@ def is_object(value: Any) -> bool:
     return not isinstance(value, str | os.PathLike | int | float | list | tuple | dict | set | None)
 
 
+def definition_of(value: Any) -> Any:
+    """Return a function or class itself, and the class of any other object."""
+    return value if hasattr(value, "__qualname__") else type(value)
+
+
 def shown_object(value: Any) -> Any:
     """Write a function or object of the user's own as a text, the same in every run; other values as they are."""
     if value is None or isinstance(value, str | bool | int | float | dict):
         return value
-    definition = value if hasattr(value, "__qualname__") else type(value)
+    definition = definition_of(value)
     return f"<{definition.__qualname__} of {definition.__module__}>"
 
 
@@ -207,7 +212,7 @@ class Section(types.SimpleNamespace):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options by name, with those that packages add."""
-        own_table = {} if cls._own is None else cls._own
+        own_table = cls._own or {}
         added = [section.options() for section in additions_to(cls._owner)] if cls._is_open else []
         sources = [cls._declared, *own_table.items(), *added]
         if vars(cls).get("_sources") != sources:  # else what was made of them last is true still

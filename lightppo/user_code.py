@@ -21,6 +21,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from lightppo.errors import ConfigError
+from lightppo.option import definition_of
 from lightppo.redaction import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
@@ -124,14 +125,14 @@ def _is_users(frame: FrameType) -> bool:
 
 def is_of_lightppo(function: Any) -> bool:
     """Tell whether a function or an object is lightppo's own, and not the user's."""
-    definition = function if hasattr(function, "__qualname__") else type(function)
+    definition = definition_of(function)
     return str(definition.__module__).partition(".")[0] == __package__
 
 
 def place_of(function: Any) -> str:
     """Name, file and line of a function, or of the class of an object."""
     function = inspect.unwrap(function)
-    definition = function if hasattr(function, "__qualname__") else type(function)
+    definition = definition_of(function)
     try:
         file = inspect.getsourcefile(definition)
         line = inspect.getsourcelines(definition)[1]

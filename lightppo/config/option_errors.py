@@ -68,13 +68,13 @@ def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
 def _commands_with(flag: str) -> dict[str, str]:
     """Return the commands that have this flag; each with the flag."""
     kinds = trained_by().items()
-    return {name: flag for name, kind in kinds if flag in _flags(kind)}
+    return {name: flag for name, kind in kinds if flag in other_trainers.flags_of(kind)}
 
 
 def _commands_for(flag: str) -> dict[str, str]:
     """Return the commands that have what people mean by this flag; each with the flag that it has."""
     answers = {
-        name: suggestions.answer_of(flag, _flags(kind), "flag")
+        name: suggestions.answer_of(flag, other_trainers.flags_of(kind), "flag")
         for name, kind in trained_by().items()
     }
     flag_of_command = next((answer for answer in answers.values() if answer), "")
@@ -83,10 +83,6 @@ def _commands_for(flag: str) -> dict[str, str]:
         for name, answer in answers.items()
         if flag_of_command and answer == flag_of_command
     }
-
-
-def _flags(kind: Any) -> set[str]:
-    return {f"--{option.name}" for option in kind.all_options()}
 
 
 def _word(word: str, flags: Collection[str]) -> str:

@@ -127,7 +127,7 @@ def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
 @functools.cache
 def _command_with(flags: frozenset[str]) -> str:
     """Return the command that trains and has most of these flags: ``lightppo data`` has some of its command."""
-    shared = {name: len(flags & _flags(kind)) for name, kind in trained_by().items()}
+    shared = {name: len(flags & flags_of(kind)) for name, kind in trained_by().items()}
     return max(shared, key=shared.__getitem__)
 
 
@@ -135,7 +135,9 @@ def _of_other_commands(answers: Collection[Meaning]) -> list[Meaning]:
     """Return meanings that this command lacks, by their flags and the commands that have these."""
     commands = {
         meaning: [
-            name for name, kind in trained_by().items() if _first_flag(meaning.text) in _flags(kind)
+            name
+            for name, kind in trained_by().items()
+            if _first_flag(meaning.text) in flags_of(kind)
         ]
         for meaning in answers
     }
@@ -146,7 +148,8 @@ def _of_other_commands(answers: Collection[Meaning]) -> list[Meaning]:
     ]
 
 
-def _flags(kind: Any) -> set[str]:
+def flags_of(kind: Any) -> set[str]:
+    """Return the flags of a command, by its options."""
     return {f"--{option.name}" for option in kind.all_options()}
 
 
@@ -158,7 +161,7 @@ def _is_answer(text: str, flags: Collection[str]) -> bool:
 
 @functools.cache
 def _all_flags() -> frozenset[str]:
-    return frozenset().union(*map(_flags, trained_by().values()))
+    return frozenset().union(*map(flags_of, trained_by().values()))
 
 
 def _first_flag(text: str) -> str:

@@ -83,11 +83,7 @@ def frozen_models(config: Any) -> dict[str, FrozenModel]:
     distill = config.distill
     if not distill.teacher_pretrain or not needs_teacher(config):
         return {}
-    teacher = FrozenModel(
-        distill.teacher_pretrain,
-        flag="--teacher_pretrain",
-    )
-    return {"teacher": teacher}
+    return {"teacher": FrozenModel(distill.teacher_pretrain, flag="--teacher_pretrain")}
 
 
 def followers(config: Any) -> list[str]:
@@ -251,10 +247,11 @@ def resolutions(config: Any) -> dict[str, Any]:
         estimator.kl_in_loss and algorithm.init_kl_coef > 0 and not algorithm.use_kl_in_reward,
     )
 
+    train_batch_size = 128
+    if training.ppo_n_minibatches:
+        train_batch_size = samples_per_rollout(config) // training.ppo_n_minibatches
     meaning_of_none: dict[str, Any] = {
-        "train_batch_size": samples_per_rollout(config) // training.ppo_n_minibatches
-        if training.ppo_n_minibatches
-        else 128,
+        "train_batch_size": train_batch_size,
         "ref_zero_stage": 3 if strategy.zero_stage == 3 else 0,
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
@@ -273,11 +270,9 @@ def resolutions(config: Any) -> dict[str, Any]:
     if estimator.divides_by_std and algorithm.group_std_norm:
         meaning_of_none["grpo_std_eps"] = 1e-6
     if loss.eps_clip is not None:
-        low, high = (
-            loss.eps_clip
-            if loss_options.eps_clip is None
-            else (loss_options.eps_clip, loss_options.eps_clip)
-        )
+        low, high = loss.eps_clip
+        if loss_options.eps_clip is not None:
+            low = high = loss_options.eps_clip
         meaning_of_none |= {"eps_clip_low": low, "eps_clip_high": high}
 
     for section in config.parts():
@@ -285,9 +280,7 @@ def resolutions(config: Any) -> dict[str, Any]:
     flat = config.flat()
     resolved = {name: _or(flat[name], value) for name, value in meaning_of_none.items()}
     return resolved | {
-        "attn_implementation": "flash_attention_2"
-        if model.flash_attn
-        else model.attn_implementation,
+        "attn_implementation": attention_implementation(config),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
 
@@ -295,15 +288,16 @@ def resolutions(config: Any) -> dict[str, Any]:
 def _critic_resolutions(config: Any) -> dict[str, Any]:
     """Return the critic's options: as the actor's, but for where it starts."""
     model = config.model
-    strategy = config.strategy
+    start = model.pretrain
     if model.reward_pretrain and not model.init_critic_from_actor:
-        reward_model = model.reward_pretrain[0]
-    else:
-        reward_model = None
-    return {
-        "critic_pretrain": reward_model or model.pretrain,
-        "critic_zero_stage": strategy.zero_stage,
-    }
+        start = model.reward_pretrain[0] or model.pretrain
+    return {"critic_pretrain": start, "critic_zero_stage": config.strategy.zero_stage}
+
+
+def attention_implementation(config: Any) -> str:
+    """Return the value of ``--attn_implementation``, for which ``--flash_attn`` is short."""
+    model = config.model
+    return "flash_attention_2" if model.flash_attn else model.attn_implementation
 
 
 # -- normalisations --------------------------------------------------------------------------------------------------
@@ -331,32 +325,25 @@ def steps_per_episode(config: Any, dataloader: Iterable, update_steps: int = 0) 
     From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
     the optimizer steps per episode.
     """
-    rollout = config.rollout
     training = config.training
     if hasattr(dataloader, "__len__"):
         prompts = len(dataloader) * generation_batch(config)
-        return math.ceil(prompts / rollout.rollout_batch_size)
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    return max(1, update_steps * training.train_batch_size // training.max_epochs // samples)
+        return math.ceil(prompts / config.rollout.rollout_batch_size)
+    samples = update_steps * training.train_batch_size // training.max_epochs
+    return max(1, samples // samples_per_rollout(config))
 
 
 def optimizer_steps(
     config: Any, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
 ) -> int:
     """Return the optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
-    rollout = config.rollout
     training = config.training
     rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
     if role == "actor":
         frozen = max(0, config.algorithm.freezing_actor_steps)
         rollouts = max(0, rollouts - frozen)
-    return (
-        rollouts
-        * math.ceil(
-            rollout.rollout_batch_size * rollout.n_samples_per_prompt / training.train_batch_size
-        )
-        * training.max_epochs
-    )
+    batches = math.ceil(samples_per_rollout(config) / training.train_batch_size)
+    return rollouts * batches * training.max_epochs
 
 
 # -- --old_log_probs: auto makes as few passes over the rollout as the algorithm allows ------------------------------
@@ -407,9 +394,7 @@ def _weighs_tokens_before(config: Any) -> bool:
 def _takes_one_step(config: Any) -> bool:
     """Tell whether each rollout is trained on in one optimizer step."""
     training = config.training
-    rollout = config.rollout
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    return training.max_epochs == 1 and training.train_batch_size == samples
+    return training.max_epochs == 1 and training.train_batch_size == samples_per_rollout(config)
 
 
 def _needed_before(config: Any) -> bool:

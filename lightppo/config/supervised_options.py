@@ -10,6 +10,7 @@ from lightppo.config import options as ppo
 from lightppo.config.contradictions import first_of_each, templates, unmet_needs
 from lightppo.config.evaluation_options import EvaluationTimes
 from lightppo.config.options import OptionSet
+from lightppo.config.rules import attention_implementation
 from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import Option, Section, option
@@ -301,8 +302,7 @@ class SupervisedConfig(OptionSet):
         for section in self.parts():
             meaning_of_none |= section.meant(self)
         values |= {name: value for name, value in meaning_of_none.items() if values[name] is None}
-        attention = "flash_attention_2" if self.model.flash_attn else self.model.attn_implementation
-        return values | {"attn_implementation": attention}
+        return values | {"attn_implementation": attention_implementation(self)}
 
     def resolved(self) -> Self:
         """Return a copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""

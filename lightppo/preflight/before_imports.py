@@ -103,8 +103,6 @@ def preflight(config: PPOConfig) -> None:
         "save_path": checkpoint.save_path,
         "ckpt_path": checkpoint.ckpt_path,
         "use_tensorboard": config.logging.use_tensorboard,
-    }
-    folders |= {
         "rollout_data_dir": config.sampling.rollout_data_dir,
         "skip_rollout": config.sampling.skip_rollout,
     }
@@ -117,19 +115,20 @@ def preflight(config: PPOConfig) -> None:
     checks += [
         partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder
     ]
-    checks.append(partial(check_places, config))
-    checks.append(partial(_check_worlds, config))
     checks += [
+        partial(check_places, config),
+        partial(_check_worlds, config),
         partial(_check_lengths, config),
         partial(_check_resume, checkpoint.resume),
         partial(_check_shape, config),
         partial(_check_steps, config),
+        partial(_check_splits, config, SPLITS),
     ]
-    data_paths = {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}
-    checks.append(partial(_check_splits, config, SPLITS))
     if not config.evaluation.val_only:
         checks.append(partial(_warn_of_same_rows, config, "prompt_data", "eval_data"))
-    checks += [partial(_check_prompts, config, flag) for flag, paths in data_paths.items() if paths]
+    for flag, paths in {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}.items():
+        if paths:
+            checks.append(partial(_check_prompts, config, flag))
     if data.pretrain_data:
         checks.append(partial(_check_pretraining, config))
     checks.append(partial(check_trackers, config.logging))
@@ -142,16 +141,16 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     data = config.data
     flat = config.flat()
     is_pairs = not hasattr(data, "output_key")
-    fields = {"input_key": data.input_key} | (
-        {
+    fields = {"input_key": data.input_key}
+    if is_pairs:
+        fields |= {
             "pairs": True,
             "label_key": flat.get("margin_key"),
             "chosen_key": data.chosen_key,
             "rejected_key": data.rejected_key,
         }
-        if is_pairs
-        else {"output_key": data.output_key}
-    )
+    else:
+        fields["output_key"] = data.output_key
     rendering = partial(
         PromptTemplate, apply_chat_template=data.apply_chat_template, input_template=data.input_template,
         system_prompt=data.system_prompt, chat_template_kwargs=data.chat_template_kwargs,
@@ -179,7 +178,8 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     folders = {
         name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]
     }
-    folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
+    if flat["log_file"]:
+        folders["log_file"] = os.path.dirname(flat["log_file"]) or "."
     data_paths = {
         "--dataset": (data.dataset, data.dataset_split),
         "--eval_dataset": (data.eval_dataset, data.eval_split),
@@ -188,11 +188,14 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     if config.model.tokenizer_path:
         checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
     checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
-    checks.append(partial(check_places, config.resolved()))
-    checks += [partial(_check_resume, checkpoint.resume), partial(_check_shape, config.resolved())]
-    checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
-    checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))
-    checks += [partial(check_trackers, config.logging)]
+    checks += [
+        partial(check_places, config.resolved()),
+        partial(_check_resume, checkpoint.resume),
+        partial(_check_shape, config.resolved()),
+        partial(_check_splits, config, SPLITS_OF_ROWS),
+        partial(_warn_of_same_rows, config, "dataset", "eval_dataset"),
+        partial(check_trackers, config.logging),
+    ]
     checks += [
         partial(check_data, flag, *source) for flag, source in data_paths.items() if source[0]
     ]
@@ -232,31 +235,23 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
         "rollout_batch_size": prompts,
         "gen_batch_size": prompts,
         "train_batch_size": prompts * samples,
-    }
-    sizes |= {
         "n_samples_per_prompt": samples,
         "generation_size": samples,
         "ppo_n_minibatches": None,
         "max_epochs": 1,
-    }
-    sizes |= {
         "generate_max_len": tokens,
         "min_new_tokens": min(rollout.min_new_tokens, tokens),
         "benchmark_steps": 1,
-    }
-    if config.reward.overlong_buffer_len is not None:
-        sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
-    sizes |= {
         "eval_max_samples": 2 * world_size,
         "eval_n_samples": min(evaluation.eval_n_samples, _DRY_SAMPLES),
-    }
-    # The one step trains the actor on what it has sampled itself, whatever that is worth.
-    sizes |= {
+        # The one step trains the actor on what it has sampled itself, whatever that is worth.
         "freezing_actor_steps": 0,
         "dynamic_sampling": False,
         "skip_rollout": None,
         "buffer_limit": 0,
     }
+    if config.reward.overlong_buffer_len is not None:
+        sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
     folders = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "rollout_data_dir": None}
     return config.with_options(**sizes, **folders, **NOTHING_KEPT, num_examine=1)
 
@@ -424,11 +419,12 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     paths = data.prompt_data
     probs = data.prompt_data_probs
     split = data.prompt_split
+    scoring = None
     if flag == "--eval_data":
         paths = data.eval_data
         probs = None
         split = data.eval_split
-    scoring = evaluation_config(config) if flag == "--eval_data" else None
+        scoring = evaluation_config(config)
     reward_arguments = (config,) if scoring is None else (scoring, "--eval_reward_fn")
     function = None
     reads_labels = None

@@ -906,8 +906,8 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
     of_token = run.cache / (prompts * prompt)
     while_sampling = frozenset({ROLLOUT})
     if engine.rollout_engine == "vllm":
-        tokens = engine.max_num_seqs * (engine.max_model_len or prompt + response)
-        share = weights + min(4 << 30, of_token * tokens)
+        longest = engine.max_model_len or prompt + response
+        share = weights + min(4 << 30, of_token * engine.max_num_seqs * longest)
         if engine.kv_cache_memory_bytes is not None:
             share = weights + engine.kv_cache_memory_bytes
         elif machine.gpus:
