@@ -212,7 +212,7 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     import torch
 
     from lightppo.models.attention.row_attention import packed_attention as attend
-    from lightppo.models.batches import pack, pack_shared
+    from lightppo.models.batches import pack
 
     longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
     ids = torch.randint(9, (groups, 2 * longest)).repeat_interleave(8, 0)
@@ -220,8 +220,7 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     for row in mask:
         row[draw.randint(longest + 1, 2 * longest) :] = 0
     ids = ids.to(device)
-    shared = pack_shared(ids, mask, longest) if how == "shared prompts" else None
-    row = pack(ids, mask) if shared is None else shared
+    row = pack(ids, mask, longest if how == "shared prompts" else None)
     q, k, v = qkv(dtype, device, row.input_ids.shape[1])
     module = SimpleNamespace(config=SimpleNamespace(layer_types=None))
     found: dict[str, Any] = {"sequences": len(ids), "tokens": row.input_ids.shape[1]}

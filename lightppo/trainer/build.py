@@ -168,7 +168,7 @@ def build(config: PPOConfig, trainer: Callable[..., T], callbacks: Iterable[Call
     )
 
 
-def begin(config: PPOConfig) -> Building:
+def begin(config: OptionSet) -> Building:
     """Let the ranks meet, check options and tokenizer, and take the run's folders. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
