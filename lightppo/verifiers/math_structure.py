@@ -178,9 +178,9 @@ def _joined_thousands(notation: str) -> str:
     is_spaced = ", " in notation
 
     def joined(number: re.Match[str]) -> str:
-        before = notation[: number.start()].rstrip()[-1:]
-        after = notation[number.end() :].lstrip()[:1]
-        in_list = before in ("(", "[", "{", ",") or after in (")", "]", "}", ",")
+        previous = notation[: number.start()].rstrip()[-1:]
+        following = notation[number.end() :].lstrip()[:1]
+        in_list = previous in ("(", "[", "{", ",") or following in (")", "]", "}", ",")
         if in_list and not is_spaced and ",0" not in number.group():
             return number.group()
         return number.group().replace(",", "")
