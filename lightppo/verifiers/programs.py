@@ -222,7 +222,7 @@ class FunctionCallVerifier(_Service):
     function_call_max_concurrent: int = 64  # requests at a time
     # Tests per request where the first failure ends a program; otherwise each test is a request.
     function_call_batch_size: int = 1
-    function_call_memory_limit_mb: int = 1024  # rounded up to 256; 0: the service's own limit
+    function_call_memory_limit_mb: int = 0  # rounded up to 256; 0: the service's own limit
     function_call_retries: int = 3
     code_timeout: float = 6.0  # seconds per test
     sleep: Callable[[float], None] | None = None
