@@ -129,16 +129,9 @@ def blending_datasets(
     if strategy is None or strategy.is_rank_0():
         for source, count, used_count in zip(sources, counts, used_counts):
             level = logging.INFO if used_count == count else logging.WARNING
-            text = "%s %s: %d rows, %d used%s"
-            logger.log(
-                level,
-                text,
-                flag,
-                shown_url(source),
-                count,
-                used_count,
-                " (repeats)" * (used_count > count),
-            )
+            repeats = " (repeats)" * (used_count > count)
+            message = f"{flag} {shown_url(source)}: {count} rows, {used_count} used{repeats}"
+            logger.log(level, "%s", message)
     if return_eval:
         return blend, held_out_rows(
             sources, source_datasets, strategy, limit, eval_split or "test", flag
