@@ -49,23 +49,23 @@ def check_model(
     folder = _local_folder(model_path, flag, "model")
     if folder is None:
         return
+    has_adapter = (folder / "adapter_config.json").is_file()
     if not (folder / "config.json").is_file():
-        content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
-        if (folder / "adapter_config.json").is_file():
+        if has_adapter:
             raise ModelLoadError(
                 f"{flag} {model_path} is an adapter: `lightppo merge {model_path} OUT` makes a model of it"
             )
-        if any(folder.glob("*/config.json")):
-            inner_folders = ", ".join(
-                sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3]
-            )
+        inner_folders = sorted(config.parent.name for config in folder.glob("*/config.json"))[:3]
+        if inner_folders:
             raise ModelLoadError(
-                f"{flag} {model_path} has no config.json, but folders in it have one: name one of {inner_folders}"
+                f"{flag} {model_path} has no config.json, but folders in it have one: name one of "
+                f"{', '.join(inner_folders)}"
             )
+        content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise ModelLoadError(
             f"{flag} {model_path} has no config.json: it is no Hugging Face model; it has {content}"
         )
-    if weights and (folder / "adapter_config.json").is_file():
+    if weights and has_adapter:
         raise ModelLoadError(
             f"{flag} {model_path} has an adapter (adapter_config.json) beside its weights, which would be added to them: if "
             "it is merged already, remove its files, else move them to a folder of their own and run `lightppo merge`"
