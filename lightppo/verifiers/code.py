@@ -20,7 +20,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import first_value, lookup
+from lightppo.data.rows import first_value
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
 from lightppo.rewards.function import OnFailure, check_failure_options
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 CodeScore = Literal["all", "share"]
 COMPARISONS = ("exact", "lines", "float", "set")  # each also accepts what the ones before it accept
 
+_TEST_COLUMNS = ("input_output", "reward_model.ground_truth", "ground_truth", "label")
 _METRICS = ("pass_share", "timeouts", "compile_errors", "no_code", "failures")
 _PYTHON_TAGS = ("python", "py", "python3")
 # digits; longer integers, which Python may refuse to convert, are compared as text
@@ -64,18 +65,12 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
 
     A row without usable ones is a ``ValueError`` that says what is missing.
     """
-    extra = prompt.extra
-    columns = {
-        "input_output": extra.get("input_output"),
-        "reward_model.ground_truth": lookup(extra, "reward_model.ground_truth"),
-        "ground_truth": extra.get("ground_truth"),
-        "label": prompt.label,
-    }
-    column, test_table = first_value(columns, columns)
+    column, test_table = first_value({**prompt.extra, "label": prompt.label}, _TEST_COLUMNS)
     if column is None:
-        raise ValueError(f"no test cases: the row has none of {', '.join(columns)}")
+        raise ValueError(f"no test cases: the row has none of {', '.join(_TEST_COLUMNS)}")
     try:
-        test_table = _load(test_table) if isinstance(test_table, str) else test_table
+        if isinstance(test_table, str):
+            test_table = _load(test_table)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{column} is not JSON: {error}") from None
     if not isinstance(test_table, Mapping) or not all(
