@@ -312,12 +312,12 @@ def _bracketed(notation: str) -> Any:
             return read(content[separators[0].end() :])
         if notation[0] == "{":  # group of LaTeX
             return read(content)
-    parts = [part for part in split_outside(content, re.compile("[,;]"))[0] if part]
-    if len(parts) == 1 and brackets == "()":
-        return read(parts[0])
+    elements = [element for element in split_outside(content, re.compile("[,;]"))[0] if element]
+    if len(elements) == 1 and brackets == "()":
+        return read(elements[0])
     if brackets == "{}":
-        parts = [value for part in parts for value in _both_signs(part)]
-    return Listing(brackets, tuple(map(read, parts)))
+        elements = [value for element in elements for value in _both_signs(element)]
+    return Listing(brackets, tuple(map(read, elements)))
 
 
 def _quantities(notation: str) -> Any:
