@@ -35,13 +35,6 @@ def areal_betas(arguments: Arguments) -> Converted:
     return adam_betas(arguments, "adam_betas", "actor.optimizer.beta1", "actor.optimizer.beta2")
 
 
-@areal("critic.optimizer.beta1 critic.optimizer.beta2")
-def areal_critic_betas(arguments: Arguments) -> Converted:
-    return adam_betas(
-        arguments, "critic_adam_betas", "critic.optimizer.beta1", "critic.optimizer.beta2"
-    )
-
-
 @areal("actor.eps_clip actor.eps_clip_higher ppo.eps_clip")
 def areal_clip(arguments: Arguments) -> Converted:
     lower_bound = arguments.text("actor.eps_clip", "ppo.eps_clip") or "0.2"

@@ -51,6 +51,12 @@ def openrlhf_lengths(arguments: Arguments) -> Converted:
         yield "prompt_max_len", int(prompt_length)
 
 
+@openrlhf("no_advantage_std_norm algo.advantage.no_std_norm")
+def openrlhf_advantages(arguments: Arguments) -> Converted:
+    if arguments.on("no_advantage_std_norm", "algo.advantage.no_std_norm"):
+        yield "adv_norm_by", "mean=batch"
+
+
 @openrlhf("actor.eps_clip_low_high eps_clip_low_high actor.eps_clip eps_clip")
 def openrlhf_clip(arguments: Arguments) -> Converted:
     bounds = arguments.words("actor.eps_clip_low_high", "eps_clip_low_high")

@@ -126,9 +126,7 @@ def trl_due_times(arguments: Arguments) -> Converted:
         if dataset is not None:
             yield option_of(arguments, "eval_data"), dataset
         yield "eval_split", arguments.text("dataset_test_split") or "test"
-        if evaluation_strategy == "epoch":
-            yield "eval_epochs", 1
-        else:
+        if evaluation_strategy == "steps":
             count = arguments.number("eval_steps") or logging_steps or 500
             yield "eval_steps", steps_of(arguments, count)
     if logging_steps >= 1:

@@ -16,7 +16,7 @@ from lightppo.compat.constructor_options import fill_schedule, script_args
 from lightppo.compat.prompt_batches import SeedLoader, pretrain_batches_of
 from lightppo.compat.script_losses import policy_loss_of, pretrain_loss_of, value_loss_of
 from lightppo.config import PPOConfig
-from lightppo.config.rules import micro_batch_spec, of_role, rollout_rows, scoring_calls
+from lightppo.config.rules import micro_batch_spec, rollout_rows, scoring_calls
 from lightppo.files import local_folder
 from lightppo.logging.step_metrics import optimizer_status
 
@@ -217,14 +217,10 @@ class ScriptMembers:
         roles = {"actor": self.actor}
         if self.critic is not None:
             roles["critic"] = self.critic
-        same = {role: of_role(self.config, role).max_norm == self.max_norm for role in roles}
-        self._set_options(
-            max_norm=value, **({"critic_max_norm": value} if same.get("critic") else {})
-        )
+        self._set_options(max_norm=value)
         self.strategy.max_norm = value
-        for role, model in roles.items():
-            if same[role]:  # a norm of the critic's own stays
-                self.strategy.set_max_norm(model, value)
+        for model in roles.values():
+            self.strategy.set_max_norm(model, value)
 
     @property
     def aux_loss(self) -> bool:

@@ -79,13 +79,17 @@ def drop_gradients(engine: Any) -> None:
     if kind == "DeepSpeedZeroOptimizer":
         _drop_sums_of_shards(optimizer)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        optimizer.averaged_gradients = {}
-        optimizer._offload_boundary_param_ids.clear()
-        optimizer.grad_partitions_flat_buffer.zero_()
-        if optimizer.offload_optimizer:  # the step takes a copy in fp32
-            optimizer.reset_cpu_buffers()
-            for shard in optimizer.fp32_partitioned_groups_flat:
-                shard.grad.zero_()
+        _drop_gradients_of_stage_3(optimizer)
+
+
+def _drop_gradients_of_stage_3(optimizer: Any) -> None:
+    optimizer.averaged_gradients = {}
+    optimizer._offload_boundary_param_ids.clear()
+    optimizer.grad_partitions_flat_buffer.zero_()
+    if optimizer.offload_optimizer:  # the step takes a copy in fp32
+        optimizer.reset_cpu_buffers()
+        for shard in optimizer.fp32_partitioned_groups_flat:
+            shard.grad.zero_()
 
 
 def _drop_sums_of_shards(optimizer: Any) -> None:
@@ -98,8 +102,11 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
             sums[group] = None
     optimizer._release_ipg_buffers()
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-    if not optimizer.cpu_offload:
-        return
+    if optimizer.cpu_offload:
+        _drop_offloaded_sums(optimizer)
+
+
+def _drop_offloaded_sums(optimizer: Any) -> None:
     if torch.cuda.is_initialized():
         # Otherwise copies of gradients that are under way would overwrite the zeros.
         torch.cuda.synchronize()

@@ -141,17 +141,14 @@ class Speeds(Callback):
     """Adds the speeds of a step whose samples come from rollouts."""
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        epochs = {"actor_update": run.max_epochs}
-        passes = run.max_epochs * parameter_count(run.actor)  # weights times epochs
-        if run.critic is not None:
-            epochs["critic_update"] = run.critic_max_epochs
-            passes += run.critic_max_epochs * parameter_count(run.critic)
+        models = {"actor_update": run.actor, "critic_update": run.critic}
+        models = {part: model for part, model in models.items() if model is not None}
         speeds = perf_metrics(
             {metric.removeprefix("perf/"): value for metric, value in metrics.items()},
             {metric.removeprefix("rollout/"): value for metric, value in metrics.items()},
-            epochs=epochs,
+            epochs=dict.fromkeys(models, run.max_epochs),
             world_size=run.strategy.world_size,
-            parameters=passes / max(epochs.values()),
+            parameters=sum(map(parameter_count, models.values())),
             peak_tflops=run.config.logging.peak_tflops,
         )
         return {f"perf/{metric}": value for metric, value in speeds.items()}

@@ -380,7 +380,7 @@ def replay(config: PPOConfig, strategy: Ranks) -> AroundSampling | None:
     options = config.sampling
     if options.skip_rollout is None:
         return None
-    return RolloutReplay(options.skip_rollout, strategy, options.skip_rollout_reuse).rollouts
+    return RolloutReplay(options.skip_rollout, strategy).rollouts
 
 
 @dataclass
@@ -392,17 +392,14 @@ class RolloutReplay:
 
     folder: str | Path
     strategy: Ranks
-    reuse: bool = False  # every step gets the first saved batch, whatever its prompts are
 
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
         """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
-        batch_name = "first" if self.reuse else f"step{step}_batch{batch}"
-        rank_number = self.strategy.get_rank()
-        rollout_path = (
-            Path(self.folder) / f"{batch_name}_rank{rank_number}of{self.strategy.world_size}.json"
-        )
+        rank = self.strategy.get_rank()
+        file_name = f"step{step}_batch{batch}_rank{rank}of{self.strategy.world_size}.json"
+        rollout_path = Path(self.folder) / file_name
         if not self.strategy.all_reduce(int(rollout_path.is_file()), "min"):
             rollouts = sample()
             try:
@@ -415,9 +412,9 @@ class RolloutReplay:
             return rollouts
         groups = [from_plain(values) for values in json.loads(rollout_path.read_text())]
         saved_ids = [group[0].prompt.token_ids for group in groups]
-        if not self.reuse and saved_ids != [prompt.token_ids for prompt in prompts]:
+        if saved_ids != [prompt.token_ids for prompt in prompts]:
             raise ConfigError(
-                f"--skip_rollout {self.folder}: {rollout_path.name} holds other prompts than step {step} has; run with the "
-                "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"
+                f"--skip_rollout {self.folder}: {rollout_path.name} holds other prompts than step {step} has; run with "
+                "the data, --seed and batch sizes it was saved with, or name another folder"
             )
         return list(chain(*groups))

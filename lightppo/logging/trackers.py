@@ -128,7 +128,7 @@ class MlflowSink:
         if experiment:
             experiment_id = experiment.experiment_id
         else:
-            experiment_id = self.client.create_experiment(config.mlflow_experiment)
+            experiment_id = self.client.create_experiment(mlflow_experiment())
         tags = {"group": config.wandb_group} if config.wandb_group else {}
         run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
         self.run_id = run.info.run_id
@@ -238,6 +238,11 @@ def check_trackers(config: LoggingConfig) -> None:
         open_mlflow(config)
 
 
+def mlflow_experiment() -> str:
+    """Return the name of the experiment: that of mlflow's own variable, else lightppo."""
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lightppo"
+
+
 def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     """Return a client of the server or folder, and the experiment, or None where there is none yet."""
     server_uri = config.use_mlflow
@@ -250,7 +255,7 @@ def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     mlflow = _package("mlflow")
     try:
         client = mlflow.MlflowClient(server_uri)
-        return client, client.get_experiment_by_name(config.mlflow_experiment)
+        return client, client.get_experiment_by_name(mlflow_experiment())
     except (mlflow.MlflowException, ImportError) as error:  # mlflow-skinny has no sqlalchemy
         raise ConfigError(
             f"--use_mlflow {server_uri}: {error} (a database needs a server: `mlflow server`)"

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.batches import decoder_layers
@@ -54,7 +53,7 @@ def keep_fewer_activations(
     model: PretrainedWrapper, role: Literal["actor", "critic"], config: OptionSet
 ) -> None:
     """Recompute activations in the backward pass of a model that trains, with ``--gradient_checkpointing``."""
-    if of_role(config, role).gradient_checkpointing:
+    if config.model.gradient_checkpointing:
         use_reentrant = config.model.gradient_checkpointing_use_reentrant
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 

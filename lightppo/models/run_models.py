@@ -12,12 +12,12 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     FrozenModel,
+    critic_offloads,
     followers,
     frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
-    of_role,
 )
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, as_config_error
@@ -111,12 +111,12 @@ class ModelLoader:
     def critic(self) -> Any:
         """Load ``--critic_pretrain``, in its engine."""
         named = self.config.model
-        zero = self.config.strategy
+        adam_offload, param_offload = critic_offloads(self.config)
         ds_config = self.strategy.get_ds_train_config(
-            zero_stage=zero.critic_zero_stage,
-            max_norm=of_role(self.config, "critic").max_norm,
-            adam_offload=zero.critic_adam_offload,
-            param_offload=zero.critic_param_offload,
+            zero_stage=self.config.strategy.critic_zero_stage,
+            max_norm=self.config.training.max_norm,
+            adam_offload=adam_offload,
+            param_offload=param_offload,
         )
         model = Critic(
             stage_to_local(named.critic_pretrain),
@@ -155,7 +155,7 @@ class ModelLoader:
             stage_to_local(path),
             dtype=self.strategy.dtype,
             ds_config=self.strategy.get_ds_eval_config(
-                zero.reward_offload, zero_stage=zero.reward_zero_stage
+                zero.ref_offload, zero_stage=zero.ref_zero_stage
             ),
             normalize_reward=self.config.reward.normalize_reward,
             value_head_prefix=self.config.model.value_head_prefix,
@@ -175,10 +175,13 @@ class ModelLoader:
 
     def frozen(self, name: str, asked: FrozenModel) -> Actor:
         """Load a further model, as it is: neither 4 bits nor ``--override_config`` are its."""
+        zero = self.config.strategy
         model = Actor(
             stage_to_local(asked.path),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
+            ds_config=self.strategy.get_ds_eval_config(
+                zero.ref_offload, zero_stage=zero.ref_zero_stage
+            ),
             flag=asked.flag,
             temperature=self.temperature,
             **self.options_of_frozen,

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from lightppo.processes.user_calls import (
     Outcome,
     UserCall,
     awaited,
+    importable_name,
     in_daemon_thread,
     is_coroutine_function,
     late,
@@ -74,15 +74,13 @@ def runner_of(
 
 def function_spec(fn: Callable[..., Any], name: str) -> str:
     """Say how another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    path = getattr(fn, "__qualname__", "")
-    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
+    spec = importable_name(fn)
+    if spec is None:
         raise ValueError(
             f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
             "the top level of a module or of a file of its own (--reward_fn path.py:name)"
         )
-    from_file = module.__name__.startswith("lightppo_file_")
-    return f"{module.__file__ if from_file else module.__name__}:{path}"
+    return spec
 
 
 def check_failure_options(

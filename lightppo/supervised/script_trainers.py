@@ -58,7 +58,6 @@ LOOP_OPTIONS = [
     "log_file",
     "use_trackio",
     "use_mlflow",
-    "mlflow_experiment",
     "peak_tflops",
     "metric_names",
     "preference_loss",

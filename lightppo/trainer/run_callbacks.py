@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.config.rules import moves_reference
 from lightppo.distributed.signals import StopAtSignal
 from lightppo.experience.rollout_check import watch
 from lightppo.logging.alarms import AlarmBell
@@ -29,12 +30,12 @@ from lightppo.trainer.exports import Exports
 from lightppo.trainer.prompts import prompt_filter
 
 
-def run_callbacks(run: Any, yours: Iterable[Callback]) -> list[Callback]:
+def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback]:
     """Make the callbacks of a :class:`lightppo.trainer.loop.TrainingLoop`, in the order in which each time calls them.
 
     The user's see what those before them add to a step's numbers; the last ones see what the user's add.
     """
-    first = [
+    early_callbacks = [
         Speeds() if run.samples_tokens else None,
         TimedSaves(run),
         Evaluation(run),
@@ -56,14 +57,15 @@ def run_callbacks(run: Any, yours: Iterable[Callback]) -> list[Callback]:
         keep_samples(run) if run.samples_tokens else None,
         *(entry.fn(run) for entry in CALLBACKS.values() if not entry.after_yours),
     ]
-    last = [
+    late_callbacks = [
         None if run.keeps else DryRun(),
         Recorder(run),
         RunSummary(run),
         StopAtSignal(run),
         *(entry.fn(run) for entry in CALLBACKS.values() if entry.after_yours),
     ]
-    return [callback for callback in (*first, *yours, *last) if callback is not None]
+    callbacks = (*early_callbacks, *user_callbacks, *late_callbacks)
+    return [callback for callback in callbacks if callback is not None]
 
 
 def _of_episodes(run: Any) -> list[Callback | None]:
@@ -99,10 +101,12 @@ class Followers(Callback):
 
 
 def followers(run: Any) -> Followers | None:
-    """Make the callback of a PPO run."""
+    """Make the callback of a PPO run in which a model follows the actor."""
     if not hasattr(run, "followers"):
         return None
     run.moving_average = Followers(run)
+    if run.moving_average.average is None and not moves_reference(run.config):
+        return None
     return run.moving_average
 
 

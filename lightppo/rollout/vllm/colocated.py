@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import sleep_level
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.device import on_cuda
 from lightppo.errors import ConfigError, RolloutError
@@ -166,14 +167,14 @@ class VLLMEngine:
         self.last_stats["sync_seconds"] = time.perf_counter() - start
 
     def sleep(self) -> None:
-        """Free the engine's GPU memory, by ``--sleep_level``; nothing on a CPU. Collective."""
+        """Free the engine's GPU memory; nothing on a CPU. Collective."""
         if self.sleeps and not self._asleep:
-            self._fall_asleep(self.config.engine.sleep_level)
+            self._fall_asleep(sleep_level(self.config))
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self) -> None:
         """Take back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
-        dropped = "weights" in self._asleep and self.config.engine.sleep_level == 2
+        dropped = "weights" in self._asleep and sleep_level(self.config) == 2
         self._wake("weights")
         self._wake("kv_cache")
         if dropped:
@@ -520,8 +521,7 @@ class VLLMRolloutEngine(VLLMEngine):
     @property
     def _seeds_each_response(self) -> bool:
         """On a GPU each seed costs vLLM kernels of their own per row and token."""
-        requested = self.config.engine.vllm_request_seeds
-        return not self.on_gpu if requested is None else requested
+        return not self.on_gpu
 
     @contextmanager
     def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:
@@ -838,7 +838,7 @@ def engine_arguments(
         "max_num_seqs",
         "enable_prefix_caching",
     )
-    same += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
+    same += ("max_num_batched_tokens", "kv_cache_memory_bytes")
     arguments = {
         name: getattr(requested, name) for name in same if getattr(requested, name) is not None
     } | {

@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for what needs no computing
+START_SECONDS = 300.0  # the longest wait for servers at the start
 _START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
 _START = "start it by `lightppo serve-vllm`"
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
@@ -408,7 +409,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _admit(self, first: bool, server: VLLMServer) -> None:
         """Raise RequestError where a server cannot sample for the actor."""
-        seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
+        seconds = 0.0
+        if first:  # the other ranks wait meanwhile
+            seconds = min(START_SECONDS, 30 * self.config.strategy.dist_timeout)
         patience = {
             "stop": stop_after_delay(seconds),
             "wait": wait_fixed(min(_START_TRY_SECONDS, seconds)),
@@ -419,7 +422,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
             )
         except UnreachableError as error:
             if first:
-                advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
+                advice = f"waited {seconds:g} s: {_START}, and look at its output"
                 raise RequestError(f"{error}; {advice}") from None
             raise
         served = server.described

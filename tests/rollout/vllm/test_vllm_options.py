@@ -19,7 +19,6 @@ from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm import colocated
 from lightppo.rollout.vllm.colocated import (
     Requests,
-    VLLMRolloutEngine,
     calls_of,
     check_installed,
     classes_kept,
@@ -55,7 +54,6 @@ def test_engine_options_go_through_by_vllms_names():
         "tensor_parallel_size": 2,
         "max_num_seqs": 7,
         "max_num_batched_tokens": 64,
-        "block_size": 16,
     }
     given |= {"kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False, "max_model_len": 50}
     given |= {"gpu_memory_utilization": 0.3, "enforce_eager": True, "load_format": "auto"}
@@ -71,7 +69,6 @@ def test_what_none_stands_for():
     assert (cpu["enable_sleep_mode"], gpu["enable_sleep_mode"]) == (False, True)
     assert not arguments(on_gpu=True, free_cache_engine=False)["enable_sleep_mode"]
     assert "kv_cache_memory_bytes" not in gpu
-    assert "block_size" not in gpu
 
 
 def test_prompts_come_whole_on_a_cpu():
@@ -286,16 +283,6 @@ def test_groups_are_made_while_the_default_one_is_bound_to_no_gpu(monkeypatch):
     with undisturbed_process():  # vLLM makes its own
         assert default.bound_device_id is None
     assert default.bound_device_id == "cuda:2"
-
-
-@pytest.mark.parametrize(
-    ("asked", "on_gpu", "expected"),
-    [(None, True, False), (None, False, True), (True, True, True), (False, False, False)],
-)
-def test_each_response_has_a_seed_of_its_own_by_default_on_a_cpu(asked, on_gpu, expected):
-    config = PPOConfig.from_flat(vllm_request_seeds=asked)
-    engine = SimpleNamespace(config=config, on_gpu=on_gpu)
-    assert VLLMRolloutEngine._seeds_each_response.fget(engine) is expected
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,6 @@ class Case(Trained):
         lengths = {
             "prompt_max_len": 100,
             "generate_max_len": 24,
-            "block_size": 32,
             "max_num_seqs": 16,
         }
         lengths["max_num_batched_tokens"] = 128
@@ -285,8 +284,9 @@ def refused(case):
 
 def unseeded(case):
     """One seed for a whole call; the prompts of another call come between."""
-    generate, config = case.engine.generate, case.engine.config
-    case.engine.config = PPOConfig.from_flat(**config.flat() | {"vllm_request_seeds": False})
+    generate = case.engine.generate
+    seeds = vllm_engine.VLLMRolloutEngine._seeds_each_response
+    vllm_engine.VLLMRolloutEngine._seeds_each_response = False
     state = torch.get_rng_state()
     seen = {
         "first": facts(generate(case.prompts, SAMPLED)),
@@ -297,7 +297,7 @@ def unseeded(case):
     seen["undisturbed"] = torch.equal(torch.get_rng_state(), state)
     rollouts = generate(case.prompts, SAMPLED)
     seen["difference"] = case.log_prob_difference(rollouts)
-    case.engine.config = config
+    vllm_engine.VLLMRolloutEngine._seeds_each_response = seeds
     return seen
 
 
