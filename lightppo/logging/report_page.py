@@ -230,10 +230,10 @@ class RunSummary(Callback):
         if error is not None or not run.keeps or run.only_evaluates or not run.strategy.is_rank_0():
             return
         from lightppo.logging.recorder import metrics_file
-        from lightppo.logging.run_folder import upload_records
+        from lightppo.logging.run_folder import upload_run_files
 
         run.strategy.print(summary(metrics_file(run.config)))
-        upload_records(run.config.checkpoint.save_path)
+        upload_run_files(run.config.checkpoint.save_path)
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
