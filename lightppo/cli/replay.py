@@ -377,6 +377,7 @@ class ReplayedPPO(Replayed):
     """A replay of ``lightppo ppo``."""
 
     optimizer_steps = 0  # of the step that is shown
+    epoch = 0  # the pass over its samples
 
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
@@ -413,6 +414,10 @@ class ReplayedPPO(Replayed):
                 if (numbers := getattr(experience_row, column)) is not None:
                     sample_lines.append(f"  {column} {_numbers_text(numbers[0])}")
         return "\n".join(sample_lines)
+
+    def minibatches(self, step: int, epoch: int) -> Any:
+        self.epoch = epoch
+        return super().minibatches(step, epoch)
 
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
