@@ -212,7 +212,7 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     import torch
 
     from lightppo.models.attention.row_attention import packed_attention as attend
-    from lightppo.models.batches import pack, pack_shared
+    from lightppo.models.batches import pack
 
     longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
     ids = torch.randint(9, (groups, 2 * longest)).repeat_interleave(8, 0)
@@ -220,8 +220,7 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     for row in mask:
         row[draw.randint(longest + 1, 2 * longest) :] = 0
     ids = ids.to(device)
-    shared = pack_shared(ids, mask, longest) if how == "shared prompts" else None
-    row = pack(ids, mask) if shared is None else shared
+    row = pack(ids, mask, longest if how == "shared prompts" else None)
     q, k, v = qkv(dtype, device, row.input_ids.shape[1])
     module = SimpleNamespace(config=SimpleNamespace(layer_types=None))
     found: dict[str, Any] = {"sequences": len(ids), "tokens": row.input_ids.shape[1]}
@@ -494,7 +493,7 @@ def step_runner(way: str, device: str) -> Any:
     """What runs decoding steps; None: nothing, they change their shapes. On a CPU nothing is captured."""
     import torch
 
-    from lightppo.rollout.cuda_graphs import CUDAGraphs
+    from lightppo.rollout.decoding_runners import CUDAGraphs
 
     class AsTheyAre(CUDAGraphs):
         def warm_up(self, step: Callable[[], None]) -> None:
@@ -524,7 +523,7 @@ def step_runner(way: str, device: str) -> Any:
 
 def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) -> dict[str, Any]:
     from lightppo.data.records import Prompt
-    from lightppo.rollout import cuda_graphs as graphs
+    from lightppo.rollout import decoding_runners as graphs
     from lightppo.rollout.engine import SamplingParams
     from lightppo.rollout.hf import HFRolloutEngine
 

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightppo import tensor_file
 from lightppo.checkpoint.damage import check_model, damage, model_facts
+from lightppo.checkpoint.frozen_weights import loader, saved_alone
 from lightppo.checkpoint.layout import (
     CLIENT_STATE,
     INCOMPLETE,
@@ -36,7 +37,7 @@ from lightppo.checkpoint.layout import (
     list_tags,
     tag_of,
 )
-from lightppo.checkpoint.reshape import load_reshaped
+from lightppo.checkpoint.reshape import load_reshaped, refuse_other_names
 from lightppo.errors import CheckpointError, StorageError
 from lightppo.files import Digest, explained, files_in_use, local_folder
 from lightppo.ranks import Ranks
@@ -89,53 +90,55 @@ def save_checkpoint(
     if max_num < 1:
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
     files = files_in_use()
-    target = save_dir
+    publish_target = save_dir
     save_dir = local_folder(save_dir)
     tag = tag or tag_of(engine.global_steps)
     staging = save_dir / f"{tag}{INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
 
     meta = {"format": _FORMAT, "sealed": True, **_shape(engine), **model_facts(ranks, model)}
-    written = WrittenTogether(staging)
-    with written.by(engine):
-        _write_engine(ranks, model, engine, written)
+    writer = WrittenTogether(staging)
+    with writer.by(engine):
+        _write_engine(ranks, model, engine, writer)
         if ranks.is_rank_0():
-            written.write(staging / CLIENT_STATE, partial(torch.save, client_state or {}))
-            written.write(staging / META, lambda file: file.write(json.dumps(meta).encode()))
-    written.settle(ranks)
+            writer.write(staging / CLIENT_STATE, partial(torch.save, client_state or {}))
+            meta_bytes = json.dumps(meta).encode()
+            writer.write(staging / META, lambda file: file.write(meta_bytes))
+    writer.settle(ranks)
 
     def commit() -> None:
-        with files.explained(save_dir, written.needed):
+        with files.explained(save_dir, writer.needed):
             try:
-                files.seal(staging, known=written.known, **facts)
+                files.seal(staging, known=writer.known, **facts)
             except BaseException:
-                shutil.rmtree(staging, ignore_errors=True)  # room for others, where a disk is full
+                shutil.rmtree(staging, ignore_errors=True)  # room for others on a full disk
                 raise
             _replace(save_dir, tag, staging)
-            files.publish(target, tag, last=META)
-            files.publish(target, LATEST)
+            files.publish(publish_target, tag, last=META)
+            files.publish(publish_target, LATEST)
             # Only now: the new checkpoint is complete before an old one is removed.
-            gone = _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
-            files.publish(target, *gone)
+            removed_tags = _rotate(save_dir, {tag, *protected_tags}, max_num, max_mem)
+            files.publish(publish_target, *removed_tags)
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
 
 
-def _write_engine(ranks: Ranks, model: Any, engine: Any, written: WrittenTogether) -> None:
+def _write_engine(ranks: Ranks, model: Any, engine: Any, writer: WrittenTogether) -> None:
     """Write weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
-    folder = written.folder
+    folder = writer.folder
     if not has_optimizer(engine):
         # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
         if zero_stage_of(engine) == 3 or ranks.is_rank_0():
-            save = partial(torch.save, _local_tensors(engine))
-            written.write(frozen_file(folder, ranks.get_rank()), save)
+            save_tensors = partial(torch.save, _local_tensors(engine))
+            writer.write(frozen_file(folder, ranks.get_rank()), save_tensors)
         return
-    adapters = find_adapters(model)
-    with (
-        contextlib.nullcontext({}) if adapters is None else adapters.saved_alone(engine) as options
-    ):
-        engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False, **options)
+    save = partial(engine.save_checkpoint, str(folder.parent), tag=folder.name, save_latest=False)
+    if find_adapters(model) is None:
+        save()
+        return
+    with saved_alone(engine) as options:
+        save(**options)
 
 
 class WrittenTogether:
@@ -152,25 +155,25 @@ class WrittenTogether:
         if not has_optimizer(engine):  # DeepSpeed writes nothing of it
             yield
             return
-        writer = engine.checkpoint_engine
+        file_writer = engine.checkpoint_engine
         copy_scripts = engine._copy_recovery_script
-        writer.save = lambda state_dict, path: self.write(
+        file_writer.save = lambda state_dict, path: self.write(
             Path(path), partial(torch.save, state_dict)
         )
         engine._copy_recovery_script = lambda path: self._attempt(partial(copy_scripts, path))
         try:
             yield
         finally:
-            del writer.save, engine._copy_recovery_script
+            del file_writer.save, engine._copy_recovery_script
 
-    def write(self, path: Path, fill: Callable[[Any], Any]) -> None:
+    def write(self, file_path: Path, write_content: Callable[[Any], Any]) -> None:
         """Write a file, unless something has failed before."""
-        self.needed += bytes_of(getattr(fill, "args", ()))
-        self._attempt(lambda: self._write(path, fill))
+        self.needed += bytes_of(getattr(write_content, "args", ()))
+        self._attempt(lambda: self._write(file_path, write_content))
 
-    def _write(self, path: Path, fill: Callable[[Any], Any]) -> None:
-        if (digest := files_in_use().write(path, fill)) is not None:
-            self.known[path.relative_to(self.folder).as_posix()] = digest
+    def _write(self, file_path: Path, write_content: Callable[[Any], Any]) -> None:
+        if (digest := files_in_use().write(file_path, write_content)) is not None:
+            self.known[file_path.relative_to(self.folder).as_posix()] = digest
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:
@@ -181,17 +184,21 @@ class WrittenTogether:
 
     def settle(self, ranks: Ranks) -> None:
         """Learn the files and bytes of all ranks; one error on all ranks if one rank has one. Collective."""
-        gathered = ranks.all_gather_object((self.known, self.needed, self.failure is not None))
-        self.needed = sum(size for _, size, _ in gathered)
-        failed = [rank for rank, (_, _, has_failed) in enumerate(gathered) if has_failed]
-        if failed:
+        rank_results = ranks.all_gather_object((self.known, self.needed, self.failure is not None))
+        self.needed = sum(needed_bytes for _, needed_bytes, _ in rank_results)
+        failed_ranks = [rank for rank, (_, _, has_failed) in enumerate(rank_results) if has_failed]
+        if failed_ranks:
             if ranks.is_rank_0():
                 # This makes room for others, and the message counts that room as free.
                 shutil.rmtree(self.folder, ignore_errors=True)
             ranks.barrier()
-            text = ranks.broadcast_object(self._what_failed(), src=failed[0])
-            raise StorageError(f"rank {failed[0]}: {text}") from self.failure
-        self.known = {name: digest for known, _, _ in gathered for name, digest in known.items()}
+            failure_text = ranks.broadcast_object(self._what_failed(), src=failed_ranks[0])
+            raise StorageError(f"rank {failed_ranks[0]}: {failure_text}") from self.failure
+        self.known = {
+            name: digest
+            for rank_digests, _, _ in rank_results
+            for name, digest in rank_digests.items()
+        }
 
     def _what_failed(self) -> str | None:
         if self.failure is None:
@@ -216,15 +223,15 @@ def bytes_of(state: Any) -> int:
     return sum(map(bytes_of, state))
 
 
-def _replace(save_dir: Path, tag: str, staging: Path) -> None:
+def _replace(save_dir: Path, tag: str, staging_folder: Path) -> None:
     """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
     files = files_in_use()
-    replaced = save_dir / f"{tag}{OLD}"
+    replaced_folder = save_dir / f"{tag}{OLD}"
     if os.path.lexists(save_dir / tag):
-        files.rename(save_dir / tag, replaced)
-    files.rename(staging, save_dir / tag)
+        files.rename(save_dir / tag, replaced_folder)
+    files.rename(staging_folder, save_dir / tag)
     with contextlib.suppress(OSError):  # the next save tries again
-        files.remove(replaced)
+        files.remove(replaced_folder)
     files.write_text(save_dir / LATEST, tag)
 
 
@@ -253,19 +260,20 @@ def load_checkpoint(
     tag = tag or latest_tag(load_dir)
     if tag is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
-    path = load_dir / tag
-    if not checked and is_checkpoint(path) and (damaged := damage(ranks, path)):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(damaged)}")
-    meta = read_meta(path)
-    _check_shape(engine, path, meta, load_optimizer_states, reshape)
-    check_model(ranks, model, path, meta)
-    if any(meta[key] != value for key, value in _shape(engine).items()):
-        load_reshaped(engine, path, meta, load_lr_scheduler_states=load_lr_scheduler_states)
+    folder = load_dir / tag
+    if not checked and is_checkpoint(folder) and (damaged := damage(ranks, folder)):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(damaged)}")
+    saved_meta = read_meta(folder)
+    _check_shape(engine, folder, saved_meta, load_optimizer_states, reshape)
+    check_model(ranks, model, folder, saved_meta)
+    if any(saved_meta[key] != current_value for key, current_value in _shape(engine).items()):
+        load_reshaped(engine, folder, saved_meta, load_lr_scheduler_states)
     elif not has_optimizer(engine):
-        _load_without_optimizer(engine, path)
+        _load_without_optimizer(engine, folder)
     else:
-        adapters = find_adapters(model)
-        load = None if adapters is None else adapters.loader(load_module_strict, str(path))
+        load_function = None
+        if find_adapters(model) is not None:
+            load_function = loader(load_module_strict, str(folder))
         with _read_safely(engine):
             loaded, _ = engine.load_checkpoint(
                 str(load_dir),
@@ -273,39 +281,37 @@ def load_checkpoint(
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,
                 load_lr_scheduler_states=load_lr_scheduler_states,
-                custom_load_fn=load,
+                custom_load_fn=load_function,
             )
         if loaded is None:
-            raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
+            raise CheckpointError(f"{folder} has no file for rank {ranks.get_rank()}")
     if has_optimizer(engine) and engine.lr_scheduler is not None:
-        rates = _coming_rates(engine.lr_scheduler)
-        for group, lr in zip(engine.optimizer.param_groups, rates, strict=True):
+        coming_rates = _coming_rates(engine.lr_scheduler)
+        for group, lr in zip(engine.optimizer.param_groups, coming_rates, strict=True):
             group["lr"] = lr
-    return str(path), read_client_state(path)
+    return str(folder), read_client_state(folder)
 
 
 def _coming_rates(scheduler: LRScheduler) -> list[float]:
     """Return the rates of the next step by this run's schedule, which may be longer than that of the run that saved."""
     if isinstance(scheduler, LambdaLR):  # others may know no step but the one after the last
-        shares = (of_step(scheduler.last_epoch) for of_step in scheduler.lr_lambdas)
-        scheduler._last_lr = [
-            peak * share for peak, share in zip(scheduler.base_lrs, shares, strict=True)
-        ]
+        schedules = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        scheduler._last_lr = [peak * share(scheduler.last_epoch) for peak, share in schedules]
     return scheduler.get_last_lr()
 
 
 @contextlib.contextmanager
 def _read_safely(engine: Any) -> Iterator[None]:
     """Give DeepSpeed, which unpickles what a checkpoint holds, its files by our reader inside."""
-    reader = engine.checkpoint_engine
-    classes = tensor_file.deepspeed_classes()
-    reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
+    file_reader = engine.checkpoint_engine
+    known_classes = tensor_file.deepspeed_classes()
+    file_reader.load = lambda path, map_location=None: tensor_file.read(path, known_classes)
     try:
         # At ZeRO-3, DeepSpeed does not use the engine's reader for weights that are loaded alone.
-        with tensor_file.others_read_safely(classes):
+        with tensor_file.others_read_safely(known_classes):
             yield
     finally:
-        del reader.load
+        del file_reader.load
 
 
 def read_client_state(path: Path) -> dict[str, Any]:
@@ -316,7 +322,7 @@ def read_client_state(path: Path) -> dict[str, Any]:
 def read_meta(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says about itself: ranks, ZeRO stage, precision, adapters, towers."""
     try:
-        meta = {"fp16": False, **json.loads((path / META).read_bytes())}
+        saved_meta = {"fp16": False, **json.loads((path / META).read_bytes())}
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint of lightppo: {META} is missing"
@@ -325,39 +331,37 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is damaged: {META} has other content than was written"
         ) from error
-    if meta.get("format") != _FORMAT:
+    if saved_meta.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}"
+            f"{path} has format {saved_meta.get('format')!r}; this version of lightppo reads {_FORMAT}"
         )
-    return meta
+    return saved_meta
 
 
 def has_finite_weights(model: Any) -> bool:
-    """Whether the weights of this rank are finite, by their sums: one look at each."""
-    weights = [
-        own_part(weight)
-        for weight in unwrap_model(model).parameters()
-        if weight.is_floating_point()
-    ]
-    return bool(
-        torch.stack([weight.sum(dtype=torch.float32) for weight in weights]).isfinite().all()
-    )
+    """Tell whether the weights of this rank are finite, by their sums: one look at each."""
+    weights = filter(torch.is_floating_point, unwrap_model(model).parameters())
+    sums = [own_part(weight).sum(dtype=torch.float32) for weight in weights]
+    return bool(torch.stack(sums).isfinite().all())
 
 
 def rng_state() -> dict[str, Any]:
     """Return the states of this rank's random generators: Python, NumPy, torch and its CUDA device."""
-    name, keys, *rest = numpy.random.get_state()
+    algorithm, key_words, *other_values = numpy.random.get_state()
     # A tensor in place of the array, so that it loads with weights_only.
-    state = {"numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest)}
-    state |= {"python": random.getstate(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    words = torch.from_numpy(key_words.astype(numpy.int64))
+    states = {"numpy": (algorithm, words, *other_values)}
+    states |= {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Restore what ``rng_state`` returned on this rank."""
     random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
+    algorithm, key_words, *other_values = state["numpy"]
+    numpy.random.set_state((algorithm, key_words.numpy().astype(numpy.uint32), *other_values))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
@@ -375,47 +379,50 @@ def _shape(engine: Any) -> dict[str, Any]:
 
 
 def _check_shape(
-    engine: Any, path: Path, meta: Mapping[str, Any], load_optimizer_states: bool, reshape: bool
+    engine: Any,
+    folder: Path,
+    saved_meta: Mapping[str, Any],
+    load_optimizer_states: bool,
+    reshape: bool,
 ) -> None:
     """Raise CheckpointError unless a checkpoint can be loaded into an engine of this run."""
-    shape = _shape(engine)
-    changed = {key for key in shape if meta[key] != shape[key]}
-    fixed = changed - {"world_size", "zero_stage"} if reshape else changed
-    if fixed:
-        also = "" if reshape or changed & {"bf16", "fp16", "optimizer"} else "set --reshape_ckpt, "
-        keys = [key for key in shape if key in fixed]
+    engine_shape = _shape(engine)
+    changed_keys = {key for key in engine_shape if saved_meta[key] != engine_shape[key]}
+    reshapable = {"world_size", "zero_stage"}
+    fixed_keys = changed_keys - (reshapable if reshape else set())
+    if fixed_keys:
+        reshape_note = ""
+        if not reshape and changed_keys <= reshapable:
+            reshape_note = "set --reshape_ckpt, "
+        listed_keys = [key for key in engine_shape if key in fixed_keys]
         raise CheckpointError(
-            f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in keys)}, this run has "
-            f"{', '.join(f'{key}={shape[key]}' for key in keys)}: {also}resume with the same number of "
-            "processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
+            f"{folder} was saved with {', '.join(f'{key}={saved_meta[key]}' for key in listed_keys)}, this run has "
+            f"{', '.join(f'{key}={engine_shape[key]}' for key in listed_keys)}: {reshape_note}resume with the same "
+            "number of processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
         )
     if load_optimizer_states:
         return
-    if changed:
+    if changed_keys:
         raise CheckpointError(
-            f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only"
+            f"{folder} has other ranks or another ZeRO stage: its weights load with the optimizer only"
         )
-    if shape["zero_stage"] == 3 and latest_tag(path.parent) != path.name:
+    if engine_shape["zero_stage"] == 3 and latest_tag(folder.parent) != folder.name:
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(
-            f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it"
+            f"at ZeRO-3 weights alone load from the latest tag only, and {folder.name!r} is not it"
         )
 
 
 @torch.no_grad()
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
-    saved = tensor_file.read(frozen_file(directory, rank))
+    saved_tensors = tensor_file.read(frozen_file(directory, rank))
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
-    local = _local_tensors(engine)
-    if saved.keys() != local.keys():
-        odd = sorted(saved.keys() ^ local.keys())
-        raise CheckpointError(
-            f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
-        )
-    for name, tensor in local.items():
-        tensor.copy_(saved[name])
-        forget_secondary_shard(tensors[name])
+    local_tensors = _local_tensors(engine)
+    refuse_other_names(directory, saved_tensors.keys() ^ local_tensors.keys())
+    for tensor_name, tensor in local_tensors.items():
+        tensor.copy_(saved_tensors[tensor_name])
+        forget_secondary_shard(tensors[tensor_name])
 
 
 def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
@@ -432,9 +439,10 @@ def _make_room(save_dir: Path, staging: Path) -> None:
     with files.explained(save_dir):
         save_dir.mkdir(parents=True, exist_ok=True)
         for leftover in list(save_dir.glob(f"*{INCOMPLETE}")):
-            whole = save_dir / leftover.name.removesuffix(OLD)
-            if leftover.name.endswith(OLD) and not whole.exists():
-                files.rename(leftover, whole)  # the one that was to take its place did not come
+            original_folder = save_dir / leftover.name.removesuffix(OLD)
+            if leftover.name.endswith(OLD) and not original_folder.exists():
+                # the one that was to take its place did not come
+                files.rename(leftover, original_folder)
                 continue
             logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
             files.remove(leftover)
@@ -443,22 +451,22 @@ def _make_room(save_dir: Path, staging: Path) -> None:
 
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, which is whole or gone whenever the process stops: the next save removes the rest."""
-    aside = folder.with_name(f"{folder.name}{INCOMPLETE}")
-    files_in_use().rename(folder, aside)
-    files_in_use().remove(aside)
+    renamed_folder = folder.with_name(f"{folder.name}{INCOMPLETE}")
+    files_in_use().rename(folder, renamed_folder)
+    files_in_use().remove(renamed_folder)
 
 
-def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
+def _rotate(save_dir: Path, kept_tags: set[str], max_num: int, max_mem: float) -> list[str]:
     """Remove checkpoints, oldest first, until the others are within the limits; return their tags."""
-    gone = []
-    sizes = {tag: _size_of(save_dir / tag) for tag in list_tags(save_dir)}
-    for tag in [tag for tag in sizes if tag not in keep]:
-        if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
+    removed_tags = []
+    tag_sizes = {tag: _size_of(save_dir / tag) for tag in list_tags(save_dir)}
+    for tag in [tag for tag in tag_sizes if tag not in kept_tags]:
+        if len(tag_sizes) <= max_num and sum(tag_sizes.values()) <= max_mem * 1e9:
             break
         remove_checkpoint(save_dir / tag)
-        del sizes[tag]
-        gone.append(tag)
-    return gone
+        del tag_sizes[tag]
+        removed_tags.append(tag)
+    return removed_tags
 
 
 def _size_of(folder: Path) -> int:
@@ -510,26 +518,26 @@ def load_full_state_dict(
     engine = find_engine(model)
     tensors = module.state_dict(keep_vars=True)
     # Of tied names, the first counts.
-    given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}
-    missing = [name for name, tensor in tensors.items() if tensor not in given]
-    unexpected = sorted(state_dict.keys() - tensors.keys())
-    if strict and (missing or unexpected):
+    given_names = {tensors[name]: name for name in reversed(tensors) if name in state_dict}
+    missing_names = [name for name, tensor in tensors.items() if tensor not in given_names]
+    unexpected_names = sorted(state_dict.keys() - tensors.keys())
+    if strict and (missing_names or unexpected_names):
         raise ValueError(
-            f"{source} does not fit {type(module).__name__}: {len(missing)} weights missing {missing[:3]}, "
-            f"{len(unexpected)} unexpected {unexpected[:3]}"
+            f"{source} does not fit {type(module).__name__}: {len(missing_names)} weights missing {missing_names[:3]}, "
+            f"{len(unexpected_names)} unexpected {unexpected_names[:3]}"
         )
-    for tensor, name in reversed(given.items()):
-        new = state_dict[name]
-        if full_shape(tensor) != new.shape:
+    for tensor, name in reversed(given_names.items()):
+        new_weight = state_dict[name]
+        if full_shape(tensor) != new_weight.shape:
             raise ValueError(
-                f"{source}: {name!r} is {tuple(new.shape)}, the model's {tuple(full_shape(tensor))}"
+                f"{source}: {name!r} is {tuple(new_weight.shape)}, the model's {tuple(full_shape(tensor))}"
             )
         if is_sharded(tensor):
             with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
-                tensor.data.copy_(new)
+                tensor.data.copy_(new_weight)
             forget_secondary_shard(tensor)
         else:
-            tensor.data.copy_(new)
+            tensor.data.copy_(new_weight)
     # Without this the next step would overwrite the loaded weights with the masters of the old ones.
     if engine is not None and hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()

@@ -99,24 +99,24 @@ def save_model(
     state_dict = full_state_dict(model, ranks.is_rank_0())
 
     def write() -> None:
-        use = files_in_use()
-        local = local_folder(output_dir)
-        needed = sum(tensor.nbytes for tensor in state_dict.values())
-        own = {
+        files_used = files_in_use()
+        folder = local_folder(output_dir)
+        needed_bytes = sum(tensor.nbytes for tensor in state_dict.values())
+        model_weights = {
             name.removeprefix(prefix): tensor
             for name, tensor in state_dict.items()
             if name.startswith(prefix)
         }
-        with use.explained(local, needed), _place_of(local) as staging:
-            with _with_pad_of_scores(hf_model, tokenizer) as words:
-                _write(hf_model, own, words, staging)
-                card = _card(hf_model, words, local.name)
-            for name, text in {"README.md": card, **files}.items():
-                (staging / name).write_text(text)
-            use.seal(staging, **facts)
-            written = [path.name for path in staging.iterdir()]
-        written.sort(key=lambda name: name == "config.json")
-        use.publish(output_dir, *written, instead_of=_WEIGHT_FILES)
+        with files_used.explained(folder, needed_bytes), _place_of(folder) as staging:
+            with _with_pad_of_scores(hf_model, tokenizer) as saved_tokenizer:
+                _write(hf_model, model_weights, saved_tokenizer, staging)
+                model_card = _card(hf_model, saved_tokenizer, folder.name)
+            for name, content in {"README.md": model_card, **files}.items():
+                (staging / name).write_text(content)
+            files_used.seal(staging, **facts)
+            written_names = [path.name for path in staging.iterdir()]
+        written_names.sort(key=lambda name: name == "config.json")
+        files_used.publish(output_dir, *written_names, instead_of=_WEIGHT_FILES)
 
     ranks.on_rank_0(write, f"save {output_dir}")
 
@@ -126,12 +126,12 @@ def _write(
 ) -> None:
     """Write weights, config and tokenizer; under adapters the merged weights, and the adapters beside them."""
     adapters = find_adapters(hf_model)
-    whole = state_dict if adapters is None else adapters.merged(state_dict)
-    if (around := find_whole(hf_model)) is not None:
-        around.write(hf_model, whole, folder)
+    model_weights = state_dict if adapters is None else adapters.merged(state_dict)
+    if (whole_checkpoint := find_whole(hf_model)) is not None:
+        whole_checkpoint.write(hf_model, model_weights, folder)
     else:
         with _savable(hf_model), _dropout_of_checkpoint(hf_model):
-            hf_model.save_pretrained(str(folder), state_dict=whole)
+            hf_model.save_pretrained(str(folder), state_dict=model_weights)
     if adapters is not None:
         adapters.write(state_dict, folder / ADAPTER)
     if tokenizer is not None:
@@ -143,44 +143,58 @@ def _place_of(output_dir: Path) -> Iterator[Path]:
     """Yield an empty folder, whose files come to ``output_dir`` at the end."""
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
-    inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
+    keeps_other_files = (
+        output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
+    )
     # A folder with other things in it (checkpoints, say) is filled file by file; any other appears complete.
-    staging = output_dir / SAVING if inside else output_dir.with_name(f".{output_dir.name}{SAVING}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    staging_folder = output_dir.with_name(f".{output_dir.name}{SAVING}")
+    if keeps_other_files:
+        staging_folder = output_dir / SAVING
+    shutil.rmtree(staging_folder, ignore_errors=True)
+    staging_folder.mkdir(parents=True)
     try:
-        yield staging
-        if inside:
-            _move_files(staging, output_dir)
+        yield staging_folder
+        if keeps_other_files:
+            _move_files(staging_folder, output_dir)
         else:
-            _take_place(staging, output_dir)
+            _take_place(staging_folder, output_dir)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)
 
 
 def _class_of(hf_model: Any) -> dict[str, str]:
     """Return the names of what is saved, and of what reads it."""
-    if (around := find_whole(hf_model)) is not None:
-        return {"architecture": around.architecture, "auto_class": around.auto_class}
-    task = "CausalLM" if hf_model.can_generate() else "SequenceClassification"
-    return {"architecture": type(hf_model).__name__, "auto_class": f"AutoModelFor{task}"}
+    if (whole_checkpoint := find_whole(hf_model)) is not None:
+        return {
+            "architecture": whole_checkpoint.architecture,
+            "auto_class": whole_checkpoint.auto_class,
+        }
+    model_task = "CausalLM" if hf_model.can_generate() else "SequenceClassification"
+    return {"architecture": type(hf_model).__name__, "auto_class": f"AutoModelFor{model_task}"}
 
 
 def _card(hf_model: Any, tokenizer: Any | None, name: str) -> str:
     """Return the README: how transformers reads the model, and where the score of a reward model or a critic is."""
-    names = {"name": name, **_class_of(hf_model)}
+    format_names = {"name": name, **_class_of(hf_model)}
     if hf_model.can_generate() or tokenizer is None or find_whole(hf_model) is not None:
-        return _MODEL_CARD.format(**names, code=_LOAD.format(**names), note="")
-    rows = getattr(hf_model.config, "reward_rows", None) or {}
-    prompt = rows.get("system_prompt")
-    system = "" if prompt is None else f'{{"role": "system", "content": {json.dumps(prompt)}}}, '
-    kwargs = rows.get("chat_template_kwargs")
-    options = "" if kwargs is None else f", **{json.loads(kwargs)!r}"
-    text = _CHAT.format(system=system, options=options) if rows.get("is_chat") else _TEXT
-    text += _END.format(end=rows["end_id"]) if rows else ""
-    pad = tokenizer.pad_token
-    note = _UNPADDED if pad is None else _PADDED.format(pad=pad)
-    return _MODEL_CARD.format(**names, code=_SCORE.format(**names, text=text), note=note)
+        return _MODEL_CARD.format(**format_names, code=_LOAD.format(**format_names), note="")
+    row_form = getattr(hf_model.config, "reward_rows", None) or {}
+    system_prompt = row_form.get("system_prompt")
+    system = options = ""
+    if system_prompt is not None:
+        system = f'{{"role": "system", "content": {json.dumps(system_prompt)}}}, '
+    template_options = row_form.get("chat_template_kwargs")
+    if template_options is not None:
+        options = f", **{json.loads(template_options)!r}"
+    text_code = _TEXT
+    if row_form.get("is_chat"):
+        text_code = _CHAT.format(system=system, options=options)
+    if row_form:
+        text_code += _END.format(end=row_form["end_id"])
+    pad_token = tokenizer.pad_token
+    pad_note = _UNPADDED if pad_token is None else _PADDED.format(pad=pad_token)
+    code = _SCORE.format(**format_names, text=text_code)
+    return _MODEL_CARD.format(**format_names, code=code, note=pad_note)
 
 
 @contextlib.contextmanager
@@ -194,42 +208,43 @@ def _with_pad_of_scores(hf_model: Any, tokenizer: Any | None) -> Iterator[Any | 
         yield tokenizer
         return
     config = hf_model.config.get_text_config()
-    words = copy.deepcopy(tokenizer)
-    before = config.pad_token_id
-    ends = {tokenizer.eos_token_id, (getattr(config, "reward_rows", None) or {}).get("end_id")}
-    eos = config.eos_token_id
-    ends |= set(eos) if isinstance(eos, list | tuple) else {eos}
-    if words.pad_token_id in ends | {None}:
-        words.pad_token = _pad_for(tokenizer, ends)
-    config.pad_token_id = words.pad_token_id
+    saved_tokenizer = copy.deepcopy(tokenizer)
+    previous_pad = config.pad_token_id
+    end_ids = {tokenizer.eos_token_id, (getattr(config, "reward_rows", None) or {}).get("end_id")}
+    eos_ids = config.eos_token_id
+    end_ids |= set(eos_ids) if isinstance(eos_ids, list | tuple) else {eos_ids}
+    if saved_tokenizer.pad_token_id in end_ids | {None}:
+        saved_tokenizer.pad_token = _pad_for(tokenizer, end_ids)
+    config.pad_token_id = saved_tokenizer.pad_token_id
     try:
-        yield words
+        yield saved_tokenizer
     finally:
-        config.pad_token_id = before
+        config.pad_token_id = previous_pad
 
 
-def _pad_for(tokenizer: Any, ends: set[int | None]) -> str | None:
+def _pad_for(tokenizer: Any, end_ids: set[int | None]) -> str | None:
     """Return a token that no text ends with: one made for padding, one that nothing becomes, or the first."""
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    candidates = [token for token in special if "pad" in token.lower()]
-    unknown = tokenizer.unk_token_id
-    if (
-        unknown is not None and unknown not in tokenizer("\ue000")["input_ids"]
-    ):  # bytes stand for it
+    special_tokens = [
+        str(token) for token in tokenizer.added_tokens_decoder.values() if token.special
+    ]
+    candidates = [token for token in special_tokens if "pad" in token.lower()]
+    unknown_id = tokenizer.unk_token_id
+    # None: bytes stand for what has no token
+    if unknown_id is not None and unknown_id not in tokenizer("\ue000")["input_ids"]:
         candidates.append(tokenizer.unk_token)
-    candidates += [token for token in (tokenizer.bos_token,) if token is not None]
-    return next(
-        (token for token in candidates if tokenizer.convert_tokens_to_ids(token) not in ends), None
-    )
+    if tokenizer.bos_token is not None:
+        candidates.append(tokenizer.bos_token)
+    for token in candidates:
+        if tokenizer.convert_tokens_to_ids(token) not in end_ids:
+            return token
+    return None
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether all that is in a folder is one export."""
+    """Tell whether all that is in a folder is one export."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return not folder.is_symlink() and files == {
-        MANIFEST,
-        *files_in_use().manifest(folder)["files"],
-    }
+    exported = {MANIFEST, *files_in_use().manifest(folder)["files"]}
+    return not folder.is_symlink() and files == exported
 
 
 def _take_place(staging: Path, output_dir: Path) -> None:
@@ -249,25 +264,25 @@ def _savable(hf_model: Any) -> Iterator[None]:
     """
     from transformers.utils import logging as hf_logging
 
-    shown = hf_logging.is_progress_bar_enabled()
-    original = getattr(hf_model, "generation_config", None)
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    original_config = getattr(hf_model, "generation_config", None)
     hf_logging.disable_progress_bar()
     try:
-        if original is not None:
-            original.validate(strict=True)
+        if original_config is not None:
+            original_config.validate(strict=True)
     except ValueError as error:
         logger.warning(
             "saving the generation config with do_sample=True, since it has sampling settings: %s",
             error,
         )
-        hf_model.generation_config = copy.deepcopy(original)
+        hf_model.generation_config = copy.deepcopy(original_config)
         hf_model.generation_config.do_sample = True
     try:
         yield
     finally:
-        if original is not None:
-            hf_model.generation_config = original
-        if shown:
+        if original_config is not None:
+            hf_model.generation_config = original_config
+        if shows_progress:
             hf_logging.enable_progress_bar()
 
 
@@ -275,35 +290,35 @@ def _savable(hf_model: Any) -> Iterator[None]:
 def _dropout_of_checkpoint(hf_model: Any) -> Iterator[None]:
     """Give the config the dropout of the checkpoint again inside, where loading has set it to 0 for training here."""
     config = hf_model.config
-    changed = []
-    own = getattr(hf_model, "own_dropout", ())  # lightppo.models.loading
-    for part, rates in zip((config, config.get_text_config()), own):
-        for name, rate in rates.items():
-            if getattr(part, name, None) == 0.0:
-                changed.append((part, name))
-                setattr(part, name, rate)
+    changed_rates = []
+    checkpoint_rates = getattr(hf_model, "own_dropout", ())  # lightppo.models.loading
+    for config_part, rates in zip((config, config.get_text_config()), checkpoint_rates):
+        for rate_name, rate in rates.items():
+            if getattr(config_part, rate_name, None) == 0.0:
+                changed_rates.append((config_part, rate_name))
+                setattr(config_part, rate_name, rate)
     try:
         yield
     finally:
-        for part, name in changed:
-            setattr(part, name, 0.0)
+        for config_part, rate_name in changed_rates:
+            setattr(config_part, rate_name, 0.0)
 
 
 def _move_files(staging: Path, output_dir: Path) -> None:
     """Move the manifest away first and in last: between, the folder is no whole export."""
     files = files_in_use()
-    new = sorted(staging.iterdir(), key=lambda path: path.name == MANIFEST)
-    new_names = {path.name for path in new}
+    new_files = sorted(staging.iterdir(), key=lambda new_file: new_file.name == MANIFEST)
+    new_names = {new_file.name for new_file in new_files}
     if (output_dir / MANIFEST).exists():
         files.remove(output_dir / MANIFEST)
-    for path in new:
-        target = output_dir / path.name
-        if target.is_dir():
-            files.remove(target)
-        if path.name == MANIFEST:
+    for new_file in new_files:
+        target_path = output_dir / new_file.name
+        if target_path.is_dir():
+            files.remove(target_path)
+        if new_file.name == MANIFEST:
             # shards of an earlier, larger save would be loaded as part of this model
             for pattern in _WEIGHT_FILES:
-                for old in output_dir.glob(pattern):
-                    if old.name not in new_names:
-                        files.remove(old)
-        files.rename(path, target)
+                for old_file in output_dir.glob(pattern):
+                    if old_file.name not in new_names:
+                        files.remove(old_file)
+        files.rename(new_file, target_path)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def beside(checkpoint: Path, name: str = "actor") -> Path:
 
 
 def has_checkpoints(root: Path) -> bool:
-    """Whether anything is saved below a folder, whole or not."""
+    """Tell whether anything is saved below a folder, whole or not."""
     return any((root / "_actor").glob("*/"))
 
 
@@ -99,24 +99,27 @@ def best_folder(root: str | os.PathLike[str]) -> str | Path:
     return join(root, "best_hf")
 
 
-def frozen_file(path: Path, rank: int) -> Path:
+def frozen_file(checkpoint: Path, rank: int) -> Path:
     """Return the file with the weights of a model without optimizer; under ZeRO-3 each rank has one."""
-    return path / f"frozen_rank{rank}.pt"
+    return checkpoint / f"frozen_rank{rank}.pt"
 
 
-def model_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
+def model_files(checkpoint: Path, saved_meta: Mapping[str, Any]) -> list[Path]:
     """Return DeepSpeed's files with what it saves beside the optimizer."""
-    if meta["zero_stage"] < 3:
-        return [path / "mp_rank_00_model_states.pt"]
-    ranks = range(meta["world_size"])
-    return [path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
+    if saved_meta["zero_stage"] < 3:
+        return [checkpoint / "mp_rank_00_model_states.pt"]
+    ranks = range(saved_meta["world_size"])
+    return [checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in ranks]
 
 
-def optimizer_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
+def optimizer_files(checkpoint: Path, saved_meta: Mapping[str, Any]) -> list[Path]:
     """Return DeepSpeed's files with the optimizer, by rank. At stage 0 there are none."""
-    prefix = "bf16_" if meta["bf16"] else ""
-    ranks = range(meta["world_size"])
-    return [path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
+    file_prefix = "bf16_" if saved_meta["bf16"] else ""
+    ranks = range(saved_meta["world_size"])
+    return [
+        checkpoint / f"{file_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        for rank in ranks
+    ]
 
 
 # -- which are there -------------------------------------------------------------------------------------------------
@@ -124,27 +127,29 @@ def optimizer_files(path: Path, meta: Mapping[str, Any]) -> list[Path]:
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
     """Return the tags of the complete checkpoints in a directory, oldest first."""
-    whole = [
+    checkpoint_folders = [
         path
         for path in Path(save_dir).iterdir()
         if is_checkpoint(path) and path.suffix not in (INCOMPLETE, DAMAGED)
     ]
     return [
         path.name
-        for path in sorted(whole, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))
+        for path in sorted(
+            checkpoint_folders, key=lambda path: ((path / META).stat().st_mtime_ns, path.name)
+        )
     ]
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one part's checkpoint."""
+    """Tell whether a folder is one part's checkpoint."""
     return (folder / META).is_file()
 
 
 def saved_tags(root: Path, name: str) -> list[str]:
     """Return the tags of one part's whole checkpoints of a run, oldest first."""
-    part = root / f"_{name}"
-    if part.is_dir():
-        return [tag for tag in list_tags(part) if _TAG.fullmatch(tag)]
+    part_path = root / f"_{name}"
+    if part_path.is_dir():
+        return [tag for tag in list_tags(part_path) if _TAG.fullmatch(tag)]
     return []
 
 
@@ -156,9 +161,9 @@ def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
     if (tag := read_mark(load_dir)) is None:
         return None
     if not is_checkpoint(load_dir / tag):
-        others = ", ".join(list_tags(load_dir)) or "none"
+        whole_tags = ", ".join(list_tags(load_dir)) or "none"
         raise CheckpointError(
-            f"{load_dir / LATEST} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}"
+            f"{load_dir / LATEST} names {tag!r}, which is not a whole checkpoint; whole ones here: {whole_tags}"
         )
     return tag
 
@@ -206,8 +211,8 @@ def resume_root(resume: str, ckpt_path: str) -> str | Path | None:
         if is_url(ckpt_path):
             return ckpt_path
         return local_folder(ckpt_path)
-    parts = local_folder(resume) / "_actor"
-    if not parts.is_dir() or not list_tags(parts):
+    actor_folder = local_folder(resume) / "_actor"
+    if not actor_folder.is_dir() or not list_tags(actor_folder):
         raise CheckpointError(no_checkpoints(resume, "a whole one"))
     return resume if is_url(resume) else local_folder(resume)
 
@@ -218,6 +223,14 @@ def no_checkpoints(resume: str, lacking: str) -> str:
         f"--resume {resume}: not a folder of checkpoints (it has no _actor with {lacking} inside); "
         "name the --ckpt_path of the run to go on with, or leave --resume at auto"
     )
+
+
+# -- of all ranks ----------------------------------------------------------------------------------------------------
+
+
+def of_all_ranks(ranks: Ranks, texts: Iterable[str]) -> list[str]:
+    """Return the different texts of all ranks, sorted. Collective."""
+    return sorted(set().union(*ranks.all_gather_object(texts)))
 
 
 # -- at URLs ---------------------------------------------------------------------------------------------------------
@@ -233,5 +246,5 @@ def download(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> N
     """Bring a checkpoint at a URL to this node. Collective."""
     if is_url(source):
         marks = (LATEST, f"{tag}/")
-        fetch = partial(files_in_use().fetch, source, lambda name: name.startswith(marks))
-        ranks.on_rank_0(fetch, f"read {source}")
+        fetch_files = partial(files_in_use().fetch, source, lambda name: name.startswith(marks))
+        ranks.on_rank_0(fetch_files, f"read {source}")

@@ -7,8 +7,9 @@ to the others or back. The layouts of ``pieces_of``, and ``_MASTERS`` and ``_BAS
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,28 +63,21 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
     pieces: dict[str, list[Piece]] = {}
     for group, shapes in enumerate(groups):
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        begin = 0
-        length = 2 * math.ceil(sum(sizes.values()) / (2 * ranks))
+        part = 2 * math.ceil(sum(sizes.values()) / (2 * ranks))  # elements of a rank
+        offset = 0  # of the next parameter: at stage 3 in each rank's tensor, else in the group's
         for name, size in sizes.items():
             if stage == 3:
-                length = math.ceil(size / ranks)
-                spans = [
-                    (rank, rank * length, min((rank + 1) * length, size)) for rank in range(ranks)
-                ]
-                pieces[name] = [
-                    Piece(r, group, begin, low, high - low) for r, low, high in spans if low < high
-                ]
-                begin += length
-            else:
-                touched = range(begin // length, math.ceil((begin + size) / length))
-                spans = [
-                    (r, max(begin, r * length), min(begin + size, (r + 1) * length))
-                    for r in touched
-                ]
-                pieces[name] = [
-                    Piece(r, group, lo - r * length, lo - begin, hi - lo) for r, lo, hi in spans
-                ]
-                begin += size
+                part = math.ceil(size / ranks)
+            shift = 0 if stage == 3 else offset
+            pieces[name] = []
+            for rank in range(ranks):
+                begin = rank * part - shift
+                start = max(begin, 0)
+                count = min(begin + part, size) - start
+                if count > 0:
+                    place = start - begin + offset - shift
+                    pieces[name].append(Piece(rank, group, place, start, count))
+            offset += part if stage == 3 else size
     return pieces
 
 
@@ -94,277 +88,280 @@ class SavedOptimizer:
         names: of the trained parameters, in the optimizer's order: a checkpoint of stage 0 has no names.
     """
 
-    def __init__(self, path: Path, meta: Mapping[str, Any], names: Iterable[str]) -> None:
-        self.stage = meta["zero_stage"]
-        ranks = meta["world_size"]
-        self.models = [read_deepspeed(file) for file in model_files(path, meta)]
+    def __init__(self, folder: Path, saved_meta: Mapping[str, Any], names: Iterable[str]) -> None:
+        self.stage = saved_meta["zero_stage"]
+        ranks = saved_meta["world_size"]
+        self.models = [read_deepspeed(file) for file in model_files(folder, saved_meta)]
         self.common = self.models[0]  # what DeepSpeed saves beside the optimizer
         self.loss_scaler = None  # stage 0 and bf16 have none
         if self.stage == 0:
-            weights = {name: self.common["module"][name] for name in names}
-            groups = [{name: weight.shape} for name, weight in weights.items()]
+            module_weights = {name: self.common["module"][name] for name in names}
+            groups = [{name: weight.shape} for name, weight in module_weights.items()]
             ranks = 1
-            bases = [self.common["optimizer"]]
-            masters = [list(weights.values())]
+            base_states = [self.common["optimizer"]]
+            master_weights = [list(module_weights.values())]
         else:
-            files = optimizer_files(path, meta)
-            states = [read_deepspeed(file)["optimizer_state_dict"] for file in files]
+            optimizer_paths = optimizer_files(folder, saved_meta)
+            rank_states = [read_deepspeed(file)["optimizer_state_dict"] for file in optimizer_paths]
             groups = self.common["param_shapes"]
-            bases = [state[_BASE[self.stage]] for state in states]
-            self.loss_scaler = states[0].get("loss_scaler")
-            masters = [state[_MASTERS[self.stage]] for state in states]
-        self.param_groups, self.pieces = (
-            bases[0]["param_groups"],
-            pieces_of(self.stage, ranks, groups),
-        )
+            base_states = [state[_BASE[self.stage]] for state in rank_states]
+            self.loss_scaler = rank_states[0].get("loss_scaler")
+            master_weights = [state[_MASTERS[self.stage]] for state in rank_states]
+        self.param_groups = base_states[0]["param_groups"]
+        self.pieces = pieces_of(self.stage, ranks, groups)
         self.members = members(self.param_groups, groups)
-        keys = [key for group in self.param_groups for key in group["params"]]
-        self._masters = masters
+        state_keys = [key for group in self.param_groups for key in group["params"]]
+        self._masters = master_weights
         # One of each rank, by flat tensor.
-        self._states = [[base["state"].get(key, {}) for key in keys] for base in bases]
+        self._states = [[base["state"].get(key, {}) for key in state_keys] for base in base_states]
 
     def whole(self, name: str, key: str | None = None) -> Tensor:
         """Return a parameter's fp32 weights, or its part of the optimizer's state ``key``. (elements,)"""
         parts = []
         for rank, group, place, _, count in self.pieces[name]:
-            flat = self._masters[rank][group] if key is None else self._states[rank][group][key]
+            if key is None:
+                flat = self._masters[rank][group]
+            else:
+                flat = self._states[rank][group][key]
             parts.append(flat.detach().reshape(-1)[place : place + count])
         return torch.cat(parts)
 
     def state(self, name: str) -> dict[str, Any]:
         """Return the optimizer's state of a parameter: numbers such as the steps; None for what ``whole`` gives."""
         rank, group, *_ = self.pieces[name][0]
-        state = self._states[rank][group].items()
-        return {
-            key: None if isinstance(value, Tensor) and value.dim() else value
-            for key, value in state
-        }
+        state = dict(self._states[rank][group])
+        tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
+        return state | dict.fromkeys(tensors)
 
     def frozen(self, name: str) -> Tensor | None:
         """Return the weights of a parameter without optimizer, flat; None if they were not saved, as under adapters."""
         if self.stage < 3:
             weight = self.common["module"].get(name)
             return None if weight is None else weight.reshape(-1)
-        parts = [(model["frozen_param_fragments"] or {}).get(name) for model in self.models]
-        return None if parts[0] is None else torch.cat(parts)
+        rank_parts = [(model["frozen_param_fragments"] or {}).get(name) for model in self.models]
+        return None if rank_parts[0] is None else torch.cat(rank_parts)
 
 
 def members(
     param_groups: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]
 ) -> dict[str, tuple[int, torch.Size]]:
     """Return each parameter's group in the optimizer, and its shape."""
-    numbers = [number for number, group in enumerate(param_groups) for _ in group["params"]]
+    group_numbers = [number for number, group in enumerate(param_groups) for _ in group["params"]]
     return {
         name: (number, torch.Size(shape))
-        for number, shapes in zip(numbers, groups, strict=True)
+        for number, shapes in zip(group_numbers, groups, strict=True)
         for name, shape in shapes.items()
     }
 
 
 def load_reshaped(
-    engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
+    engine: Any, folder: Path, saved_meta: Mapping[str, Any], load_lr_scheduler_states: bool = True
 ) -> None:
-    """Load a checkpoint, whose ``meta`` says ranks and stage, into an engine with any others. Collective.
+    """Load a checkpoint, whose ``saved_meta`` says ranks and stage, into an engine with any others. Collective.
 
     Each rank reads the files of all saved ranks: the folder must be shared.
     """
     if has_optimizer(engine):
-        _load_trained(engine, path, meta, load_lr_scheduler_states)
+        _load_trained(engine, folder, saved_meta, load_lr_scheduler_states)
     else:
-        _load_frozen(engine, path, meta)
+        _load_frozen(engine, folder, saved_meta)
 
 
 @torch.no_grad()
 def _load_trained(
-    engine: Any, path: Path, meta: Mapping[str, Any], load_lr_scheduler_states: bool
+    engine: Any, folder: Path, saved_meta: Mapping[str, Any], load_lr_scheduler_states: bool
 ) -> None:
     optimizer = engine.optimizer
     stage = zero_stage_of(engine)
     if stage == 3:
         optimizer.checkpoint_event_prologue()
-    live = optimizer.state_dict()
-    base = live[_BASE[stage]] if stage else live
+    live_state = optimizer.state_dict()
+    base_state = live_state[_BASE[stage]] if stage else live_state
     if stage:
         groups = engine._get_zero_param_shapes()
     else:
         groups = [
-            {engine.param_names[p]: p.shape}
+            {engine.param_names[parameter]: parameter.shape}
             for group in optimizer.param_groups
-            for p in group["params"]
+            for parameter in group["params"]
         ]
-    saved = SavedOptimizer(path, meta, [name for shapes in groups for name in shapes])
-    here = members(base["param_groups"], groups)
-    if odd := sorted(
-        name for name in here | saved.members if here.get(name) != saved.members.get(name)
-    ):
+    saved_optimizer = SavedOptimizer(
+        folder, saved_meta, [name for shapes in groups for name in shapes]
+    )
+    live_members = members(base_state["param_groups"], groups)
+    members_of_both = live_members.items() ^ saved_optimizer.members.items()
+    if different_names := sorted({name for name, _ in members_of_both}):
         raise CheckpointError(
-            f"{path} holds other trained weights: {len(odd)} differ, first {odd[0]!r}"
+            f"{folder} holds other trained weights: {len(different_names)} differ, first {different_names[0]!r}"
         )
-
-    states = _fill(engine, saved, groups)
-    keys = [key for group in base["param_groups"] for key in group["params"]]
-    loaded = {
-        "state": {key: state for key, state in zip(keys, states, strict=True) if state},
-        "param_groups": [
-            old | {"params": new["params"]}
-            for old, new in zip(saved.param_groups, base["param_groups"])
-        ],
+    flat_states = _fill(engine, saved_optimizer, groups)
+    state_keys = [key for group in base_state["param_groups"] for key in group["params"]]
+    both_groups = zip(saved_optimizer.param_groups, base_state["param_groups"])
+    loaded_state = {
+        "state": {key: state for key, state in zip(state_keys, flat_states, strict=True) if state},
+        "param_groups": [saved | {"params": live["params"]} for saved, live in both_groups],
     }
-    # the masters are in place; this brings the optimizer's state, and what DeepSpeed derives from
-    # both
+    # the masters are in place; this brings the optimizer's state, and what DeepSpeed derives from both
     if stage:
-        live[_BASE[stage]] = loaded
-        live["loss_scaler"] = saved.loss_scaler or live.get("loss_scaler")
-        optimizer.load_state_dict([live] * dist.get_world_size(), load_from_fp32_weights=True)
+        live_state[_BASE[stage]] = loaded_state
+        live_state["loss_scaler"] = saved_optimizer.loss_scaler or live_state.get("loss_scaler")
+        optimizer.load_state_dict([live_state] * dist.get_world_size(), load_from_fp32_weights=True)
     else:
-        optimizer.load_state_dict(loaded)
+        optimizer.load_state_dict(loaded_state)
 
-    common = saved.common
+    common_state = saved_optimizer.common
     for name, param in engine.module.named_parameters():
-        if name not in here and (weights := saved.frozen(name)) is not None:
+        if name not in live_members and (weights := saved_optimizer.frozen(name)) is not None:
             _put(param, weights)
     buffers = dict(engine.module.named_buffers())
-    for name in common["buffer_names"]:
-        buffers[name].copy_(common["module"][name])
+    for name in common_state["buffer_names"]:
+        buffers[name].copy_(common_state["module"][name])
     if load_lr_scheduler_states and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+        engine.lr_scheduler.load_state_dict(common_state["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, name, common[name])
+        setattr(engine, name, common_state[name])
     if stage == 3:
         optimizer.checkpoint_event_epilogue()
 
 
-def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[dict[str, Any]]:
+def _fill(
+    engine: Any, saved_optimizer: SavedOptimizer, groups: Sequence[Shapes]
+) -> list[dict[str, Any]]:
     """Write this rank's parts of the fp32 weights into the engine; return the state of each flat tensor."""
     optimizer = engine.optimizer
     stage = zero_stage_of(engine)
     if stage == 3:
-        masters = optimizer.fp32_partitioned_groups_flat
+        master_weights = optimizer.fp32_partitioned_groups_flat
     else:
-        masters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = []
-    for shapes, master in zip(groups, masters, strict=True):
-        state, *others = [saved.state(name) for name in shapes]
+        groups_of_optimizer = optimizer.param_groups
+        master_weights = [master for group in groups_of_optimizer for master in group["params"]]
+    flat_states = []
+    for shapes, master in zip(groups, master_weights, strict=True):
+        state, *others = [saved_optimizer.state(name) for name in shapes]
         if any(other != state for other in others):
             raise CheckpointError(
                 "the parameters of one optimizer group have not taken the same number of steps, which only "
                 "--zero_stage 0 can hold: resume with it"
             )
-        copies = {
-            key: torch.zeros_like(master) if value is None else value
-            for key, value in state.items()
-        }
-        states.append(
+        flat_states.append(
             {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in copies.items()
+                key: torch.zeros_like(master) if value is None else copy.deepcopy(value)
+                for key, value in state.items()
             }
         )
-    params = {name: param for param, name in engine.param_names.items()}
+    parameters = {name: parameter for parameter, name in engine.param_names.items()}
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if stage else (1, 0)
     for name, pieces in pieces_of(stage, ranks, groups).items():
-        own = [piece for piece in pieces if piece.rank == rank]
-        weights = saved.whole(name)
-        moments = [key for key, value in saved.state(name).items() if value is None]
-        for key in [None, *moments] if own else []:
-            whole = weights if key is None else saved.whole(name, key)
-            for _, group, place, start, count in own:
-                flat = masters[group].data if key is None else states[group][key]
-                flat.view(-1)[place : place + count].copy_(whole[start : start + count])
-        if not is_sharded(params[name]):  # DeepSpeed derives sharded weights from the masters
-            _put(params[name], weights)
-    return states
+        weights = saved_optimizer.whole(name)
+        if own_pieces := [piece for piece in pieces if piece.rank == rank]:
+            group = own_pieces[0].group
+            _copy_pieces(own_pieces, weights, master_weights[group].data)
+            for key, value in saved_optimizer.state(name).items():
+                if value is None:
+                    moment = saved_optimizer.whole(name, key)
+                    _copy_pieces(own_pieces, moment, flat_states[group][key])
+        if not is_sharded(parameters[name]):  # DeepSpeed derives sharded weights from the masters
+            _put(parameters[name], weights)
+    return flat_states
+
+
+def _copy_pieces(pieces: Iterable[Piece], whole: Tensor, flat: Tensor) -> None:
+    for _, _, place, start, count in pieces:
+        flat.view(-1)[place : place + count].copy_(whole[start : start + count])
 
 
 @torch.no_grad()
-def _load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
+def _load_frozen(engine: Any, folder: Path, saved_meta: Mapping[str, Any]) -> None:
     """Load as ``_load_trained`` does, for a model without optimizer."""
     tensors = unwrap_model(engine).state_dict(keep_vars=True)
-    for name, weights in _frozen_weights(path, meta, tensors):
+    for name, weights in _frozen_weights(folder, saved_meta, tensors):
         _put(tensors[name], weights)
 
 
 def _frozen_weights(
-    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path, saved_meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, elements, perhaps with padding behind them) of a model saved without optimizer."""
-    sharded = meta["zero_stage"] == 3
-    ranks = range(meta["world_size"] if sharded else 1)
-    files = [read_deepspeed(frozen_file(path, rank)) for rank in ranks]
-    if odd := sorted(files[0].keys() ^ tensors.keys()):
-        raise CheckpointError(
-            f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
-        )
+    is_sharded_save = saved_meta["zero_stage"] == 3
+    ranks = range(saved_meta["world_size"] if is_sharded_save else 1)
+    rank_files = [read_deepspeed(frozen_file(folder, rank)) for rank in ranks]
+    refuse_other_names(folder, rank_files[0].keys() ^ tensors.keys())
     for name, tensor in tensors.items():
-        parts = [file[name].reshape(-1) for file in files]
-        yield name, torch.cat(parts) if sharded and isinstance(tensor, nn.Parameter) else parts[0]
+        parts = [file[name].reshape(-1) for file in rank_files]
+        is_whole = not is_sharded_save or not isinstance(tensor, nn.Parameter)
+        yield name, parts[0] if is_whole else torch.cat(parts)
 
 
-def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
+def refuse_other_names(folder: Path, different_names: Collection[str]) -> None:
+    """Raise CheckpointError if names of weights differ between a checkpoint and the model."""
+    if different_names:
+        raise CheckpointError(
+            f"{folder} holds another model: {len(different_names)} weights differ, first {min(different_names)!r}"
+        )
+
+
+def saved_names(folder: Path, saved_meta: Mapping[str, Any]) -> set[str]:
     """Return names of the weights that a checkpoint holds; of tied ones at least one."""
-    if not meta["optimizer"]:
-        return set(read_deepspeed(frozen_file(path, 0)))
-    saved = read_deepspeed(model_files(path, meta)[0])
-    if meta["zero_stage"] < 3:
-        return set(saved["module"])
-    return {name for of_group in saved["param_shapes"] for name in of_group}
+    if not saved_meta["optimizer"]:
+        return set(read_deepspeed(frozen_file(folder, 0)))
+    saved_state = read_deepspeed(model_files(folder, saved_meta)[0])
+    if saved_meta["zero_stage"] < 3:
+        return set(saved_state["module"])
+    return {name for group_shapes in saved_state["param_shapes"] for name in group_shapes}
 
 
 @torch.no_grad()
 def whole_weights(
-    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path, saved_meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return what a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
     forward. Under adapters these are the trained ones; of tied weights there is at least one."""
-    if not meta["optimizer"]:
-        weights_by_name = dict(_frozen_weights(path, meta, tensors))
-    elif meta["zero_stage"] < 3:
-        weights_by_name = read_deepspeed(model_files(path, meta)[0])["module"]
+    if not saved_meta["optimizer"]:
+        weights_by_name = dict(_frozen_weights(folder, saved_meta, tensors))
+    elif saved_meta["zero_stage"] < 3:
+        weights_by_name = read_deepspeed(model_files(folder, saved_meta)[0])["module"]
     else:
-        saved = SavedOptimizer(path, meta, ())
-        weights_by_name = {
-            name: saved.common["module"][name] for name in saved.common["buffer_names"]
-        }
-        weights_by_name |= {name: saved.whole(name) for name in saved.members}
-        frozen = {name: saved.frozen(name) for name in tensors.keys() - weights_by_name.keys()}
-        weights_by_name |= {
-            name: weights for name, weights in frozen.items() if weights is not None
-        }
-    fits = {
-        name: t.numel() <= weights_by_name[name].numel()
-        for name, t in tensors.items()
-        if name in weights_by_name
-    }
-    if odd := sorted(name for name in weights_by_name if not fits.get(name)):
-        raise CheckpointError(
-            f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}"
-        )
+        saved_optimizer = SavedOptimizer(folder, saved_meta, ())
+        module_state = saved_optimizer.common["module"]
+        buffer_names = saved_optimizer.common["buffer_names"]
+        weights_by_name = {name: module_state[name] for name in buffer_names}
+        weights_by_name |= {name: saved_optimizer.whole(name) for name in saved_optimizer.members}
+        for name in tensors.keys() - weights_by_name.keys():
+            if (weights := saved_optimizer.frozen(name)) is not None:
+                weights_by_name[name] = weights
+    different_names = [
+        name
+        for name, weights in weights_by_name.items()
+        if name not in tensors or tensors[name].numel() > weights.numel()
+    ]
+    refuse_other_names(folder, different_names)
     return {
-        name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype)
-        for name, w in weights_by_name.items()
+        name: weights.reshape(-1)[: tensors[name].numel()]
+        .view_as(tensors[name])
+        .to(tensors[name].dtype)
+        for name, weights in weights_by_name.items()
     }
 
 
-def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+def load_weights(model: Any, folder: Path, saved_meta: Mapping[str, Any]) -> None:
     """Load the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
 
     Its tensors are replaced by those of the files; under adapters its frozen weights stay.
     """
     module = unwrap_model(model)
-    check_model(Alone(), model, path, meta)
-    weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
+    check_model(Alone(), model, folder, saved_meta)
+    weights = whole_weights(folder, saved_meta, module.state_dict(keep_vars=True))
     module.load_state_dict(weights, strict=False, assign=True)
     find_hf_model(module)[0].tie_weights()
-    now = module.state_dict(keep_vars=True)
-    given = {now[name] for name in weights}
-    named = module.named_parameters(remove_duplicate=False)
-    frozen = {name for name, parameter in named if not parameter.requires_grad}
-    untouched = frozen if meta["adapters"] else set()
-    if missing := sorted(
-        name for name, tensor in now.items() if tensor not in given and name not in untouched
-    ):
+    current_tensors = module.state_dict(keep_vars=True)
+    loaded_tensors = {current_tensors[name] for name in weights}
+    named_parameters = module.named_parameters(remove_duplicate=False)
+    missing = {name for name, tensor in current_tensors.items() if tensor not in loaded_tensors}
+    if saved_meta["adapters"]:
+        missing -= {name for name, parameter in named_parameters if not parameter.requires_grad}
+    if missing_names := sorted(missing):
         raise CheckpointError(
-            f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)"
+            f"{folder} holds another model: it has no {missing_names[0]!r} ({len(missing_names)} are missing)"
         )
 
 

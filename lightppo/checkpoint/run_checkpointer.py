@@ -14,6 +14,7 @@ from lightppo.checkpoint.engine_state import remove_checkpoint, restore_rng_stat
 from lightppo.checkpoint.layout import (
     download_marks,
     mark_latest,
+    of_all_ranks,
     part_folder,
     parts_of,
     read_mark,
@@ -77,8 +78,8 @@ class RunCheckpointer:
 
     def _save_parts(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         tag = tag_of(step)
-        generators = self.strategy.gather_object(rng_state())
-        state = {**client_state, "rng": generators, "run": self.run}
+        generator_states = self.strategy.gather_object(rng_state())
+        state = {**client_state, "rng": generator_states, "run": self.run}
 
         def prepare() -> list[str]:
             previous = self.with_all_parts(local_folder(root))[:1]
@@ -109,17 +110,14 @@ class RunCheckpointer:
 
     def require_finite(self, step: int) -> None:
         """Raise TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
-        bad = [
+        bad_parts = [
             name
             for name, model in self.models.items()
             if not self.strategy.has_finite_weights(model)
         ]
-        of_all_ranks = sorted(
-            {name for of_rank in self.strategy.all_gather_object(bad) for name in of_rank}
-        )
-        if of_all_ranks:
+        if bad_parts := of_all_ranks(self.strategy, bad_parts):
             raise TrainingError(
-                f"after step {step} weights of the {' and '.join(of_all_ranks)} are not finite: nothing is saved, "
+                f"after step {step} weights of the {' and '.join(bad_parts)} are not finite: nothing is saved, "
                 "and the last checkpoint stays. Lower the learning rate, or train in fp32; the same command goes on "
                 "from there"
             )
@@ -131,17 +129,17 @@ class RunCheckpointer:
         """
 
         def find() -> list[str]:
-            local = local_folder(root)
-            tags = self.with_all_parts(local)
-            if not tags and saved_tags(local, "actor"):
-                missing = [
-                    f"_{name}" for name in sorted(self.models) if not saved_tags(local, name)
+            local_root = local_folder(root)
+            whole_tags = self.with_all_parts(local_root)
+            if not whole_tags and saved_tags(local_root, "actor"):
+                missing_parts = [
+                    f"_{name}" for name in sorted(self.models) if not saved_tags(local_root, name)
                 ]
                 raise CheckpointError(
-                    f"the checkpoints in {root} have no part {', '.join(missing) or 'in common'}: they belong to a run "
-                    "with other options; set --resume never, or another --save_path"
+                    f"the checkpoints in {root} have no part {', '.join(missing_parts) or 'in common'}: they belong to a "
+                    "run with other options; set --resume never, or another --save_path"
                 )
-            return tags if before is None else _before(before, tags)
+            return whole_tags if before is None else _before(before, whole_tags)
 
         return self.strategy.on_rank_0(find, f"look at the checkpoints in {root}")
 
@@ -150,13 +148,13 @@ class RunCheckpointer:
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
-        of_parts = [saved_tags(root, name) for name in self.models]
-        whole = [tag for tag in saved_tags(root, "actor") if all(tag in tags for tags in of_parts)]
-        if not whole:
+        tags_of_parts = [saved_tags(root, name) for name in self.models]
+        actor_tags = reversed(saved_tags(root, "actor"))
+        whole_tags = [tag for tag in actor_tags if all(tag in tags for tags in tags_of_parts)]
+        if not whole_tags:
             return []
-        whole.reverse()
-        marked = read_mark(root)
-        return sorted(whole, key=lambda tag: tag != marked)
+        marked_tag = read_mark(root)
+        return sorted(whole_tags, key=lambda tag: tag != marked_tag)
 
     def resume(
         self,
@@ -213,19 +211,19 @@ class RunCheckpointer:
             )
         state = states["actor"]
         strategy = self.strategy
-        run = state.pop("run", self.run)
+        saved_run = state.pop("run", self.run)
         if self.config.resume == "auto":  # from a path another run goes on
-            self.run = run
-        generators = state.pop("rng")
-        now = strategy.world_size
-        state["world_size"] = len(generators)
-        if len(generators) == now:
-            restore_rng_state(generators[strategy.get_rank()])
+            self.run = saved_run
+        generator_states = state.pop("rng")
+        rank_count = strategy.world_size
+        state["world_size"] = len(generator_states)
+        if len(generator_states) == rank_count:
+            restore_rng_state(generator_states[strategy.get_rank()])
         else:  # the states are of other ranks
-            key = (strategy.seed, state["trainer"]["global_step"], strategy.get_rank())
-            strategy.set_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF)
+            seed_key = (strategy.seed, state["trainer"]["global_step"], strategy.get_rank())
+            strategy.set_seed(hash(seed_key) & 0x7FFF_FFFF_FFFF_FFFF)
             strategy.print(
-                f"--reshape_ckpt: {len(generators)} ranks → {now}; random generators are seeded anew"
+                f"--reshape_ckpt: {len(generator_states)} ranks → {rank_count}; random generators are seeded anew"
             )
         return state
 
@@ -233,40 +231,40 @@ class RunCheckpointer:
 def _drop(root: str | Path, tag: str) -> None:
     """Remove an older run's checkpoint of this tag before its parts are written one by one, the actor's first: parts
     of two runs would look like one checkpoint."""
-    for part in parts_of(root):
-        if (part / tag).is_dir():
-            remove_checkpoint(part / tag)
-            files_in_use().publish(join(root, part.name), tag)
+    for part_path in parts_of(root):
+        if (part_path / tag).is_dir():
+            remove_checkpoint(part_path / tag)
+            files_in_use().publish(join(root, part_path.name), tag)
 
 
 def _before(step: int, tags: Iterable[str]) -> list[str]:
     """Return, of tags with the last saved first, those before a step; what an earlier run left does not count."""
-    earlier = []
-    later = math.inf
+    earlier_tags = []
+    previous_step = math.inf
     for tag in tags:
-        saved = step_of(tag)
-        if saved >= later:  # a run's steps rise from save to save
+        saved_step = step_of(tag)
+        if saved_step >= previous_step:  # a run's steps rise from save to save
             break
-        later = saved
-        if saved < step:
-            earlier.append(tag)
-    return earlier
+        previous_step = saved_step
+        if saved_step < step:
+            earlier_tags.append(tag)
+    return earlier_tags
 
 
 def with_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint holds; an older one has parts' states in that of the trainer, and lacks some."""
-    trainer = dict(saved["trainer"])
-    run_ids = trainer.pop("run_ids", None) or {}
-    if (run_id := trainer.pop("run_id", None)) is not None:
+    trainer_state = dict(saved["trainer"])
+    run_ids = trainer_state.pop("run_ids", None) or {}
+    if (run_id := trainer_state.pop("run_id", None)) is not None:
         run_ids = {"wandb": run_id}
-    scores = trainer.pop("episode_scores", {})
-    left_out = trainer.pop("left_out_prompts", [])
-    batches = trainer.pop("pretrain_batches", 0) * saved.get("world_size", 1)
-    older = {
+    episode_scores = trainer_state.pop("episode_scores", {})
+    left_out = trainer_state.pop("left_out_prompts", [])
+    pretrain_batches = trainer_state.pop("pretrain_batches", 0) * saved.get("world_size", 1)
+    older_states = {
         "trackers": run_ids,
         "recorded": saved.get("records", {}),
-        "prompt_filter": {"scores": scores, "left_out": left_out},
-        "pretraining": {"batches": batches},
+        "prompt_filter": {"scores": episode_scores, "left_out": left_out},
+        "pretraining": {"batches": pretrain_batches},
         "evaluation": {"step": None, "result": None},
     }
-    return older | dict(saved) | {"trainer": trainer}
+    return older_states | dict(saved) | {"trainer": trainer_state}

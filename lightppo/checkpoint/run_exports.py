@@ -20,22 +20,24 @@ logger = logging.getLogger(__name__)
 def save_hf(checkpointer: Any, root: str | Path, step: int) -> None:
     """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
     checkpointer.require_finite(step)
-    folder = export_folder(root, step)
-    checkpointer.strategy.save_model(checkpointer.models["actor"], checkpointer.tokenizer, folder)
+    export_path = export_folder(root, step)
+    checkpointer.strategy.save_model(
+        checkpointer.models["actor"], checkpointer.tokenizer, export_path
+    )
 
     def rotate() -> None:
         files = files_in_use()
-        others = [
+        other_exports = [
             path
             for path in exports_of(local_folder(root))
-            if path.name != local_folder(folder).name
+            if path.name != local_folder(export_path).name
         ]
         # By age, not by number: a run started anew in this folder counts from 1 again.
-        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for old in others[checkpointer.config.max_ckpt_num - 1 :]:
-            with files.explained(old):
-                files.remove(old)
-            files.publish(root, old.name)
+        other_exports.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for old_export in other_exports[checkpointer.config.max_ckpt_num - 1 :]:
+            with files.explained(old_export):
+                files.remove(old_export)
+            files.publish(root, old_export.name)
 
     checkpointer.strategy.on_rank_0(rotate, f"remove old exports in {root}")
 
@@ -44,24 +46,24 @@ def save_best(checkpointer: Any, root: str | Path, step: int, metric: str, value
     """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
     checkpointer.require_finite(step)
     note = json.dumps({"run": checkpointer.run, "step": step, "metric": metric, "value": value})
-    folder = best_folder(root)
+    export_path = best_folder(root)
     checkpointer.strategy.save_model(
-        checkpointer.models["actor"], checkpointer.tokenizer, folder, files={BEST: note}
+        checkpointer.models["actor"], checkpointer.tokenizer, export_path, files={BEST: note}
     )
 
 
 def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
     """Remove, after a resume, exports that were interrupted, and make that of this step if it was due. Collective."""
-    folder = export_folder(root, step)
-    local = local_folder(root)
+    export_path = export_folder(root, step)
+    local_root = local_folder(root)
     interrupted: list[str] = []
 
     def clear() -> None:
-        with files_in_use().explained(local):
-            interrupted.extend(clear_exports(local))
+        with files_in_use().explained(local_root):
+            interrupted.extend(clear_exports(local_root))
 
     checkpointer.strategy.on_rank_0(clear, f"clear {root}")
-    export = local_folder(folder)
+    export = local_folder(export_path)
     is_missing = (due or export.name in interrupted) and not export.exists()
     if checkpointer.strategy.broadcast_object(is_missing):
         checkpointer.strategy.print(
@@ -72,29 +74,29 @@ def catch_up(checkpointer: Any, root: str | Path, step: int, due: bool) -> None:
 
 def best_note(checkpointer: Any, folder: str | Path) -> dict[str, Any] | None:
     """Return what ``best.json`` says of the export in this folder; ``None`` without one. Collective."""
-    path = local_folder(folder) / BEST
+    note_file = local_folder(folder) / BEST
     note = None
-    if checkpointer.strategy.is_rank_0() and path.is_file():
+    if checkpointer.strategy.is_rank_0() and note_file.is_file():
         try:
-            note = json.loads(path.read_text())
+            note = json.loads(note_file.read_text())
         except ValueError as error:
             raise CheckpointError(
-                f"{path} is damaged: remove {path.parent}, and the next best is kept"
+                f"{note_file} is damaged: remove {note_file.parent}, and the next best is kept"
             ) from error
     return checkpointer.strategy.broadcast_object(note)
 
 
 def best_line(checkpointer: Any, folder: str | Path, metric: str) -> str:
     """Return the line at the end of a run: where its best model is, and whether it is this run's. No collective."""
-    path = local_folder(folder) / BEST
+    note_file = local_folder(folder) / BEST
     note = {}
-    if path.is_file():
+    if note_file.is_file():
         with suppress(ValueError):  # damaged: of this run it is not, which has written it whole
-            note = json.loads(path.read_text())
+            note = json.loads(note_file.read_text())
     if note.get("run") == checkpointer.run and note.get("metric") == metric:
         return f"best: {metric} {note['value']:.4g} after step {note['step']}, in {folder}"
-    other = f"; {folder} is of another run or metric" if path.is_file() else ""
-    return f"best: none is kept, as no evaluation after the start had a better {metric}{other}"
+    other_note = f"; {folder} is of another run or metric" if note_file.is_file() else ""
+    return f"best: none is kept, as no evaluation after the start had a better {metric}{other_note}"
 
 
 def clear_exports(root: Path) -> list[str]:
@@ -102,15 +104,15 @@ def clear_exports(root: Path) -> list[str]:
     place of is there again."""
     if not root.is_dir():
         return []
-    for replaced in root.glob(f".*{REPLACED}"):
-        whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
-        if whole.exists():
-            files_in_use().remove(replaced)
+    for replaced_folder in root.glob(f".*{REPLACED}"):
+        original_folder = root / replaced_folder.name.removeprefix(".").removesuffix(REPLACED)
+        if original_folder.exists():
+            files_in_use().remove(replaced_folder)
         else:
-            files_in_use().rename(replaced, whole)
-    names = []
+            files_in_use().rename(replaced_folder, original_folder)
+    interrupted_names = []
     for leftover in root.glob(f".?*{SAVING}"):
         logger.warning("removing %s, an export that was interrupted", leftover)
         shutil.rmtree(leftover)
-        names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
-    return names
+        interrupted_names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
+    return interrupted_names

@@ -570,7 +570,7 @@ def with_episodes(
             for environment_name in environments.names
         },
         retries=options.env_retries,
-        failure_limit=0.0 if options.on_env_failure == "error" else options.env_failure_limit,
+        failure_limit=options.env_failure_limit,
         keeps_rewards=options.env_reward != "none",
         tape=tape,
         batch_invariant=config.flat().get("batch_invariant", False),

@@ -96,7 +96,7 @@ class Actor(PretrainedWrapper):
         ring_attn_group: None = None,
         logps_allgather: bool = False,
     ) -> Tensor | ModelOutput | tuple[Tensor, ModelOutput]:
-        """Log probs (B, A) float32 of the last actions; 0 if the action or the token before it is padding.
+        """Return log probs (B, A) float32 of the last actions; 0 if the action or the token before it is padding.
 
         Args:
             sequences: (B, S) token ids, padded on either side; or (1, T) with packed_seq_lens.
@@ -140,7 +140,7 @@ class Actor(PretrainedWrapper):
         logits: bool = False,
         router_loss: bool = False,
     ) -> ActionScores:
-        """Log probs of the last actions, and more on request, from one forward; the same for packed and padded batches.
+        """Return log probs of the last actions, and more on request, from one forward; the same packed and padded.
 
         ``entropy``: of all actions, or of those that a mask (B, A) on the CPU names; what others get says nothing.
         ``entropy_grad``: the entropy has a gradient (an entropy bonus). ``logits``: of the real actions (exact KL).
@@ -150,7 +150,7 @@ class Actor(PretrainedWrapper):
             self.check_router()
         # the load-balancing loss counts every token of every sample
         batch, actions = self._of_actions(
-            sequences, num_actions, attention_mask, share=not router_loss
+            sequences, num_actions, attention_mask, shares_prompts=not router_loss
         )
         output, log_probs, entropies, all_logits = self._predict(
             batch,
@@ -169,7 +169,7 @@ class Actor(PretrainedWrapper):
         )
 
     def check_router(self) -> None:
-        """ValueError for a model that is no mixture of experts, which has no load-balancing loss."""
+        """Raise ValueError for a model that is no mixture of experts, which has no load-balancing loss."""
         if not takes(self.hf_model, "output_router_logits"):
             raise ValueError(
                 f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits: leave it out"
@@ -193,18 +193,18 @@ class Actor(PretrainedWrapper):
         sequences: Tensor,
         num_actions: int,
         attention_mask: Tensor | None,
-        share: bool = True,
+        shares_prompts: bool = True,
     ) -> tuple[Batch, Tensor]:
-        """One forward that reads where an action is predicted, and the K real actions; ``share``: prompts may be."""
+        """Return one forward that reads where an action is predicted, and the K real actions."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         length = sequences.shape[1]
         check_num_actions(num_actions, length)
         real = real_actions(on_cpu(attention_mask), num_actions)  # (B, A)
         columns = slice(length - num_actions - 1, length - 1)
-        shared = num_actions if share else None
-        batch = self.layout.batch(sequences, attention_mask, columns, real, shared)
-        return batch, sequences[:, -num_actions:].flatten()[batch.kept]
+        shared_actions = num_actions if shares_prompts else None
+        batch = self.layout.batch(sequences, attention_mask, columns, real, shared_actions)
+        return batch, sequences[:, -num_actions:].flatten()[batch.real_places]
 
     def _predict(
         self,
@@ -217,41 +217,36 @@ class Actor(PretrainedWrapper):
     ) -> Predicted:
         """Make one forward: without logits if log probs are enough and this model's come from its head alone."""
         if not logits:
-            predicted = scores_by_head(
-                self,
-                batch,
-                actions,
-                entropy=entropy,
-                entropy_grad=entropy_grad,
-                router_logits=router_logits,
-            )
-            if predicted is not None:
-                return predicted
+            by_head = scores_by_head(self, batch, actions, entropy, entropy_grad, router_logits)
+            if by_head is not None:
+                return by_head
         output = self._run(batch, batch.places, router_logits)
-        over = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)
+        valid_logits = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)
+        entropies = None
         if entropy is False:
-            return output, token_log_probs(over, actions, self.temperature), None, over
-        return (
-            output,
-            *log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad),
-            over,
-        )
+            log_probs = token_log_probs(valid_logits, actions, self.temperature)
+        else:
+            log_probs, entropies = log_probs_and_entropy(
+                valid_logits, actions, self.temperature, entropy_grad=entropy_grad
+            )
+        return output, log_probs, entropies, valid_logits
 
     def _run(
         self, batch: Batch, places: Tensor | None = None, router_logits: bool = False
     ) -> ModelOutput:
-        """One forward; only ``places``, those of the batch, go through the head; None: all."""
+        """Run one forward; only ``places``, those of the batch, go through the head; None: all."""
         reads_mask = router_logits or getattr(self.hf_model.config, "output_router_logits", False)
         inputs = batch.inputs(self.hf_model, reads_mask)
-        in_model = places is not None and takes(self.hf_model, "logits_to_keep")
-        if in_model:
+        keeps_logits = places is not None and takes(self.hf_model, "logits_to_keep")
+        if keeps_logits:
             inputs["logits_to_keep"] = places
         if router_logits:
             inputs["output_router_logits"] = True
-        partly = places is not None and not reads_mask
-        with self._training_pass(batch.ids.device), batch.reading() if partly else nullcontext():
+        reads_some = places is not None and not reads_mask
+        reading = batch.reading() if reads_some else nullcontext()
+        with self._training_pass(batch.ids.device), reading:
             output = self.model(**inputs)
-        if places is not None and not in_model:
+        if places is not None and not keeps_logits:
             output.logits = batch.at_places(output.logits)
         return output
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 import inspect
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -34,15 +35,15 @@ class Batch:
     # (B, A) bool, K of them True: what is read and not padding; None: all
     real: Tensor | None = None
     # (K,), their places in the flat (B·A,): a mask as an index would wait for the GPU
-    kept: Tensor | None = None
+    real_places: Tensor | None = None
 
     @property
     def places(self) -> Tensor:
-        """(A,), the positions that are read."""
+        """Return the positions that are read, (A,)."""
         return torch.arange(self.ids.shape[1], device=self.ids.device)[self.columns]
 
     def inputs(self, module: nn.Module, reads_mask: bool = False) -> dict[str, Any]:
-        """Keyword arguments for a Hugging Face forward without a cache.
+        """Return keyword arguments for a Hugging Face forward without a cache.
 
         ``reads_mask``: the model's forward itself reads the mask, as the load-balancing loss does.
         """
@@ -52,26 +53,25 @@ class Batch:
         return inputs
 
     def reading(self) -> AbstractContextManager:
-        """What is around a forward of which only ``places`` are read."""
+        """Return a context for a forward of which only ``places`` are read."""
         return nullcontext()
 
     def at_places(self, values: Tensor) -> Tensor:
-        """(B, S, ·) -> (B, A, ·)."""
+        """Select (B, S, ·) -> (B, A, ·)."""
         return values[:, self.columns]
 
     def of_real(self, at_places: Tensor) -> Tensor:
-        """(B, A, ·) -> (K, ·)."""
-        return at_places.flatten(0, 1).index_select(0, self.kept)
+        """Select (B, A, ·) -> (K, ·)."""
+        return at_places.flatten(0, 1).index_select(0, self.real_places)
 
     def returned(self, at_places: Tensor) -> Tensor:
-        """What a caller gets of (B, A, ·)."""
+        """Return (B, A, ·) as a caller gets it."""
         return at_places
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(K,) -> (B, A), 0 elsewhere."""
-        return (
-            values.new_zeros(self.real.numel()).index_copy(0, self.kept, values).view_as(self.real)
-        )
+        """Spread (K,) -> (B, A), 0 elsewhere."""
+        zeros = values.new_zeros(self.real.numel())
+        return zeros.index_copy(0, self.real_places, values).view_as(self.real)
 
 
 class PaddedLayout:
@@ -88,13 +88,13 @@ class PaddedLayout:
         real: Tensor,
         num_actions: int | None,
     ) -> Batch:
-        """A forward of which ``columns`` are read where ``real`` (B, A), on the CPU.
+        """Return a forward of which ``columns`` are read where ``real`` (B, A), on the CPU.
 
         ``num_actions``: prompts, which may be shared, end before as many last columns; None: none is shared.
         """
         device = sequences.device
-        kept = to_device(real.flatten().nonzero()[:, 0], device)
-        return Batch(sequences, attention_mask, columns, to_device(real, device), kept)
+        real_places = to_device(real.flatten().nonzero()[:, 0], device)
+        return Batch(sequences, attention_mask, columns, to_device(real, device), real_places)
 
     def split(
         self,
@@ -103,7 +103,7 @@ class PaddedLayout:
         ranks: Ranks,
         prompts: Sequence[Hashable] = (),
     ) -> list[list[int]]:
-        """Row numbers of each micro batch, see :func:`micro_batches`; ``prompts`` may be shared. Collective."""
+        """Return the row numbers of each micro batch, see :func:`micro_batches`; ``prompts`` may be shared."""
         return micro_batches(lengths, spec)
 
 
@@ -111,7 +111,7 @@ PADDED = PaddedLayout()
 
 
 def layout_of_all(models: Iterable[Any]) -> PaddedLayout:
-    """The layout of micro batches that all of these models run; what has none, as None, runs any."""
+    """Return the layout of micro batches that all of these models run; what has none, as None, runs any."""
     layouts = [model.layout for model in models if hasattr(model, "layout")]
     return min(layouts, key=attrgetter("packs", "shares_prompts"), default=PADDED)
 
@@ -122,48 +122,51 @@ def micro_batches(lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> l
     Rows of similar length are together, longest first, so that a lack of memory shows at once. By tokens, rows ×
     (longest prompt + longest response) stays within the budget; a row above the budget is alone.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -sum(lengths[i]))
     if spec.unit == "samples":
-        return [order[i : i + spec.size] for i in range(0, len(order), spec.size)]
-    parts: list[list[int]] = []
-    width = (0, 0)
-    for i in order:
-        wider = (max(width[0], lengths[i][0]), max(width[1], lengths[i][1]))
-        if parts and (len(parts[-1]) + 1) * sum(wider) <= spec.size:
-            parts[-1].append(i)
-            width = wider
+        return packed_micro_batches(lengths, spec)
+    batches: list[list[int]] = []
+    longest = (0, 0)
+    for row in sorted(range(len(lengths)), key=lambda row: -sum(lengths[row])):
+        new_longest = tuple(map(max, longest, lengths[row]))
+        if batches and (len(batches[-1]) + 1) * sum(new_longest) <= spec.size:
+            batches[-1].append(row)
+            longest = new_longest
         else:
-            parts.append([i])
-            width = lengths[i]
-    return parts
+            batches.append([row])
+            longest = lengths[row]
+    return batches
 
 
 def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
-    """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
-    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
+    """Return (first, end) of consecutive parts of prompts, so that positions (with padding) plus calls cost least."""
+    # of the first k prompts: their cost, and where the last part begins
+    least_costs = [0]
+    cut_places = [0]
     for end in range(1, len(lengths) + 1):
-        best = (float("inf"), 0)
-        longest = 0
+        best_cut = (float("inf"), 0)
+        longest_prompt = 0
         for first in range(end - 1, -1, -1):
-            longest = max(longest, lengths[first])
-            best = min(best, (least[first] + call_cost + longest * (end - first), first))
-        least.append(best[0])
-        cut.append(best[1])
-    parts = []
+            longest_prompt = max(longest_prompt, lengths[first])
+            best_cut = min(
+                best_cut, (least_costs[first] + call_cost + longest_prompt * (end - first), first)
+            )
+        least_costs.append(best_cut[0])
+        cut_places.append(best_cut[1])
+    prompt_parts = []
     end = len(lengths)
     while end:
-        parts.append((cut[end], end))
-        end = cut[end]
-    return parts[::-1]
+        prompt_parts.append((cut_places[end], end))
+        end = cut_places[end]
+    return prompt_parts[::-1]
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Position of each real token among the real tokens of its row, (B, S) -> (B, S); left padding gets 0."""
+    """Return each real token's position among the real tokens of its row, (B, S) -> (B, S); left padding gets 0."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def check_num_actions(num_actions: int, sequence_length: int) -> None:
-    """ValueError unless every action has a position before it to predict it."""
+    """Raise ValueError unless every action has a position before it to predict it."""
     if not isinstance(num_actions, int) or not 0 < num_actions < sequence_length:
         raise ValueError(
             f"num_actions = {num_actions} must be between 1 and {sequence_length - 1} (S - 1)"
@@ -177,7 +180,7 @@ def refuse_ring(ring_attn_group: Any) -> None:
 
 
 def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
-    """(B, S) -> (B, A) bool: the action token and the token that predicts it are both real."""
+    """Return (B, S) -> (B, A) bool: the action token and the token that predicts it are both real."""
     real = attention_mask.bool()
     return real[:, -num_actions:] & real[:, -num_actions - 1 : -1]
 
@@ -187,23 +190,19 @@ _KEPT_ASIDE = 1 << 16
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy from the CPU without waiting for what the GPU is doing; :func:`on_cpu` gives ``x`` again."""
-    moved = _pinned(tensor, device).to(device, non_blocking=True)
-    if moved is not tensor:
-        moved.source = tensor, tensor._version + moved._version
-    return moved
-
-
-def _pinned(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor from which the driver can copy to the device at its leisure; small ones it keeps aside by itself."""
-    travels = tensor.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta")
-    if travels and tensor.nbytes > _KEPT_ASIDE and not tensor.is_pinned():
-        return tensor.pin_memory()
-    return tensor
+    """Copy from the CPU without waiting for what the GPU is doing; :func:`on_cpu` gives the tensor again."""
+    source = tensor
+    leaves_host = tensor.is_cpu and torch.device(device).type not in ("cpu", "meta")
+    if leaves_host and tensor.nbytes > _KEPT_ASIDE and not tensor.is_pinned():
+        source = tensor.pin_memory()
+    copy = source.to(device, non_blocking=True)
+    if copy is not tensor:
+        copy.source = tensor, tensor._version + copy._version
+    return copy
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """On the CPU, without a wait for a GPU if it came by :func:`to_device` and nothing was written to it since."""
+    """Return it on the CPU, without a wait if it came by :func:`to_device` and nothing was written to it since."""
     source, version = getattr(tensor, "source", (None, 0))
     if source is None or source._version + tensor._version != version:
         return tensor.cpu()
@@ -214,22 +213,24 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 
 def takes(module: nn.Module, name: str) -> bool:
-    """Whether the module's forward has a parameter of this name."""
+    """Tell whether the module's forward has a parameter of this name."""
     return name in inspect.signature(module.forward).parameters
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether layers run again in the backward pass: gradient checkpointing, a word that transformers has renamed."""
-    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+    """Tell whether layers run again in the backward pass: gradient checkpointing, which transformers renamed."""
+    return any(
+        getattr(submodule, "gradient_checkpointing", False) for submodule in module.modules()
+    )
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """What the module's forward, and its output, call the cache: transformers renamed it in 5.24. None: it takes none."""
+    """Return what the forward, and its output, call the cache: transformers renamed it in 5.24. None: it takes none."""
     return next((name for name in ("past_key_values", "cache") if takes(module, name)), None)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, by transformers' names for them; empty if it names none."""
+    """Return the model's repeated blocks, by transformers' names for them; empty if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -243,36 +244,59 @@ class PackedRow:
 
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T), restarting at 0 for each sequence
-    # (B, S) on the CPU, the place of each token in the row; valid only where the attention mask is
-    # 1
+    # (B, S) on the CPU, the place of each token in the row; valid where the attention mask is 1
     slots: Tensor
     segments: Tensor  # the row's mask (segments_as_mask)
 
 
-def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
-    """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
+def pack(sequences: Tensor, attention_mask: Tensor, num_actions: int | None = None) -> PackedRow:
+    """Drop the padding, which may be on both sides: (B, S) -> (1, T).
+
+    With ``num_actions`` A, equal prompts (before the last A columns) stand once in the row.
+    """
     # Places and sizes are found on the CPU: one wait for a GPU instead of one for each.
     real = on_cpu(attention_mask).bool()
-    lengths = [n for n in real.sum(1).tolist() if n]
-    if not lengths:
+    if not real.any():
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
-    slots = (real.flatten().long().cumsum(0) - 1).view_as(real)  # (B, S)
-    return _row(sequences, real.flatten().nonzero()[:, 0], real, slots, lengths)
-
-
-def _row(
-    sequences: Tensor,
-    kept: Tensor,
-    real: Tensor,
-    slots: Tensor,
-    lengths: list[int],
-    parents: list[int] | None = None,
-) -> PackedRow:
-    """The row of the places ``kept`` (T,) of the flat batch; all but ``sequences`` is on the CPU."""
+    groups = torch.arange(len(real))  # (B,), equal for equal prompts
+    width = 0
+    if num_actions is not None and num_actions < real.shape[1]:
+        width = real.shape[1] - num_actions
+        prompts = on_cpu(sequences)[:, :width].masked_fill(~real[:, :width], -1)  # (B, S - A)
+        groups = torch.unique(prompts, dim=0, return_inverse=True)[1]
+    prompt_lengths = real[:, :width].sum(1)  # (B,)
+    response_lengths = real[:, width:].sum(1)  # (B,)
+    is_same = groups[:, None] == groups  # (B, B)
+    leaders = is_same.to(torch.uint8).argmax(1)  # (B,), the row that brings the prompt
+    leads = leaders == torch.arange(len(leaders))  # (B,)
+    shares = (is_same.sum(1) > 1) & (prompt_lengths > 0)  # (B,)
+    order = torch.arange(len(groups))
+    if shares.any():
+        order = groups.argsort(stable=True)  # rows of one prompt stand together
+    in_row = real.clone()
+    in_row[:, :width] &= (leads | ~shares)[:, None]
+    slots = (in_row[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
+    slots[:, :width] = torch.where(shares[:, None], slots[leaders, :width], slots[:, :width])
+    segments: list[tuple[int, int]] = []  # length and parent of each that is not empty
+    parent = -1
+    columns = (
+        column[order].tolist() for column in (prompt_lengths, response_lengths, shares, leads)
+    )
+    for prompt_length, response_length, is_shared, is_leader in zip(*columns):
+        if not is_shared:
+            parent = -1
+            response_length += prompt_length
+        elif is_leader:
+            parent = len(segments)
+            segments.append((prompt_length, -1))
+        if response_length:
+            segments.append((response_length, parent))
+    lengths, parents = map(list, zip(*segments))
+    token_places = torch.arange(real.numel()).view_as(real)[order][in_row[order]]  # (T,)
+    positions = position_ids_from_mask(real).flatten()[token_places]
     device = sequences.device
-    positions = position_ids_from_mask(real).flatten()[kept]
     return PackedRow(
-        input_ids=sequences.flatten()[to_device(kept, device)].unsqueeze(0),  # (1, T)
+        input_ids=sequences.flatten()[to_device(token_places, device)].unsqueeze(0),  # (1, T)
         position_ids=to_device(positions, device).unsqueeze(0),  # (1, T)
         slots=slots,
         segments=segments_as_mask(lengths, parents, device),
@@ -280,14 +304,14 @@ def _row(
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
-    """Position ids (1, T) of a row (1, T) that the caller packed."""
+    """Return position ids (1, T) of a row (1, T) that the caller packed."""
     if row.dim() != 2 or row.shape[0] != 1:
         raise ValueError(f"packed_seq_lens needs sequences of shape (1, T), got {tuple(row.shape)}")
-    if any(n < 1 for n in lengths) or sum(lengths) != row.shape[1]:
+    if any(length < 1 for length in lengths) or sum(lengths) != row.shape[1]:
         raise ValueError(
             f"packed_seq_lens {lengths} must be positive and add up to the {row.shape[1]} packed tokens"
         )
-    return torch.cat([torch.arange(n, device=row.device) for n in lengths]).unsqueeze(0)
+    return torch.cat([torch.arange(length, device=row.device) for length in lengths]).unsqueeze(0)
 
 
 def action_predictors(
@@ -296,90 +320,85 @@ def action_predictors(
     device: torch.device,
     include_last: bool = False,
 ) -> Tensor:
-    """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i."""
-    fit = isinstance(num_actions, list) and len(num_actions) == len(lengths)
-    if not fit or any(not 0 <= n < length for n, length in zip(num_actions, lengths)):
+    """Return the places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i."""
+    has_fitting_lists = isinstance(num_actions, list) and len(num_actions) == len(lengths)
+    if not has_fitting_lists or any(
+        not 0 <= action_count < length for action_count, length in zip(num_actions, lengths)
+    ):
         raise ValueError(
             f"num_actions {num_actions} must be a list of numbers below the packed lengths {lengths}"
         )
-    ends = zip(accumulate(lengths), num_actions)
+    sequence_ends = zip(accumulate(lengths), num_actions)
     return torch.cat(
-        [torch.arange(end - n - 1, end - (not include_last), device=device) for end, n in ends]
+        [
+            torch.arange(end - action_count - 1, end - (not include_last), device=device)
+            for end, action_count in sequence_ends
+        ]
     )
 
 
 # -- segments -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class RowPlan:
-    """What each layer's attention asks of a packed row's segments, made once: no layer waits for the GPU."""
+    """What each layer's attention asks of a packed row's segments, made once: no layer waits for the GPU.
 
-    tokens: int
-    lengths: list[int]
-    parents: list[int]  # the earlier segment that each continues, -1: none
-    borders: tuple[Tensor, Tensor]  # (N + 1,) int32, of queries, and of keys with their parents'
-    longest: tuple[int, int]  # the most queries and keys of a segment
-    keys: Tensor | None  # places of all keys in the row, segment by segment; None: as they stand
-    has_flash: bool  # FlashAttention runs on this device
-    seen: list[int]  # keys of each segment, with its parent's
-    # What layers compute only once, such as masks by window and type.
-    kept: dict[Hashable, Any] = field(default_factory=dict)
+    Args:
+        parents: for each segment the earlier one that it continues, -1: none.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        lengths: list[int],
-        parents: list[int],
-        device: torch.device,
-    ) -> RowPlan:
-        seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
-        borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (lengths, seen)]
-        keys = None
-        if seen != lengths:
-            keys = to_device(
-                torch.cat(continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device
-            )
-        return cls(
-            tokens=sum(lengths),
-            lengths=lengths,
-            parents=parents,
-            borders=(to_device(borders[0], device), to_device(borders[1], device)),
-            longest=(max(lengths), max(seen)),
-            keys=keys,
-            seen=seen,
-            has_flash=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0),
+    def __init__(self, lengths: list[int], parents: list[int], device: torch.device) -> None:
+        self.lengths = lengths
+        self.parents = parents
+        self.tokens = sum(lengths)
+        # keys of each segment, with its parent's
+        self.key_counts = [
+            length if parent < 0 else lengths[parent] + length
+            for length, parent in zip(lengths, parents)
+        ]
+        # (N + 1,) int32, of queries, and of keys with their parents'
+        self.borders = tuple(
+            to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
+            for counts in (lengths, self.key_counts)
         )
+        self.longest = (max(lengths), max(self.key_counts))
+        # places of all keys in the row, segment by segment; None: as they stand
+        self.keys: Tensor | None = None
+        if self.key_counts != lengths:
+            places = torch.arange(self.tokens).split(lengths)
+            self.keys = to_device(torch.cat(continued(places, parents, 0)), device)
+        # FlashAttention runs on this device
+        self.has_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (
+            8,
+            0,
+        )
+        self._results: dict[Hashable, Any] = {}
 
-    def masks(self, window: int | None, like: Tensor) -> list[Tensor | None]:
-        """For each segment (new, seen): 0 where a new position sees another, else -inf; None: it is causal."""
-        key = (window, like.dtype)
-        if key not in self.kept:
-            self.kept[key] = [
-                _near(new, seen, window, like) for new, seen in zip(self.lengths, self.seen)
-            ]
-        return self.kept[key]
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return what was computed for the first layer that asked, such as masks by window and type."""
+        if key not in self._results:
+            self._results[key] = compute()
+        return self._results[key]
 
-    def flash_options(self) -> dict[str, Any]:
-        """transformers' ``FlashAttentionKwargs``."""
-        (cu_q, cu_k), (max_q, max_k) = self.borders, self.longest
-        return {
-            "cu_seq_lens_q": cu_q,
-            "cu_seq_lens_k": cu_k,
-            "max_length_q": max_q,
-            "max_length_k": max_k,
-        }
-
-
-def _near(new: int, total: int, window: int | None, like: Tensor) -> Tensor | None:
-    if new == total and (window is None or total <= window):
-        return None
-    seen = torch.ones(new, total, dtype=torch.bool, device=like.device).tril_(total - new)
-    if window is not None:
-        seen.triu_(total - new + 1 - window)
-    return torch.zeros(new, total, dtype=like.dtype, device=like.device).masked_fill_(
-        ~seen, float("-inf")
-    )
+    def masks(self, window: int | None, states: Tensor) -> list[Tensor | None]:
+        """Return for each segment (new, seen): 0 where a new position sees another, else -inf; None: it is causal."""
+        cache_key = (window, states.dtype)
+        if cache_key in self._results:
+            return self._results[cache_key]
+        masks: list[Tensor | None] = []
+        for shape in zip(self.lengths, self.key_counts):
+            queries, keys = shape
+            if queries == keys and (window is None or keys <= window):
+                masks.append(None)
+                continue
+            is_seen = torch.ones(shape, dtype=torch.bool, device=states.device)
+            is_seen.tril_(keys - queries)
+            if window is not None:
+                is_seen.triu_(keys - queries + 1 - window)
+            mask = torch.zeros(shape, dtype=states.dtype, device=states.device)
+            masks.append(mask.masked_fill_(~is_seen, float("-inf")))
+        self._results[cache_key] = masks
+        return masks
 
 
 def segments_as_mask(
@@ -387,95 +406,50 @@ def segments_as_mask(
     parents: list[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A packed row's segments as its attention mask: (1, 1, 2, N) int64 on the CPU, with the plan for ``device``.
+    """Return a row's segments as its attention mask: (1, 1, 2, N) int64 on the CPU, with the plan for ``device``.
 
     A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
     """
     parents = [-1] * len(lengths) if parents is None else parents
     mask = torch.tensor([lengths, parents])[None, None]
-    mask.plan = RowPlan.of(lengths, parents, torch.device(device))
+    mask.plan = RowPlan(lengths, parents, torch.device(device))
     return mask
 
 
 def plan_of(mask: Tensor, device: torch.device) -> RowPlan:
-    """The plan of :func:`segments_as_mask`, also where something has copied the mask."""
+    """Return the plan of :func:`segments_as_mask`, also where something has copied the mask."""
     plan = getattr(mask, "plan", None)
     if plan is None:
-        return RowPlan.of(*mask[0, 0].tolist(), device)
+        return RowPlan(*mask[0, 0].tolist(), device)
     return plan
 
 
-def continued(
-    segments: Sequence[Tensor],
-    parents: list[int],
-    dim: int,
-) -> list[Tensor]:
-    """Each segment after its parent. The backward pass sums the gradients that a prompt gets from its responses."""
+def continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[Tensor]:
+    """Put each segment behind its parent; the backward pass sums a prompt's gradients from its responses."""
     return [
         segment if parent < 0 else torch.cat([segments[parent], segment], dim)
         for segment, parent in zip(segments, parents)
     ]
 
 
-# -- prompts that several samples share -------------------------------------------------------------------------------
-
-
-def pack_shared(
-    sequences: Tensor,
-    attention_mask: Tensor,
-    num_actions: int,
-) -> PackedRow | None:
-    """:func:`pack`, but equal prompts (before the last A columns) stand once in the row. None: all differ."""
-    split = sequences.shape[1] - num_actions
-    if len(sequences) < 2 or split < 1:
-        return None
-    real = on_cpu(attention_mask).bool()
-    prompts = on_cpu(sequences)[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
-    group = torch.unique(prompts, dim=0, return_inverse=True)[1]  # (B,)
-    of_prompt, of_response = real[:, :split].sum(1), real[:, split:].sum(1)  # (B,)
-    shared = (group.bincount()[group] > 1) & (of_prompt > 0)  # (B,)
-    if not bool(shared.any()):
-        return None
-    order = group.argsort(stable=True)  # rows of one prompt stand together
-    is_first = group[order].diff(prepend=group.new_tensor([-1])) != 0
-    leader = order[is_first][group]  # (B,), the row that brings the prompt
-    leads = leader == torch.arange(len(leader))  # (B,)
-    kept = real.clone()
-    kept[:, :split] &= (leads | ~shared)[:, None]
-    slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
-    slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
-    # (length, parent) of each segment that is not empty. Rows of one prompt stand together.
-    segments: list[tuple[int, int]] = []
-    parent = -1
-    of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
-    for prompt, response, is_shared, brings_it in zip(*of_rows):
-        if is_shared and brings_it:
-            parent = len(segments)
-            segments.append((prompt, -1))
-        if new := response if is_shared else prompt + response:
-            segments.append((new, parent if is_shared else -1))
-    in_order = torch.arange(real.numel()).view_as(real)[order][kept[order]]  # (T,)
-    lengths, parents = map(list, zip(*segments))
-    return _row(sequences, in_order, real, slots, lengths, parents)
+# -- places that are read -----------------------------------------------------------------------------------------------
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Places (K,) to read -> the distinct places (U,), and each read's index (K,) into them; None: K = U."""
-    different, reads = torch.unique(places, return_inverse=True)
-    if len(different) == len(places):
-        return (places, None)
-    return (different, reads)
+    """Return the distinct ones (U,) of places (K,), and each read's index (K,) into them; None: K = U."""
+    distinct, reads = torch.unique(places, return_inverse=True)
+    if len(distinct) == len(places):
+        return places, None
+    return distinct, reads
 
 
-def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
-    """(U, …) at the distinct places -> (K, …), one per read; ``reads`` from :func:`distinct_places`."""
-    if reads is None:
-        return at_places
-    # The backward pass of an embedding always adds in the same order; that of indexing only in torch's deterministic
-    # mode.
-    return embedding(reads, at_places.reshape(len(at_places), -1)).view(
-        len(reads), *at_places.shape[1:]
-    )
+def select_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Select (R, …) -> (*index.shape, …).
+
+    The backward pass of an embedding always adds in the same order; that of indexing only in torch's deterministic mode.
+    """
+    flat_rows = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    return embedding(index, flat_rows).view(*index.shape, *rows.shape[1:])
 
 
 # -- micro batches: a budget of real tokens, about the same load for all, a prompt once for its rows ------------------
@@ -498,46 +472,45 @@ def packed_micro_batches(
     a group above the budget is cut, into parts that each hold the prompt; by samples, also a group at the border of a
     micro batch.
     """
-    of_prompt: dict[Hashable, list[int]] = {}
-    for i in sorted(range(len(lengths)), key=lambda i: -sum(lengths[i])):
-        of_prompt.setdefault(prompts[i] if prompts else i, []).append(i)
-    groups = sorted(of_prompt.values(), key=lambda group: -_tokens(group, lengths))
+    rows_by_prompt: dict[Hashable, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: -sum(lengths[row])):
+        rows_by_prompt.setdefault(prompts[row] if prompts else row, []).append(row)
+    prompt_groups = sorted(rows_by_prompt.values(), key=lambda group: -_tokens(group, lengths))
     if spec.unit == "samples":
-        order = [i for group in groups for i in group]
-        return [order[i : i + spec.size] for i in range(0, len(order), spec.size)]
-    units = []  # rows of one prompt, cut into as few parts as fit the budget
-    for group in groups:
-        cuts = _fitting([lengths[i][1] for i in group], max(1, spec.size - lengths[group[0]][0]))
-        units += [[group[i] for i in cut] for cut in cuts]
-    parts = _fitting([_tokens(unit, lengths) for unit in units], spec.size, at_least)
-    return [[i for unit in part for i in units[unit]] for part in parts]
+        order = [row for group in prompt_groups for row in group]
+        return [order[start : start + spec.size] for start in range(0, len(order), spec.size)]
+    prompt_parts = []  # rows of one prompt, cut into as few parts as fit the budget
+    for group in prompt_groups:
+        group_cuts = _fitting(
+            [lengths[row][1] for row in group], max(1, spec.size - lengths[group[0]][0])
+        )
+        prompt_parts += [[group[row] for row in cut] for cut in group_cuts]
+    batches = _fitting([_tokens(part, lengths) for part in prompt_parts], spec.size, at_least)
+    return [[row for part in batch for row in prompt_parts[part]] for batch in batches]
 
 
 def _tokens(group: Sequence[int], lengths: Sequence[tuple[int, int]]) -> int:
-    """Tokens of rows with one prompt, which counts once."""
-    return lengths[group[0]][0] + sum(lengths[i][1] for i in group)
+    """Return the tokens of rows with one prompt, which counts once."""
+    return lengths[group[0]][0] + sum(lengths[row][1] for row in group)
 
 
 def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
-    """Few parts of about equal sums within the budget; an item above the budget is a part of its own."""
+    """Return few parts of about equal sums within the budget; an item above the budget is a part of its own."""
     if not tokens:
         return []
-    least = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
-    # They fit at the latest when every part has one item.
-    tries = (_even(tokens, n) for n in count(least))
-    return next(
-        t
-        for t in tries
-        if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in t)
-    )
+    fewest_parts = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
+    for part_count in count(fewest_parts):  # at the latest every part has one item
+        parts = _even(tokens, part_count)
+        if all(len(part) == 1 or sum(tokens[item] for item in part) <= budget for part in parts):
+            return parts
 
 
 def _even(tokens: Sequence[int], number: int) -> list[list[int]]:
-    """``number`` parts of about equal sums: the largest remaining item goes to the lightest part (Graham 1969, LPT)."""
+    """Return ``number`` parts of about equal sums: the largest item goes to the lightest part (Graham 1969, LPT)."""
     parts: list[list[int]] = [[] for _ in range(number)]
     loads = [(0, part) for part in range(number)]
-    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
-        load, part = heapq.heappop(loads)
-        parts[part].append(i)
-        heapq.heappush(loads, (load + tokens[i], part))
+    for item in sorted(range(len(tokens)), key=lambda item: -tokens[item]):
+        load, part = loads[0]
+        parts[part].append(item)
+        heapq.heapreplace(loads, (load + tokens[item], part))
     return [part for part in parts if part]

@@ -32,7 +32,7 @@ class RowForm:
 
     @property
     def template_options(self) -> dict[str, str | None]:
-        """What a :class:`lightppo.data.chat_templates.PromptTemplate` is told."""
+        """Return the options of a :class:`lightppo.data.chat_templates.PromptTemplate`."""
         return {
             "system_prompt": self.system_prompt,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -40,13 +40,13 @@ class RowForm:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RowForm | None:
-        """The form that a config keeps; None: whoever trained the model kept none."""
-        kept = getattr(config, ROWS_ENTRY, None)
+        """Return the form that a config keeps; None: whoever trained the model kept none."""
+        saved_form = getattr(config, ROWS_ENTRY, None)
         try:
-            return None if kept is None else cls(**kept)
+            return None if saved_form is None else cls(**saved_form)
         except TypeError as error:
             raise ModelLoadError(
-                f"{config.name_or_path}: {ROWS_ENTRY} in config.json is {kept!r}, which this version does not know: "
+                f"{config.name_or_path}: {ROWS_ENTRY} in config.json is {saved_form!r}, which this version does not know: "
                 "train the reward model again, or take the entry out"
             ) from error
 
@@ -78,7 +78,7 @@ class SequenceRegressor(PretrainedWrapper):
         self.mean, self.std = self._statistics() if normalize_reward else (0.0, 1.0)
 
     def _statistics(self) -> tuple[float, float]:
-        """Mean and standard deviation of the scores, from the config; a critic's config may have none."""
+        """Return mean and standard deviation of the scores, from the config; a critic's config may have none."""
         config = self.hf_model.config
         mean = getattr(config, "mean", None)
         std = getattr(config, "std", None)
@@ -96,15 +96,15 @@ class SequenceRegressor(PretrainedWrapper):
         )
 
     def _hidden(self, batch: Batch) -> ModelOutput:
-        base = self.hf_model.base_model
+        base_model = self.hf_model.base_model
         with self._training_pass(batch.ids.device):
-            return base(**batch.inputs(base))
+            return base_model(**batch.inputs(base_model))
 
     def run_rows(self, batch: Batch) -> Tensor:
         return self._hidden(batch).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:
-        """(..., H) -> (...), float32, normalised."""
+        """Score (..., H) -> (...), float32, normalised."""
         _, head = value_head(self.hf_model)
         return (head(hidden).squeeze(-1).float() - self.mean) / self.std
 
@@ -130,7 +130,7 @@ class Critic(SequenceRegressor):
         ring_attn_group: None = None,
         values_allgather: bool = False,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
-        """Values (B, A) float32 before each of the last A actions: column t is position S - A - 1 + t, 0 at padding.
+        """Return values (B, A) float32 before the last A actions: column t is position S - A - 1 + t, 0 at padding.
 
         Arguments as in :meth:`Actor.forward`. Without ``num_actions``: all positions, (B, S). ``include_last`` adds the
         value after the last position, (B, A + 1), to bootstrap an unfinished response.
@@ -151,8 +151,8 @@ class Critic(SequenceRegressor):
                 columns = slice(length - actions - 1, length if include_last else length - 1)
             real = on_cpu(attention_mask).bool()[:, columns]
             batch = self.layout.batch(sequences, attention_mask, columns, real, actions)
-        whole = return_output or packed_seq_lens is not None
-        with nullcontext() if whole else batch.reading():
+        reads_all = return_output or packed_seq_lens is not None
+        with nullcontext() if reads_all else batch.reading():
             output = self._hidden(batch)
         values = self._score(batch.at_places(output.last_hidden_state))
         values = batch.scatter(batch.of_real(values))  # (B, A)
@@ -169,7 +169,7 @@ class RewardModel(SequenceRegressor):
 
     @property
     def row_form(self) -> RowForm | None:
-        """How rows must be written for it; None: as they are."""
+        """Return how rows must be written for it; None: as they are."""
         return RowForm.of(self.hf_model.config)
 
     def forward(
@@ -180,7 +180,7 @@ class RewardModel(SequenceRegressor):
         ring_attn_group: None = None,
         values_allgather: bool = False,
     ) -> Tensor:
-        """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding.
+        """Return scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding.
 
         With ``num_actions`` A, prompts end before the last A columns, so that equal ones may be shared.
         """
@@ -188,12 +188,12 @@ class RewardModel(SequenceRegressor):
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         mask = on_cpu(attention_mask)
-        empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
-        if empty:
-            raise ValueError(f"rows {empty} have no real token to score (attention_mask is 0)")
+        empty_rows = (mask.sum(-1) == 0).nonzero().flatten().tolist()
+        if empty_rows:
+            raise ValueError(f"rows {empty_rows} have no real token to score (attention_mask is 0)")
         length = sequences.shape[1]
-        last = length - 1 - mask.long().flip(-1).argmax(-1)  # (B,)
-        is_last = torch.arange(length) == last[:, None]  # (B, S)
+        last_places = length - 1 - mask.long().flip(-1).argmax(-1)  # (B,)
+        is_last = torch.arange(length) == last_places[:, None]  # (B, S)
         batch = self.layout.batch(sequences, attention_mask, slice(None), is_last, num_actions)
         with batch.reading():
             hidden = batch.at_places(self._hidden(batch).last_hidden_state)

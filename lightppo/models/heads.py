@@ -17,7 +17,7 @@ from lightppo.models.pretrained import checkpoint_files, open_tensors
 
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
-    """Name and module of the linear layer that makes the score."""
+    """Return name and module of the linear layer that makes the score."""
     children = model.named_children()
     heads = [
         (name, module)
@@ -32,7 +32,7 @@ def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 
 def head_names(model: PreTrainedModel) -> set[str]:
-    """Names of a causal LM's output head, or of the value head."""
+    """Return the names of a causal LM's output head, or of the value head."""
     if not model.can_generate():
         return {value_head(model)[0]}
     head = model.get_output_embeddings()
@@ -53,12 +53,14 @@ def set_value_head(
         weight = torch.randn(1, head.in_features, generator=generator) / math.sqrt(
             head.in_features + 1
         )
-    whole: AbstractContextManager = nullcontext()
+    gathered_weights: AbstractContextManager = nullcontext()
     if hasattr(head.weight, "ds_id"):  # a ZeRO-3 shard
         import deepspeed
 
-        whole = deepspeed.zero.GatheredParameters(list(head.parameters()), modifier_rank=0)
-    with whole:
+        gathered_weights = deepspeed.zero.GatheredParameters(
+            list(head.parameters()), modifier_rank=0
+        )
+    with gathered_weights:
         head.weight.copy_(weight)
         if head.bias is not None:
             head.bias.zero_()
@@ -75,7 +77,7 @@ _HEAD_LIKE = re.compile(
 
 
 def is_value_head(name: str) -> bool:
-    """Whether a tensor looks like the head of a critic or reward model."""
+    """Tell whether a tensor looks like the head of a critic or reward model."""
     return _HEAD_LIKE.search(name) is not None
 
 
@@ -85,25 +87,23 @@ def head_from_checkpoint(
     kind: str,
     flag: str,
 ) -> Tensor | None:
-    """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
+    """Return the head's weight (1, hidden); None for a critic whose checkpoint has none."""
     files = checkpoint_files(path)
-    fitting = [
+    head_weights = [
         name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)
     ]
-    if any(name.endswith(".bias") for name in fitting):
+    if any(name.endswith(".bias") for name in head_weights):
         raise ModelLoadError(
             f"{flag} {path}: the head {prefix} has a bias, which value heads here do not have"
         )
-    if len(fitting) > 1:
+    if len(head_weights) > 1:
         raise ModelLoadError(
-            f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(fitting)}"
+            f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(head_weights)}"
         )
-    if not fitting:
-        others = ", ".join(sorted(name for name in files if is_value_head(name))[:3])
-        if others:
-            hint = (
-                f"It has {others}: set --value_head_prefix, or init_value_head=True for a new head"
-            )
+    if not head_weights:
+        similar_names = ", ".join(sorted(name for name in files if is_value_head(name))[:3])
+        if similar_names:
+            hint = f"It has {similar_names}: set --value_head_prefix, or init_value_head=True for a new head"
             raise ModelLoadError(f"{flag} {path} has no {prefix}.weight. {hint}")
         if kind == "reward":
             raise ModelLoadError(
@@ -111,10 +111,10 @@ def head_from_checkpoint(
             )
         logger.info("%s has no %s.weight; its value head is new", path, prefix)
         return None
-    _, read = open_tensors(cached_file(path, files[fitting[0]]))
-    weight = read(fitting[0])
+    _, read_tensor = open_tensors(cached_file(path, files[head_weights[0]]))
+    weight = read_tensor(head_weights[0])
     if weight.dim() != 2 or weight.shape[0] != 1:
         raise ModelLoadError(
-            f"{flag} {path}: {fitting[0]} has shape {tuple(weight.shape)}; a {kind} needs one output, (1, hidden)"
+            f"{flag} {path}: {head_weights[0]} has shape {tuple(weight.shape)}; a {kind} needs one output, (1, hidden)"
         )
     return weight

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -37,7 +38,6 @@ from lightppo.models.pretrained import (
     dropout_rates,
     errors_name,
     model_path,
-    own_dropout,
     read_config,
 )
 
@@ -51,9 +51,9 @@ def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> Pr
 
     A checkpoint's dropout is set to 0; what an option sets instead acts in train mode.
     """
-    how = LoadOptions(**options)
-    path, config = read_config(path, flag, how)
-    model, _ = _load(AutoModelForCausalLM, path, config, flag, how)
+    load_options = LoadOptions(**options)
+    path, config = read_config(path, flag, load_options)
+    model, _ = _load(AutoModelForCausalLM, path, config, flag, load_options)
     return model
 
 
@@ -72,24 +72,25 @@ def load_sequence_classifier(
     1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
     ``score``.
     """
-    how = LoadOptions(**options)
+    load_options = LoadOptions(**options)
     flag = flag or f"--{kind}_pretrain"
-    path, config = read_config(path, flag, how)
+    path, config = read_config(path, flag, load_options)
     config.num_labels = 1
-    weight = None
-    draws_head = how.init_from_scratch or bool(init_value_head)
+    head_weight = None
+    draws_head = load_options.init_from_scratch or bool(init_value_head)
     if not draws_head:
         with errors_name(path, flag):
-            weight = head_from_checkpoint(path, value_head_prefix, kind, flag)
+            head_weight = head_from_checkpoint(path, value_head_prefix, kind, flag)
     auto_class = AutoModelForSequenceClassification
-    model, has_head = _load(auto_class, path, config, flag, how, any_head=bool(init_value_head))
-    if weight is None and not draws_head:
+    any_head = bool(init_value_head)
+    model, has_head = _load(auto_class, path, config, flag, load_options, any_head)
+    if head_weight is None and not draws_head:
         if has_head:
             return model
         if kind == "reward" or init_value_head is False:
             reason = " and init_value_head is False" if init_value_head is False else ""
             raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight{reason}")
-    set_value_head(model, weight, seed=how.seed)
+    set_value_head(model, head_weight, seed=load_options.seed)
     return model
 
 
@@ -98,75 +99,81 @@ def _load(
     path: str,
     config: PretrainedConfig,
     flag: str,
-    how: LoadOptions,
+    load_options: LoadOptions,
     any_head: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
-    """The model, and whether the checkpoint has its head; ``any_head``: that one may be of another shape."""
-    part = reason = None
-    if not how.init_from_scratch:
-        part, reason = language_model_or_reason(auto_class, path, config, flag)
-    config = config if part is None else part.config
+    """Return the model, and whether the checkpoint has its head; ``any_head``: that one may be of another shape."""
+    language_model = reason = None
+    if not load_options.init_from_scratch:
+        language_model, reason = language_model_or_reason(auto_class, path, config, flag)
+    if language_model is not None:
+        config = language_model.config
     model_class = auto_class._model_mapping.get(type(config), None)
     if model_class is None and not hasattr(config, "auto_map"):
         raise ModelLoadError(reason or _no_class(auto_class, config, flag, path))
     if auto_class is AutoModelForCausalLM:
-        check_language_model(config, flag, path, is_new=how.init_from_scratch)
-    attention = resolve_attn_implementation(how.attn_implementation, how.dtype, model_class, config)
-    kwargs: dict[str, Any] = {
+        check_language_model(config, flag, path, is_new=load_options.init_from_scratch)
+    attention = resolve_attn_implementation(
+        load_options.attn_implementation, load_options.dtype, model_class, config
+    )
+    loading_arguments: dict[str, Any] = {
         "attn_implementation": attention,
-        "dtype": how.dtype,
-        "trust_remote_code": how.trust_remote_code,
+        "dtype": load_options.dtype,
+        "trust_remote_code": load_options.trust_remote_code,
     }
     hf_deepspeed.unset_hf_deepspeed_config()
-    zero3 = _zero3_config(how) if how.is_sharded else None
-    has_head = not how.init_from_scratch
+    zero3_config = _zero3_config(load_options) if load_options.is_sharded else None
+    has_head = not load_options.init_from_scratch
     with errors_name(path, flag), _quiet():
-        if how.init_from_scratch:
-            model = _random_model(auto_class, config, how.seed, kwargs)
+        if load_options.init_from_scratch:
+            # the same weights on all ranks; random numbers elsewhere stay
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(load_options.seed)
+                model = auto_class.from_config(config, **loading_arguments)
         else:
             # Weights of another shape are refused below, with both shapes; ZeRO-3 has only parts of them to compare.
-            kwargs["ignore_mismatched_sizes"] = any_head or zero3 is None
-            kwargs |= {} if part is None else part.options
-            model, info = auto_class.from_pretrained(
-                path, config=config, output_loading_info=True, **kwargs
+            loading_arguments["ignore_mismatched_sizes"] = any_head or zero3_config is None
+            if language_model is not None:
+                loading_arguments |= language_model.options
+            model, loading_info = auto_class.from_pretrained(
+                path, config=config, output_loading_info=True, **loading_arguments
             )
-            if info["mismatched_keys"] or info["missing_keys"]:
-                has_head = _check_loaded(model, info, f"{flag} {path}", any_head)
-    if zero3 is not None:
+            if loading_info["mismatched_keys"] or loading_info["missing_keys"]:
+                has_head = _check_loaded(model, loading_info, f"{flag} {path}", any_head)
+    if zero3_config is not None:
         _restore_frequencies(model)
-    if part is not None:
+    if language_model is not None:
         with errors_name(path, flag):
-            part.belongs_to(model)
-    disable_dropout(model, kept=dropout_rates(config) if how.override_config else ())
-    model.own_dropout = own_dropout(path, how)
-    if how.load_in_4bit:
+            language_model.belongs_to(model)
+    allowed_rates: list[float] = []
+    if load_options.override_config:  # the rates of the checkpoint are 0 in the config
+        allowed_rates = [rate for rates in dropout_rates(config) for rate in rates.values()]
+    disable_dropout(model, allowed_rates)
+    checkpoint_config = AutoConfig.from_pretrained(
+        path, trust_remote_code=load_options.trust_remote_code
+    )
+    model.own_dropout = dropout_rates(checkpoint_config)  # an export has these again
+    if load_options.load_in_4bit:
         quantise(model, head_names(model))
-    model.zero3_load_config = zero3  # keeps transformers' weak reference alive
-    model.untrainable = untrainable(model, f"{flag} {path}") if how.init_from_scratch else reason
+    model.zero3_load_config = zero3_config  # keeps transformers' weak reference alive
+    if load_options.init_from_scratch:
+        reason = untrainable(model, f"{flag} {path}")
+    model.untrainable = reason
     return model.eval(), has_head
-
-
-def _random_model(
-    auto_class: Any, config: PretrainedConfig, seed: int, kwargs: dict[str, Any]
-) -> PreTrainedModel:
-    """The same weights on all ranks; random numbers elsewhere stay."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return auto_class.from_config(config, **kwargs)
 
 
 def untrainable(model: PreTrainedModel, name: str) -> str | None:
     """Return why a model that was built is refused for training, or None; ``name`` stands in front."""
-    tensors = [tensor for tensor, _ in model.named_parameters()]
-    return why_untrainable(model.config, tensors, name)
+    tensor_names = [tensor for tensor, _ in model.named_parameters()]
+    return why_untrainable(model.config, tensor_names, name)
 
 
 def _no_class(auto_class: Any, config: PretrainedConfig, flag: str, path: str) -> str:
-    what = auto_class.__name__.replace("Auto", "", 1)
-    text = f"{flag} {path}: transformers has no {what} of model type {config.model_type!r}"
+    class_name = auto_class.__name__.replace("Auto", "", 1)
+    message = f"{flag} {path}: transformers has no {class_name} of model type {config.model_type!r}"
     if flag == "--critic_pretrain":
-        return f"{text}, which a critic is: choose another model for it, or an --advantage_estimator without a critic"
-    return f"{text}: choose another model"
+        return f"{message}, which a critic is: choose another model for it, or an --advantage_estimator without a critic"
+    return f"{message}: choose another model"
 
 
 _OTHER_HEADS = re.compile(
@@ -177,12 +184,12 @@ _OTHER_HEADS = re.compile(
 def check_language_model(
     config: PretrainedConfig, flag: str, path: str, *, is_new: bool = False
 ) -> None:
-    """ModelLoadError for a model that does not say one word after the other; ``is_new``: it has no weights."""
-    heads = [name for name in config.architectures or () if _OTHER_HEADS.search(name)]
-    if heads and not is_new:
+    """Raise ModelLoadError for a model that does not say one word after the other; ``is_new``: it has no weights."""
+    other_heads = [name for name in config.architectures or () if _OTHER_HEADS.search(name)]
+    if other_heads and not is_new:
         raise ModelLoadError(
-            f"{flag} {path}: it is a {heads[0]}, which gives scores and no text: give a language model here, and this one "
-            "as --reward_pretrain or --critic_pretrain"
+            f"{flag} {path}: it is a {other_heads[0]}, which gives scores and no text: give a language model here, "
+            "and this one as --reward_pretrain or --critic_pretrain"
         )
     reads_both_sides = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
     if reads_both_sides and getattr(config, "is_decoder", None) is False:
@@ -192,35 +199,42 @@ def check_language_model(
         )
 
 
-def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_head: bool) -> bool:
-    """Refuses a model some of whose weights the checkpoint lacks, or has in another shape; whether it has the head."""
-    heads = set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
-    other = sorted(
-        shapes for shapes in info["mismatched_keys"] if not (any_head and shapes[0] in heads)
+def _check_loaded(
+    model: PreTrainedModel, loading_info: dict[str, Any], model_name: str, any_head: bool
+) -> bool:
+    """Refuse a model that lacks weights, or has some in another shape; tell whether it has the head."""
+    head_weights = set()
+    if not model.can_generate():
+        head_weights = {f"{head}.weight" for head in head_names(model)}
+    mismatches = sorted(
+        shapes
+        for shapes in loading_info["mismatched_keys"]
+        if not (any_head and shapes[0] in head_weights)
     )
-    if other:
-        weight, in_file, asked = other[0]
+    if mismatches:
+        weight_name, saved_shape, expected_shape = mismatches[0]
         raise ModelLoadError(
-            f"{name}: {len(other)} weights have another shape than its config says: {weight} is {tuple(in_file)}, not "
-            f"{tuple(asked)}: config.json (or --override_config) and the weights are of two models"
+            f"{model_name}: {len(mismatches)} weights have another shape than its config says: {weight_name} is "
+            f"{tuple(saved_shape)}, not {tuple(expected_shape)}: config.json (or "
+            "--override_config) and the weights are of two models"
         )
-    missing = set(info["missing_keys"])
-    if lost := missing - heads:
+    missing = set(loading_info["missing_keys"])
+    if missing_weights := missing - head_weights:
         raise ModelLoadError(
-            f"{name}: {len(lost)} weights are missing from the checkpoint ({', '.join(sorted(lost)[:3])}, …): it "
-            "is incomplete, or of another kind than this model"
+            f"{model_name}: {len(missing_weights)} weights are missing from the checkpoint "
+            f"({', '.join(sorted(missing_weights)[:3])}, …): it is incomplete, or of another kind than this model"
         )
-    return missing.isdisjoint(heads)
+    return missing.isdisjoint(head_weights)
 
 
 def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
-    """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
-    how = LoadOptions(**options)
-    path, config = read_config(path, flag, how)
-    if how.init_from_scratch:
+    """Return the config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
+    load_options = LoadOptions(**options)
+    path, config = read_config(path, flag, load_options)
+    if load_options.init_from_scratch:
         return config
-    part, _ = language_model_or_reason(AutoModelForCausalLM, path, config, flag)
-    return config if part is None else part.config
+    language_model, _ = language_model_or_reason(AutoModelForCausalLM, path, config, flag)
+    return config if language_model is None else language_model.config
 
 
 class _Zero3LoadConfig(SimpleNamespace):
@@ -232,46 +246,47 @@ class _Zero3LoadConfig(SimpleNamespace):
         return True
 
 
-def _zero3_config(how: LoadOptions) -> _Zero3LoadConfig:
-    """Tells transformers to shard the weights that it loads."""
+def _zero3_config(load_options: LoadOptions) -> _Zero3LoadConfig:
+    """Have transformers shard the weights that it loads."""
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    config = how.ds_config or {}
-    told = [dtype for name, dtype in types.items() if config.get(name, {}).get("enabled")]
-    told = told or [torch.float32]
-    if told != [how.dtype]:
+    config = load_options.ds_config or {}
+    configured_type = torch.float32
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if config.get(name, {}).get("enabled"):
+            configured_type = dtype
+    if configured_type != load_options.dtype:
         raise ModelLoadError(
-            f"the model is loaded in {how.dtype}, but its ds_config says {told[0]}"
+            f"the model is loaded in {load_options.dtype}, but its ds_config says {configured_type}"
         )
-    zero3 = _Zero3LoadConfig(config=config)
-    hf_deepspeed.set_hf_deepspeed_config(zero3)
-    return zero3
+    zero3_config = _Zero3LoadConfig(config=config)
+    hf_deepspeed.set_hf_deepspeed_config(zero3_config)
+    return zero3_config
 
 
 def _restore_frequencies(model: nn.Module) -> None:
-    """Rotary frequencies in float32, as without ZeRO-3: there DeepSpeed makes every new tensor in the weights' type,
+    """Make rotary frequencies in float32, as without ZeRO-3: DeepSpeed makes new tensors in the weights' type,
     and the angle of bfloat16's 0.5625 for 0.56234 is 0.65 too large at position 4,096."""
     for module in model.modules():
         if any("inv_freq" in name for name in module._buffers) and hasattr(module, "config"):
-            made = type(module)(module.config)
-            for name in (*made._buffers, *vars(made)):
-                if isinstance(value := getattr(made, name), Tensor):
-                    setattr(module, name, value.to(getattr(module, name).device))
+            fresh_module = type(module)(module.config)
+            for name in (*fresh_module._buffers, *vars(fresh_module)):
+                if isinstance(buffer := getattr(fresh_module, name), Tensor):
+                    setattr(module, name, buffer.to(getattr(module, name).device))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No load report and no progress bar: missing weights are checked here, and errors say more than a table."""
-    level = hf_logging.get_verbosity()
-    bar = hf_logging.is_progress_bar_enabled()
+    """Hide load reports and progress bars: missing weights are checked here, and errors say more than a table."""
+    verbosity = hf_logging.get_verbosity()
+    shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        hf_logging.set_verbosity(level)
-        if bar:
+        hf_logging.set_verbosity(verbosity)
+        if shows_progress:
             hf_logging.enable_progress_bar()
 
 
@@ -321,7 +336,7 @@ def get_tokenizer(
 
 
 def _hf_model_in(model: nn.Module) -> PreTrainedModel:
-    """Itself, or the one that an Actor, a Critic, a RewardModel or an engine holds."""
+    """Return the model itself, or the one that an Actor, a Critic, a RewardModel or an engine holds."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -331,7 +346,7 @@ def _hf_model_in(model: nn.Module) -> PreTrainedModel:
 
 
 def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's largest id plus one; higher logits belong to padding rows of the embedding."""
+    """Return the tokenizer's largest id plus one; higher logits belong to padding rows of the embedding."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -339,12 +354,12 @@ def fit_to_model(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str, flag: str
 ) -> None:
     """Refuse ids that the model's embedding lacks; the model's config gets the pad token."""
-    rows = model.get_input_embeddings().num_embeddings
-    needed = valid_vocab_size(tokenizer)
-    if needed > rows:
+    embedding_rows = model.get_input_embeddings().num_embeddings
+    needed_rows = valid_vocab_size(tokenizer)
+    if needed_rows > embedding_rows:
         raise ModelLoadError(
-            f"{flag} {path}: the tokenizer's largest id is {needed - 1}, but the model has only {rows} embedding rows. "
-            "If tokens were added, call model.resize_token_embeddings(len(tokenizer)) and save both"
+            f"{flag} {path}: the tokenizer's largest id is {needed_rows - 1}, but the model has only {embedding_rows} "
+            "embedding rows. If tokens were added, call model.resize_token_embeddings(len(tokenizer)) and save both"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if getattr(model, "generation_config", None) is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.batches import decoder_layers
@@ -28,39 +27,33 @@ def prepare_model(
     device: torch.device,
 ) -> None:
     """Change a loaded model in place: what options ask for, then :data:`lightppo.plugin.PREPARATIONS`."""
-    asked = config.model
+    model_options = config.model
     if role in ("actor", "critic"):
-        keep_fewer_activations(model, role, config)
+        if model_options.gradient_checkpointing:
+            use_reentrant = model_options.gradient_checkpointing_use_reentrant
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         if config.adapter.lora_rank > 0:
             add_adapters(model, LoraOptions.of(config.adapter), config.strategy.seed)
-        if asked.activation_offload:
+        if model_options.activation_offload:
             offload_activations(model, device)
     # A reward model stays as it is.
-    trains_or_is_compared = role in ("actor", "critic", "reference", "teacher")
-    if trains_or_is_compared and asked.use_liger_kernel:
+    changes_code = role in ("actor", "critic", "reference", "teacher")
+    if changes_code and model_options.use_liger_kernel:
         use_liger_kernels(model.hf_model, device)
-    elif trains_or_is_compared and asked.use_liger_kernel is None and not asked.torch_compile:
+    chooses = model_options.use_liger_kernel is None and not model_options.torch_compile
+    if changes_code and chooses:
         use_liger_kernels_if_exact(model.hf_model, device)
     engine = getattr(config, "engine", None)
     if engine and engine.batch_invariant and role in ("actor", "reference"):
         make_invariant(model.hf_model, device)
-    if trains_or_is_compared and asked.torch_compile:
+    if changes_code and model_options.torch_compile:
         compile_layers(model.hf_model)
     for preparation in PREPARATIONS.values():
         preparation.fn(model, role, config, device)
 
 
-def keep_fewer_activations(
-    model: PretrainedWrapper, role: Literal["actor", "critic"], config: OptionSet
-) -> None:
-    """Recompute activations in the backward pass of a model that trains, with ``--gradient_checkpointing``."""
-    if of_role(config, role).gradient_checkpointing:
-        use_reentrant = config.model.gradient_checkpointing_use_reentrant
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-
-
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """torch.compile for each layer, in place, for rows of any length; names and weights stay."""
+    """Compile each layer, in place, for rows of any length; names and weights stay."""
     layers = decoder_layers(model)
     if not layers:
         raise ModelLoadError(
@@ -79,15 +72,19 @@ def prepare_alone(model: PretrainedWrapper, role: Role, **options: Any) -> None:
 
 
 def adapter_options(
-    rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None
+    rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str] | None
 ) -> dict[str, Any]:
     """Return the options of adapters of this rank; none for 0."""
     if rank <= 0:
         return {}
-    names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
+    module_names = (
+        (target_modules,)
+        if isinstance(target_modules, str)
+        else tuple(target_modules or ("all-linear",))
+    )
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": names,
+        "target_modules": module_names,
     }

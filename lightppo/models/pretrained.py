@@ -49,13 +49,13 @@ class LoadOptions:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ZeRO stage 3 shards the weights while they load."""
+        """Tell whether ZeRO stage 3 shards the weights while they load."""
         stage = (self.ds_config or {}).get("zero_optimization", {}).get("stage")
         return stage == 3 and not self.load_in_4bit
 
 
 def read_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
-    """The path as transformers takes it, and the config with its changes, and no dropout but theirs."""
+    """Return the path as transformers takes it, and the config with its changes, and no dropout but theirs."""
     path = model_path(path, flag)
     if options.external_lib:
         _import_modules(options.external_lib)
@@ -65,25 +65,27 @@ def read_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretra
     if not options.init_from_scratch and find_adapter_config_file(path) is not None:
         look(path, flag, "model")
         raise ModelLoadError(f"{flag} {path} has an adapter beside its weights")
-    for part in (config, config.get_text_config()):
-        zero_dropout(part)
+    for config_part in (config, config.get_text_config()):
+        zero_dropout(config_part)
     if options.override_config:
         override(config, options.override_config, path, flag)
     return path, config
 
 
-def _import_modules(names: str) -> None:
-    for name in filter(None, (part.strip() for part in names.split(","))):
+def _import_modules(module_names: str) -> None:
+    for module_name in filter(
+        None, (listed_name.strip() for listed_name in module_names.split(","))
+    ):
         try:
-            importlib.import_module(name)
+            importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ModelLoadError(
-                f"--external_lib {name}: {error}: install it, or set PYTHONPATH"
+                f"--external_lib {module_name}: {error}: install it, or set PYTHONPATH"
             ) from error
         except BaseException as error:
             if not is_users_fault(error):
                 raise
-            raise ModelLoadError(f"--external_lib {name}: {error_text(error)}") from error
+            raise ModelLoadError(f"--external_lib {module_name}: {error_text(error)}") from error
 
 
 def model_path(path: str, flag: str, kind: str = "model") -> str:
@@ -116,95 +118,91 @@ def errors_name(path: str, flag: str, kind: str = "model") -> Iterator[None]:
         raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
 
 
-def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
+def disable_dropout(model: nn.Module, allowed_rates: Container[float] = ()) -> None:
     """Set every dropout (and router jitter) of a built model to 0, so that train and eval mode agree.
 
-    Rates in ``kept`` stay: the config that the model was built from has no others that are not a class's own.
+    Rates in ``allowed_rates`` stay: the config that the model was built from has no others that are not a class's own.
     """
     for module in model.modules():
-        zero_dropout(module, kept)
+        zero_dropout(module, allowed_rates)
 
 
-def dropout_rates(config: PretrainedConfig) -> list[float]:
-    """Rates of dropout (and router jitter) that an option has set: those of the checkpoint are 0."""
-    parts = (vars(config), vars(config.get_text_config()))
-    return [
-        value
-        for part in parts
-        for name, value in part.items()
-        if is_dropout(name) and isinstance(value, float)
-    ]
-
-
-def own_dropout(path: str, how: LoadOptions) -> list[dict[str, float]]:
-    """The rates in the checkpoint's config, and in that of its text model: an export has them again."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=how.trust_remote_code)
+def dropout_rates(config: PretrainedConfig) -> list[dict[str, float]]:
+    """Return the rates of dropout (and router jitter) in a config, and in that of its text model."""
     return [
         {
-            name: value
-            for name, value in vars(part).items()
-            if is_dropout(name) and isinstance(value, float)
+            name: rate
+            for name, rate in vars(config_part).items()
+            if is_dropout(name) and isinstance(rate, float)
         }
-        for part in (config, config.get_text_config())
+        for config_part in (config, config.get_text_config())
     ]
 
 
 def is_dropout(name: str) -> bool:
-    """Whether an entry of a config is a rate of dropout, or of a router's jitter."""
+    """Tell whether an entry of a config is a rate of dropout, or of a router's jitter."""
     return "drop" in name or "jitter" in name
 
 
-def zero_dropout(owner: PretrainedConfig | nn.Module, kept: Container[float] = ()) -> None:
+def zero_dropout(owner: PretrainedConfig | nn.Module, allowed_rates: Container[float] = ()) -> None:
     # PhiMoE's choice of experts depends on this number, which is no noise there; elsewhere only configs have it
     is_threshold = isinstance(owner, nn.Module) or owner.model_type == "phimoe"
-    for key, value in list(vars(owner).items()):
-        if key == "router_jitter_noise" and is_threshold:
+    for attribute, value in list(vars(owner).items()):
+        if attribute == "router_jitter_noise" and is_threshold:
             continue
-        is_rate = is_dropout(key) or (key == "p" and isinstance(owner, nn.Dropout))
-        if is_rate and isinstance(value, float) and value not in kept:
-            setattr(owner, key, 0.0)
+        is_rate = is_dropout(attribute) or (attribute == "p" and isinstance(owner, nn.Dropout))
+        if is_rate and isinstance(value, float) and value not in allowed_rates:
+            setattr(owner, attribute, 0.0)
 
 
-def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> None:
-    for key, value in _with_rope(config, values, name).items():
-        if not hasattr(config, key):
-            hint = nearest(key, config.to_dict())
-            raise ModelLoadError(f"{name}: the config of {config.model_type} has no {key!r}{hint}")
-        current = getattr(config, key)
+def _override(config: PretrainedConfig, changes: dict[str, Any], option_name: str) -> None:
+    for entry, value in _with_rope(config, changes, option_name).items():
+        if not hasattr(config, entry):
+            hint = nearest(entry, config.to_dict())
+            raise ModelLoadError(
+                f"{option_name}: the config of {config.model_type} has no {entry!r}{hint}"
+            )
+        current = getattr(config, entry)
         if isinstance(current, PretrainedConfig) and isinstance(value, dict):
-            _override(current, value, f"{name}.{key}")
+            _override(current, value, f"{option_name}.{entry}")
         else:
-            setattr(config, key, value)
+            setattr(config, entry, value)
 
 
 def _with_rope(
-    config: PretrainedConfig,
-    values: dict[str, Any],
-    name: str,
+    config: PretrainedConfig, changes: dict[str, Any], option_name: str
 ) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` as transformers 5 has them: part of ``rope_parameters``, whose rest stays."""
-    before = getattr(config, "rope_parameters", None)
-    rest = dict(values)
-    if not isinstance(before, dict):
-        return rest
-    told = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
-    scaling = rest.pop("rope_scaling", None) or {}
-    told |= {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
-    told |= rest.pop("rope_parameters", None) or {}
-    layers = [key for key, value in before.items() if isinstance(value, dict)]
-    if layers and not told.keys() <= set(layers):
+    """Return ``rope_theta`` and ``rope_scaling`` as in transformers 5: in ``rope_parameters``, whose rest stays."""
+    current_parameters = getattr(config, "rope_parameters", None)
+    other_changes = dict(changes)
+    if not isinstance(current_parameters, dict):
+        return other_changes
+    new_parameters = {}
+    if "rope_theta" in other_changes:
+        new_parameters["rope_theta"] = other_changes.pop("rope_theta")
+    rope_scaling = dict(other_changes.pop("rope_scaling", None) or {})
+    if "type" in rope_scaling:
+        rope_scaling["rope_type"] = rope_scaling.pop("type")
+    new_parameters |= rope_scaling
+    new_parameters |= other_changes.pop("rope_parameters", None) or {}
+    layer_kinds = [entry for entry, value in current_parameters.items() if isinstance(value, dict)]
+    if layer_kinds and not new_parameters.keys() <= set(layer_kinds):
         raise ModelLoadError(
-            f"{name}: give rope_parameters for each kind of layer: {', '.join(layers)}"
+            f"{option_name}: give rope_parameters for each kind of layer: {', '.join(layer_kinds)}"
         )
-    merged = {key: before[key] | value if key in layers else value for key, value in told.items()}
-    return rest | ({"rope_parameters": before | merged} if told else {})
+    if new_parameters:
+        for kind in new_parameters.keys() & set(layer_kinds):
+            new_parameters[kind] = current_parameters[kind] | new_parameters[kind]
+        other_changes["rope_parameters"] = current_parameters | new_parameters
+    return other_changes
 
 
 def override(config: PretrainedConfig, changes: dict[str, Any] | str, path: str, flag: str) -> None:
     """Set attributes, which are given by name or as JSON; ``flag`` names the model."""
-    values = json.loads(changes) if isinstance(changes, str) else changes
-    _override(config, values, "--override_config")
-    if any(name.startswith("rope_") for name in values):
+    if isinstance(changes, str):
+        changes = json.loads(changes)
+    _override(config, changes, "--override_config")
+    if any(name.startswith("rope_") for name in changes):
         with errors_name(path, f"--override_config of {flag}"):
             config.standardize_rope_params()
             config.validate_rope()
@@ -214,35 +212,39 @@ def override(config: PretrainedConfig, changes: dict[str, Any] | str, path: str,
 
 
 def checkpoint_files(path: str) -> dict[str, str]:
-    """Which file of a local folder or a hub id holds which tensor, {name: file}."""
-    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    """Return which file of a local folder or a hub id holds which tensor, {name: file}."""
+    find_file = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     for filename in ("model.safetensors", "pytorch_model.bin"):
-        if (index := find(f"{filename}.index.json")) is not None:
-            return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        if (whole := find(filename)) is not None:
-            return dict.fromkeys(open_tensors(whole)[0], filename)
+        if (index_file := find_file(f"{filename}.index.json")) is not None:
+            return json.loads(Path(index_file).read_text(encoding="utf-8"))["weight_map"]
+        if (weights_file := find_file(filename)) is not None:
+            return dict.fromkeys(open_tensors(weights_file)[0], filename)
     return {}
 
 
-def open_tensors(file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
-    """Names of a checkpoint file's tensors, and a function that reads one by name, on the CPU."""
-    if file.endswith(".safetensors"):
-        opened = safe_open(file, framework="pt")
-        return opened.keys(), opened.get_tensor
-    weights = tensor_file.read(file, mapped=True)
+def open_tensors(weights_file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
+    """Return the names of a checkpoint file's tensors, and a function that reads one by name, on the CPU."""
+    if weights_file.endswith(".safetensors"):
+        open_file = safe_open(weights_file, framework="pt")
+        return open_file.keys(), open_file.get_tensor
+    weights = tensor_file.read(weights_file, mapped=True)
     return weights.keys(), weights.__getitem__
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
     """Return how all models but reward models are loaded."""
-    asked = config.model
-    flat = config.flat()
+    model_options = config.model
+    flat_options = config.flat()
     # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-    changes = {name: flat[name] for name in ("load_in_4bit", "override_config") if name in flat}
+    changes = {
+        name: flat_options[name]
+        for name in ("load_in_4bit", "override_config")
+        if name in flat_options
+    }
     return changes | {
-        "attn_implementation": asked.attn_implementation,
-        "trust_remote_code": asked.trust_remote_code,
-        "external_lib": asked.external_lib,
+        "attn_implementation": model_options.attn_implementation,
+        "trust_remote_code": model_options.trust_remote_code,
+        "external_lib": model_options.external_lib,
         "seed": config.strategy.seed,
-        "init_from_scratch": asked.init_from_scratch,
+        "init_from_scratch": model_options.init_from_scratch,
     }

@@ -12,12 +12,12 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     FrozenModel,
+    critic_offloads,
     followers,
     frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
-    of_role,
 )
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, as_config_error
@@ -68,7 +68,10 @@ def build_models(
         followers={
             name: loader.follower(name) for name in followers(config) if name != "reference"
         },
-        frozen={name: loader.frozen(name, one) for name, one in frozen_models(config).items()},
+        frozen={
+            name: loader.frozen(name, frozen_model)
+            for name, frozen_model in frozen_models(config).items()
+        },
         by_flag=loader.by_flag,
     )
 
@@ -87,8 +90,8 @@ class ModelLoader:
         self.into_engine = into_engine
         self.by_flag: dict[str, Any] = {}
         self.options = loading_options(config)
-        of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
-        self.options_of_frozen = {name: self.options[name] for name in of_all}
+        shared_names = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
+        self.options_of_frozen = {name: self.options[name] for name in shared_names}
         self.temperature = config.rollout.temperature or 1.0
 
     def actor(self) -> Actor:
@@ -110,53 +113,40 @@ class ModelLoader:
 
     def critic(self) -> Any:
         """Load ``--critic_pretrain``, in its engine."""
-        named = self.config.model
-        zero = self.config.strategy
+        model_options = self.config.model
+        adam_offload, param_offload = critic_offloads(self.config)
         ds_config = self.strategy.get_ds_train_config(
-            zero_stage=zero.critic_zero_stage,
-            max_norm=of_role(self.config, "critic").max_norm,
-            adam_offload=zero.critic_adam_offload,
-            param_offload=zero.critic_param_offload,
+            zero_stage=self.config.strategy.critic_zero_stage,
+            max_norm=self.config.training.max_norm,
+            adam_offload=adam_offload,
+            param_offload=param_offload,
         )
         model = Critic(
-            stage_to_local(named.critic_pretrain),
+            stage_to_local(model_options.critic_pretrain),
             dtype=self.strategy.dtype,
             ds_config=ds_config,
-            value_head_prefix=named.value_head_prefix,
-            init_value_head=True if named.init_critic_from_actor else None,
-            **self._options_of(named.critic_pretrain),
+            value_head_prefix=model_options.value_head_prefix,
+            init_value_head=True if model_options.init_critic_from_actor else None,
+            **self._options_of(model_options.critic_pretrain),
         )
         return self._placed(model, "critic", "--critic_pretrain")
 
     def reference(self, actor: Actor) -> Actor | None:
         """Load ``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
         path = self.config.model.ref_pretrain
-        zero = self.config.strategy
         if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
             return None
+        reference = FrozenModel(path, "--ref_pretrain")
         # A reference that moves, like an average, is fp32: small steps would vanish in 16 bits.
         dtype = torch.float32 if moves_reference(self.config) else self.strategy.dtype
-        model = Actor(
-            stage_to_local(path),
-            dtype=dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype
-            ),
-            flag="--ref_pretrain",
-            temperature=self.temperature,
-            **self._options_of(path),
-        )
-        return self._placed(model, "reference", "--ref_pretrain")
+        return self._frozen("reference", reference, dtype, self._options_of(path))
 
     def reward_model(self, path: str) -> Any:
         """Load one of ``--reward_pretrain``, in its engine."""
-        zero = self.config.strategy
         model = RewardModel(
             stage_to_local(path),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                zero.reward_offload, zero_stage=zero.reward_zero_stage
-            ),
+            ds_config=self._frozen_engine(self.strategy.dtype),
             normalize_reward=self.config.reward.normalize_reward,
             value_head_prefix=self.config.model.value_head_prefix,
             **self.options_of_frozen,
@@ -166,24 +156,33 @@ class ModelLoader:
     def follower(self, name: str) -> Actor:
         """Load what the actor is, in float32."""
         path = self.config.model.pretrain
-        zero = self.config.strategy
-        ds_config = self.strategy.get_ds_eval_config(
-            zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
-        )
+        ds_config = self._frozen_engine(torch.float32)
         model = Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path))
         return self._placed(model, name)
 
-    def frozen(self, name: str, asked: FrozenModel) -> Actor:
+    def frozen(self, name: str, frozen_model: FrozenModel) -> Actor:
         """Load a further model, as it is: neither 4 bits nor ``--override_config`` are its."""
+        return self._frozen(name, frozen_model, self.strategy.dtype, self.options_of_frozen)
+
+    def _frozen(
+        self, role: Role, frozen_model: FrozenModel, dtype: torch.dtype, options: dict[str, Any]
+    ) -> Actor:
         model = Actor(
-            stage_to_local(asked.path),
-            dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(asked.offload, zero_stage=asked.zero_stage),
-            flag=asked.flag,
+            stage_to_local(frozen_model.path),
+            dtype=dtype,
+            ds_config=self._frozen_engine(dtype),
+            flag=frozen_model.flag,
             temperature=self.temperature,
-            **self.options_of_frozen,
+            **options,
         )
-        return self._placed(model, name, asked.flag)
+        return self._placed(model, role, frozen_model.flag)
+
+    def _frozen_engine(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the DeepSpeed configuration of a model that does not train."""
+        options = self.config.strategy
+        return self.strategy.get_ds_eval_config(
+            options.ref_offload, zero_stage=options.ref_zero_stage, dtype=dtype
+        )
 
     def _options_of(self, path: str | None) -> dict[str, Any]:
         """Return how the actor, or a model that may have a checkpoint of its own, is loaded."""
@@ -201,22 +200,28 @@ class ModelLoader:
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
     """Let policies give log probs over the tokenizer's ids; ModelLoadError where it has more."""
     loading.fit_to_model(tokenizer, models.actor.hf_model, config.model.pretrain, "--pretrain")
-    for name, one in frozen_models(config).items():
-        loading.fit_to_model(tokenizer, models.frozen[name].hf_model, one.path, one.flag)
+    for name, frozen_model in frozen_models(config).items():
+        loading.fit_to_model(
+            tokenizer, models.frozen[name].hf_model, frozen_model.path, frozen_model.flag
+        )
     for model in filter(None, (models.actor, models.reference, *models.frozen.values())):
         model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 
 
 def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
     """Return the actor's tokenizer; if the actor is there, checked against its embedding."""
-    asked = config.model
-    own = asked.tokenizer_path
+    model_options = config.model
+    path = model_options.pretrain
+    flag = "--pretrain"
+    if model_options.tokenizer_path is not None:
+        path = model_options.tokenizer_path
+        flag = "--tokenizer_path"
     return loading.get_tokenizer(
-        stage_to_local(asked.pretrain if own is None else own),
+        stage_to_local(path),
         actor,
-        use_fast=not asked.disable_fast_tokenizer,
-        trust_remote_code=asked.trust_remote_code,
-        flag="--pretrain" if own is None else "--tokenizer_path",
+        use_fast=not model_options.disable_fast_tokenizer,
+        trust_remote_code=model_options.trust_remote_code,
+        flag=flag,
     )
 
 
@@ -229,7 +234,10 @@ def check_vocabularies(building: Building) -> None:
 
 def _compared(config: OptionSet) -> Iterator[tuple[str, str]]:
     if isinstance(config, PPOConfig):
-        yield from ((one.path, one.flag) for one in frozen_models(config).values())
+        yield from (
+            (frozen_model.path, frozen_model.flag)
+            for frozen_model in frozen_models(config).values()
+        )
     elif (reference := config.flat().get("ref_pretrain")) is not None:
         yield reference, "--ref_pretrain"
 
@@ -242,10 +250,15 @@ def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) ->
         trust_remote_code=config.model.trust_remote_code,
         flag=flag,
     )
-    theirs = tokenizer_of_path.get_vocab()
-    other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
-    if other:
+    other_ids = tokenizer_of_path.get_vocab()
+    different_tokens = [
+        token
+        for token, token_id in tokenizer.get_vocab().items()
+        if other_ids.get(token) != token_id
+    ]
+    if different_tokens:
         raise ConfigError(
-            f"{flag} {path} has another vocabulary than the model that trains: {len(other)} of its tokens have no id "
-            f"there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): take a model of the same family"
+            f"{flag} {path} has another vocabulary than the model that trains: {len(different_tokens)} of its "
+            f"tokens have no id there or another one ({', '.join(map(repr, sorted(different_tokens)[:3]))}, …): take a "
+            "model of the same family"
         )

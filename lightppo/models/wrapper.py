@@ -51,8 +51,10 @@ class PretrainedWrapper(nn.Module):
         # strategy.prepare puts the DeepSpeed engine in its place
         self.model: nn.Module
         if isinstance(pretrain_or_model, PreTrainedModel):
-            given = sorted(load_options) + ["bf16"] * bf16 + ["dtype"] * (dtype != torch.float32)
-            self.model = _built(pretrain_or_model, given)
+            option_names = (
+                sorted(load_options) + ["bf16"] * bf16 + ["dtype"] * (dtype != torch.float32)
+            )
+            self.model = _built(pretrain_or_model, option_names)
         else:
             dtype = torch.bfloat16 if bf16 else dtype
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
@@ -69,14 +71,14 @@ class PretrainedWrapper(nn.Module):
 
     @property
     def hf_model(self) -> PreTrainedModel:
-        """The Hugging Face model, taken out of the engine."""
+        """Return the Hugging Face model, taken out of the engine."""
         if isinstance(self.model, PreTrainedModel):
             return self.model
         return self.model.module
 
     @property
     def untrainable(self) -> str | None:
-        """Why ``strategy.create_optimizer`` refuses the model, see :func:`.loading.untrainable`."""
+        """Return why ``strategy.create_optimizer`` refuses the model, see :func:`.loading.untrainable`."""
         return self.hf_model.untrainable
 
     def gradient_checkpointing_enable(
@@ -87,36 +89,36 @@ class PretrainedWrapper(nn.Module):
             raise ModelLoadError(
                 f"{type(self.hf_model).__name__} does not support --gradient_checkpointing"
             )
-        kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        _checkpointing_method(self.hf_model, "enable")(kwargs)
+        checkpointing_options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        _checkpointing_method(self.hf_model, "enable")(checkpointing_options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""
         _checkpointing_method(self.hf_model, "disable")()
 
     def run_rows(self, batch: Batch) -> Tensor:
-        """Logits or hidden states (B, S, ·) of all places."""
+        """Return logits or hidden states (B, S, ·) of all places."""
         raise NotImplementedError
 
     def _training_pass(self, device: torch.device) -> AbstractContextManager:
-        """What is around a forward pass with gradients."""
+        """Return a context for a forward pass with gradients."""
         if self.around_pass is None or not torch.is_grad_enabled():
             return nullcontext()
         return self.around_pass(self.hf_model.parameters(), device)
 
 
-def _checkpointing_method(model: PreTrainedModel, end: Literal["enable", "disable"]) -> Callable:
-    """Transformers' own, which it renamed in 5.23."""
-    return getattr(model, f"activation_checkpointing_{end}", None) or getattr(
-        model, f"gradient_checkpointing_{end}"
+def _checkpointing_method(model: PreTrainedModel, action: Literal["enable", "disable"]) -> Callable:
+    """Return transformers' own method, which it renamed in 5.23."""
+    return getattr(model, f"activation_checkpointing_{action}", None) or getattr(
+        model, f"gradient_checkpointing_{action}"
     )
 
 
-def _built(model: PreTrainedModel, given: Sequence[str]) -> PreTrainedModel:
-    """A model that a script has built, without dropout; ModelLoadError for options of loading."""
-    if given:
+def _built(model: PreTrainedModel, option_names: Sequence[str]) -> PreTrainedModel:
+    """Take dropout out of a model that a script has built; raise ModelLoadError for options of loading."""
+    if option_names:
         raise ModelLoadError(
-            f"{', '.join(given)}: only for loading by path, but a built model was given"
+            f"{', '.join(option_names)}: only for loading by path, but a built model was given"
         )
     disable_dropout(model)
     if not hasattr(model, "untrainable"):

@@ -27,12 +27,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
-from lightppo.models.adapters.frozen_weights import (
-    check_frozen,
-    frozen_facts,
-    loader,
-    saved_alone,
-)
 from lightppo.models.adapters.quantised import (
     check_bitsandbytes,
     dense_weight,
@@ -74,7 +68,7 @@ class LoraOptions:
 
 
 def check_peft() -> None:
-    """ModelLoadError if peft is not installed; imports nothing."""
+    """Raise ModelLoadError if peft is not installed; import nothing."""
     if importlib.util.find_spec("peft") is None:
         raise ModelLoadError(
             "--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft"
@@ -102,65 +96,74 @@ def add_adapters(
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=target_layers(hf_model, options.target_modules),
-        fan_in_fan_out=any(
-            isinstance(module, Conv1D) for module in hf_model.modules()
-        ),  # GPT-2's layers: transposed weights
+        # GPT-2's layers: transposed weights
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in hf_model.modules()),
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
     )
-    named = tuple(f".{name}" for name in config.target_modules)
-    expected = {name for name in replaceable_layers(hf_model) if f".{name}".endswith(named)}
+    target_ends = tuple(f".{target}" for target in config.target_modules)
+    linear_layers = replaceable_layers(hf_model)
+    expected_layers = {name for name in linear_layers if f".{name}".endswith(target_ends)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
         except ValueError as error:
             raise ModelLoadError(f"--target_modules: peft refuses: {error}") from error
-    if other := sorted(_layers(hf_model).keys() ^ expected):
+    if misplaced_layers := sorted(_layers(hf_model).keys() ^ expected_layers):
         raise ModelLoadError(
-            f"--target_modules: peft has not put the adapters where it was told to, such as {other[0]}"
+            f"--target_modules: peft has not put the adapters where it was told to, such as {misplaced_layers[0]}"
         )
     # From here on the config is what the adapter's file says: it is about the dense model, and for use.
     config.inference_mode = True
     config.fan_in_fan_out |= any(layer.transposed for layer in quantised_layers(hf_model).values())
     if not hf_model.can_generate():
-        name, head = value_head(hf_model)
+        head_name, head = value_head(hf_model)
         head.requires_grad_(True)
-        config.modules_to_save = [name]
+        config.modules_to_save = [head_name]
     hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
     if hasattr(model, "as_loaded"):  # an Actor, whose module makes adapters by this one
         model.as_loaded = AdaptersOff(model)
 
 
-def chosen_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> set[str]:
-    """Names of the layers that get an adapter; ``wanted`` as :class:`LoraOptions` has it."""
-    heads = head_names(model)
-    linear = replaceable_layers(model)
-    to_experts = {end for end in set(map(_end, linear)) if goes_to_experts(model, end)}
-    unknown: list[str] = []
-    if wanted in ((), ("all-linear",)):
-        chosen = {name for name in linear if name not in heads and _end(name) not in to_experts}
-        if to_experts:
+def chosen_layers(model: PreTrainedModel, target_modules: tuple[str, ...] = ()) -> set[str]:
+    """Return the names of the layers that get an adapter."""
+    head_layers = head_names(model)
+    linear_layers = replaceable_layers(model)
+    ends = set(map(_end, linear_layers))
+    expert_ends = {name_end for name_end in ends if goes_to_experts(model, name_end)}
+    unknown_ends: list[str] = []
+    if target_modules in ((), ("all-linear",)):
+        chosen_names = {
+            name
+            for name in linear_layers
+            if name not in head_layers and _end(name) not in expert_ends
+        }
+        if expert_ends:
             logger.warning(
                 "--lora_rank: %s get no adapter: peft would put it on the experts, which are held together",
-                ", ".join(sorted(to_experts)),
+                ", ".join(sorted(expert_ends)),
             )
     else:
-        of_end = {
-            end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted
+        layers_by_end = {
+            name_end: {name for name in linear_layers if f".{name}".endswith(f".{name_end}")}
+            for name_end in target_modules
         }
-        chosen = set().union(*of_end.values())
+        chosen_names = set().union(*layers_by_end.values())
         # The critic takes the same options, but has no lm_head.
-        unknown = [
-            end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())
+        unknown_ends = [
+            name_end
+            for name_end in target_modules
+            if not layers_by_end[name_end] and (name_end != "lm_head" or model.can_generate())
         ]
-    if unknown or not chosen:
-        ends = ", ".join(sorted(set(map(_end, linear)) - to_experts))
+    if unknown_ends or not chosen_names:
+        possible_ends = ", ".join(sorted(ends - expert_ends))
         raise ModelLoadError(
-            f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none that can "
-            f"have an adapter; its linear layers that can are {ends or 'none'}"
+            f"--target_modules {' '.join(unknown_ends or target_modules) or 'all-linear'}: "
+            f"{type(model).__name__} has none that can have an adapter; "
+            f"its linear layers that can are {possible_ends or 'none'}"
         )
-    for name in sorted(heads & chosen):
+    for name in sorted(head_layers & chosen_names):
         if not model.can_generate():
             raise ModelLoadError(
                 f"--target_modules {name}: the value head trains as a whole; leave it out"
@@ -169,16 +172,16 @@ def chosen_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> set[s
             raise ModelLoadError(
                 f"--target_modules {name}: it is the embedding, with an adapter it could not be merged"
             )
-    if refused := sorted(to_experts & set(map(_end, chosen))):
+    if refused_ends := sorted(expert_ends & set(map(_end, chosen_names))):
         raise ModelLoadError(
-            f"--target_modules {' '.join(refused)}: peft would put these adapters of {type(model).__name__} on the "
+            f"--target_modules {' '.join(refused_ends)}: peft would put these adapters of {type(model).__name__} on the "
             "experts, which are held together: leave them out"
         )
-    return chosen
+    return chosen_names
 
 
-def goes_to_experts(model: PreTrainedModel, name: str) -> bool:
-    """Whether peft would put the adapter of a layer of this name on experts that are held together instead.
+def goes_to_experts(model: PreTrainedModel, layer_end: str) -> bool:
+    """Tell whether peft would put the adapter of a layer of this name on experts that are held together instead.
 
     It does so since transformers 5 in families like DeepSeek-V3, so that shared experts and dense layers would have
     none, and the experts one that no merge here knows.
@@ -189,20 +192,20 @@ def goes_to_experts(model: PreTrainedModel, name: str) -> bool:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # of a peft that does not
         return False
-    config = LoraConfig(target_modules=[name])
+    config = LoraConfig(target_modules=[layer_end])
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)
     except ValueError:  # it asks for the other parts of the experts
         return True
-    return name not in config.target_modules
+    return layer_end not in config.target_modules
 
 
-def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
-    """:func:`chosen_layers` for peft: ends of their names if these fit no other module, else whole names."""
-    chosen = chosen_layers(model, wanted)
-    ends = set(map(_end, chosen))
-    fitting = {name for name, _ in model.named_modules() if _end(name) in ends}
-    return sorted(ends if fitting == chosen else chosen)
+def target_layers(model: PreTrainedModel, target_modules: tuple[str, ...] = ()) -> list[str]:
+    """Return :func:`chosen_layers` for peft: ends of their names if these fit no other module, else whole names."""
+    chosen_names = chosen_layers(model, target_modules)
+    name_ends = set(map(_end, chosen_names))
+    matching_names = {name for name, _ in model.named_modules() if _end(name) in name_ends}
+    return sorted(name_ends if matching_names == chosen_names else chosen_names)
 
 
 def _end(name: str) -> str:
@@ -211,15 +214,15 @@ def _end(name: str) -> str:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switches the adapters off; gradients and parameters are not touched."""
-    layers = list(_layers(model).values())
-    before = [layer._disable_adapters for layer in layers]
-    for layer in layers:
+    """Switch the adapters off inside; gradients and parameters are not touched."""
+    adapted_layers = list(_layers(model).values())
+    previous_states = [layer._disable_adapters for layer in adapted_layers]
+    for layer in adapted_layers:
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer, state in zip(layers, before):
+        for layer, state in zip(adapted_layers, previous_states):
             layer._disable_adapters = state
 
 
@@ -239,18 +242,18 @@ class AdaptersOff:
             return getattr(self.actor, name)
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`Actor.forward`."""
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Score as :meth:`Actor.forward` does."""
         with torch.no_grad(), adapters_off(self.actor.hf_model):
-            return self.actor(*args, **kwargs)
+            return self.actor(*arguments, **options)
 
-    def score_actions(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`Actor.score_actions`."""
+    def score_actions(self, *arguments: Any, **options: Any) -> Any:
+        """Score as :meth:`Actor.score_actions` does."""
         with torch.no_grad(), adapters_off(self.actor.hf_model):
-            return self.actor.score_actions(*args, **kwargs)
+            return self.actor.score_actions(*arguments, **options)
 
     def eval(self) -> AdaptersOff:
-        """Does nothing: the frozen layers behave the same in both modes."""
+        """Do nothing: the frozen layers behave the same in both modes."""
         return self
 
 
@@ -261,13 +264,13 @@ def merge(
     scaling: float,
     transposed: bool = False,
 ) -> Tensor:
-    """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
-    change = scaling * (lora_b.float() @ lora_a.float())
-    return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
+    """Return W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
+    weight_change = scaling * (lora_b.float() @ lora_a.float())
+    return (weight.float() + (weight_change.T if transposed else weight_change)).to(weight.dtype)
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds adapters alone."""
+    """Tell whether a folder holds adapters alone."""
     folder = Path(path).expanduser()
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
@@ -279,7 +282,7 @@ def load_merged(
     flag: str = "--base",
     **loading: Any,
 ) -> PreTrainedModel:
-    """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
+    """Load the base model of an adapter with the adapter in its weights: summed in float32, in the weights' dtype.
 
     ``base`` None: what the adapter's config names. Any adapter that peft can merge. ``loading``: how the base is
     loaded, fields of :class:`lightppo.models.pretrained.LoadOptions`.
@@ -298,14 +301,14 @@ def load_merged(
             f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model"
         )
     if config.task_type == "SEQ_CLS":
-        load = partial(load_sequence_classifier, kind="critic")
+        load_base = partial(load_sequence_classifier, kind="critic")
     else:
-        load = load_causal_lm
-    model = load(base, dtype="auto", **options)
+        load_base = load_causal_lm
+    model = load_base(base, dtype="auto", **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")
         try:
-            wrapped = PeftModel.from_pretrained(
+            peft_model = PeftModel.from_pretrained(
                 model, str(adapter), key_mapping=_names_inside(model, adapter)
             )
         except pickle.UnpicklingError as error:  # peft, too, reads with weights_only
@@ -313,67 +316,73 @@ def load_merged(
         except (UserWarning, RuntimeError, ValueError) as error:
             reason = textwrap.shorten(str(error), 500, placeholder=" …")
             raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
-    layers = [
+    adapted_layers = [
         module
-        for module in wrapped.modules()
+        for module in peft_model.modules()
         if hasattr(module, "lora_A") and hasattr(module, "merge")
     ]
-    _untie(model, layers, f"{adapter} changes")
-    for layer in layers:
-        dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
+    _untie(model, adapted_layers, f"{adapter} changes")
+    for layer in adapted_layers:
+        base_layer = layer.get_base_layer()
+        types = {name: weight.dtype for name, weight in base_layer.named_parameters()}
         layer.float().merge(safe_merge=True)
-        for name, dtype in dtypes.items():
-            weight = layer.get_base_layer().get_parameter(name)
+        for name, dtype in types.items():
+            weight = base_layer.get_parameter(name)
             weight.data = weight.data.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
-        return wrapped.merge_and_unload()
+        return peft_model.merge_and_unload()
 
 
-def _untie(model: PreTrainedModel, layers: list[Any], what: str) -> None:
-    """Layers with an adapter get copies of weights that another layer uses, too, as a tied head and embedding do."""
-    owners = Counter(
+def _untie(model: PreTrainedModel, adapted_layers: list[Any], message_start: str) -> None:
+    """Give layers with an adapter copies of weights that another layer uses, too, as a tied head and embedding do."""
+    weight_uses = Counter(
         weight for module in model.modules() for weight in module.parameters(recurse=False)
     )
-    shared = [
+    shared_weights = [
         (layer.get_base_layer(), name)
-        for layer in layers
+        for layer in adapted_layers
         for name, weight in layer.get_base_layer().named_parameters(recurse=False)
-        if owners[weight] > 1
+        if weight_uses[weight] > 1
     ]
-    if shared and find_whole(model) is not None:
+    if shared_weights and find_whole(model) is not None:
         raise ModelLoadError(
-            f"{what} a tied head or embedding, and this checkpoint with towers has one weight for both: merge it by peft"
+            f"{message_start} a tied head or embedding, and this checkpoint with towers has one weight for both: "
+            "merge it by peft"
         )
-    for module, name in shared:
+    for module, name in shared_weights:
         setattr(module, name, nn.Parameter(module.get_parameter(name).detach().clone()))
-    if shared:
+    if shared_weights:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}
 
 
 def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> dict[str, str] | None:
-    """For peft: where the language model of a checkpoint with towers has what the whole one has; None: as they are."""
-    if (whole := find_whole(model)) is None:
+    """Return peft's key mapping for the language model of a checkpoint with towers; None: names stay as they are."""
+    if (whole_checkpoint := find_whole(model)) is None:
         return None
-    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(adapter).glob(kind)]
-    of_tower = [name for file in files for name in open_tensors(str(file))[0] if is_of_tower(name)]
-    if of_tower:
+    weight_files = [
+        file for kind in ("*.safetensors", "*.bin") for file in Path(adapter).glob(kind)
+    ]
+    tower_tensors = [
+        name for file in weight_files for name in open_tensors(str(file))[0] if is_of_tower(name)
+    ]
+    if tower_tensors:
         raise ModelLoadError(
-            f"{adapter} changes an image or audio tower ({len(of_tower)} tensors, such as {of_tower[0]}), which stays "
-            "as it is here: merge it by peft"
+            f"{adapter} changes an image or audio tower ({len(tower_tensors)} tensors, such as {tower_tensors[0]}), "
+            "which stays as it is here: merge it by peft"
         )
-    return whole.adapter_names
+    return whole_checkpoint.adapter_names
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter: ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``."""
+    """Return the layer of a parameter: ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``."""
     return _WITHIN.sub("", name.rpartition(".")[0])
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter is a matrix of an adapter."""
+    """Tell whether a parameter is a matrix of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -381,98 +390,97 @@ class LoraExport:
     """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
 
     layer_of = staticmethod(layer_of)
-    saved_alone = staticmethod(saved_alone)
-    loader = staticmethod(loader)
-    frozen_facts = staticmethod(frozen_facts)
-    check_frozen = staticmethod(check_frozen)
     is_adapter_weight = staticmethod(is_adapter_weight)
 
     def __init__(self, config: Any, model: nn.Module) -> None:
-        layers = _layers(model)
+        adapted_layers = _layers(model)
         self.config = config
-        self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
+        self.scaling = {name: layer.scaling[_NAME] for name, layer in adapted_layers.items()}
         self.in_4bit = quantised_layers(model)
-        self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
-        self.transposed |= {
-            name.removesuffix(_BASE[:-1])
-            for name, layer in self.in_4bit.items()
-            if layer.transposed
-        }
+        self.transposed = {name for name, layer in adapted_layers.items() if layer.fan_in_fan_out}
+        packed_names = {name for name, layer in self.in_4bit.items() if layer.transposed}
+        self.transposed |= {name.removesuffix(_BASE[:-1]) for name in packed_names}
 
     def __str__(self) -> str:
-        targets = ", ".join(sorted(self.config.target_modules))
-        beside = ", beside weights in 4 bits" if self.in_4bit else ""
-        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
+        target_names = ", ".join(sorted(self.config.target_modules))
+        frozen_note = ", beside weights in 4 bits" if self.in_4bit else ""
+        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {target_names}{frozen_note}"
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights as in the model's checkpoint, from all layers or from some complete ones (:meth:`layer_of`)."""
-        result = {}
-        for name, tensor in self._dense(state_dict):
-            owner, _, kind = name.rpartition(_BASE)
-            if owner and kind == "weight":
+        """Return weights as in the model's checkpoint, from all layers or some complete ones (:meth:`layer_of`)."""
+        merged_weights = {}
+        for weight_name, tensor in self._dense(state_dict):
+            layer, _, parameter_kind = weight_name.rpartition(_BASE)
+            if layer and parameter_kind == "weight":
                 lora_a, lora_b = (
-                    state_dict[f"{owner}.lora_{side}.{_NAME}.weight"] for side in "AB"
+                    state_dict[f"{layer}.lora_{side}.{_NAME}.weight"] for side in "AB"
                 )
-                tensor = merge(
-                    tensor, lora_a, lora_b, self.scaling[owner], transposed=owner in self.transposed
-                )
-            result[name.replace(_BASE, ".")] = tensor
-        return result
+                scaling = self.scaling[layer]
+                tensor = merge(tensor, lora_a, lora_b, scaling, layer in self.transposed)
+            merged_weights[weight_name.replace(_BASE, ".")] = tensor
+        return merged_weights
 
     def frozen(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`merged`, without the adapters: what they were trained beside."""
-        return {name.replace(_BASE, "."): tensor for name, tensor in self._dense(state_dict)}
+        """Return weights as :meth:`merged` does, without the adapters: what they were trained beside."""
+        return {
+            weight_name.replace(_BASE, "."): tensor
+            for weight_name, tensor in self._dense(state_dict)
+        }
 
     def _dense(self, state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The frozen weights by their names in memory, none in 4 bits."""
-        for name, tensor in state_dict.items():
-            if is_adapter_weight(name):
+        """Yield the frozen weights by their names in memory, none in 4 bits."""
+        for weight_name, tensor in state_dict.items():
+            if is_adapter_weight(weight_name):
                 continue
-            layer, _, kind = name.rpartition(".")
-            if layer in self.in_4bit and kind == "weight":
-                tensor = dense_weight(self.in_4bit[layer], tensor)
-            yield name, tensor
+            layer_name, _, parameter_kind = weight_name.rpartition(".")
+            if layer_name in self.in_4bit and parameter_kind == "weight":
+                tensor = dense_weight(self.in_4bit[layer_name], tensor)
+            yield weight_name, tensor
 
     def alone(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The adapters' matrices, named as in their file but for peft's prefix: ``….q_proj.lora_A.weight`` (r, in)."""
+        """Return the adapters' matrices, named as in their file but for peft's prefix: ``….q_proj.lora_A.weight``."""
         return {
-            name.replace(f".{_NAME}.", "."): tensor
-            for name, tensor in state_dict.items()
-            if is_adapter_weight(name)
+            weight_name.replace(f".{_NAME}.", "."): tensor
+            for weight_name, tensor in state_dict.items()
+            if is_adapter_weight(weight_name)
         }
 
     def description(self) -> dict[str, Any]:
-        """What the adapter's ``adapter_config.json`` says."""
-        described = self.config.to_dict()
+        """Return the content of the adapter's ``adapter_config.json``."""
+        peft_options = self.config.to_dict()
         return {
-            name: sorted(value) if isinstance(value, set) else value
-            for name, value in described.items()
+            option_name: sorted(value) if isinstance(value, set) else value
+            for option_name, value in peft_options.items()
         }
 
     def write(self, state_dict: Mapping[str, Tensor], folder: Path) -> None:
-        """The adapter alone, for ``PeftModel.from_pretrained``."""
+        """Write the adapter alone, for ``PeftModel.from_pretrained``."""
         from safetensors.torch import save_file
 
-        heads = tuple(f"{name}." for name in self.config.modules_to_save or ())
-        own = self.alone(state_dict)
-        own |= {name: tensor for name, tensor in state_dict.items() if name.startswith(heads)}
-        weights = {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
+        head_prefixes = tuple(f"{name}." for name in self.config.modules_to_save or ())
+        saved_tensors = self.alone(state_dict)
+        saved_tensors |= {
+            name: tensor for name, tensor in state_dict.items() if name.startswith(head_prefixes)
+        }
+        weights = {
+            _PEFT_PREFIX + name: tensor.contiguous() for name, tensor in saved_tensors.items()
+        }
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(str(folder))
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name."""
+    """Return layers with an adapter, by name."""
     return {
-        name: module
-        for name, module in model.named_modules()
+        layer_name: module
+        for layer_name, module in model.named_modules()
         if hasattr(module, "_disable_adapters")
     }
 
 
 def check_packages(building: Any) -> None:
-    """The packages that adapters and weights in 4 bits need, on each rank."""
+    """Raise ModelLoadError on a rank without the packages for adapters and weights in 4 bits."""
     options = building.config.flat()
     if options["lora_rank"] > 0:
         check_peft()

@@ -27,7 +27,7 @@ BLOCK = 64  # weights of a row that share a scale
 
 
 def check_bitsandbytes() -> None:
-    """ModelLoadError if bitsandbytes is not installed; imports nothing."""
+    """Raise ModelLoadError if bitsandbytes is not installed; import nothing."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelLoadError(
             "--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone"
@@ -46,32 +46,35 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
             "--load_in_4bit: the model is sharded already; load it with load_in_4bit=True"
         )
     model.requires_grad_(False)
-    for name in fitting_layers(model, heads):
+    for layer_name in fitting_layers(model, heads):
         try:
-            quantised = _quantised(model.get_submodule(name))
+            quantised = _quantised(model.get_submodule(layer_name))
         except (RuntimeError, ImportError) as error:
             raise ModelLoadError(
-                f"--load_in_4bit: bitsandbytes cannot pack {name}: {error}"
+                f"--load_in_4bit: bitsandbytes cannot pack {layer_name}: {error}"
             ) from error
-        model.set_submodule(name, quantised)  # frees the dense weight before the next is packed
+        model.set_submodule(
+            layer_name, quantised
+        )  # frees the dense weight before the next is packed
 
 
 def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
-    """A model's layers in 4 bits, by name."""
+    """Return a model's layers in 4 bits, by name."""
     return {
-        name: layer
-        for name, layer in model.named_modules()
+        layer_name: layer
+        for layer_name, layer in model.named_modules()
         if hasattr(layer._parameters.get("weight"), "quant_state")
     }
 
 
-def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
-    """The weight as in the checkpoint, (out, in) or GPT-2's (in, out); ``packed``: a sharded layer's whole weight."""
+def dense_weight(layer: Linear4bit, packed_weight: Tensor | None = None) -> Tensor:
+    """Return the weight as in the checkpoint, (out, in) or GPT-2's (in, out); ``packed_weight``: a sharded layer's."""
     from bitsandbytes.functional import dequantize_4bit
 
-    packed = layer.weight.data if packed is None else packed
+    if packed_weight is None:
+        packed_weight = layer.weight.data
     state = layer.weight.quant_state
-    weight = dequantize_4bit(packed.to(state.absmax.device), state).to(packed.device)
+    weight = dequantize_4bit(packed_weight.to(state.absmax.device), state).to(packed_weight.device)
     return weight.T.contiguous() if layer.transposed else weight
 
 
@@ -80,30 +83,26 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
 
     transposed = isinstance(layer, Conv1D)
     weight = layer.weight.detach().T if transposed else layer.weight.detach()  # (out, in)
-    result = Linear4bit(
+    quantised_layer = Linear4bit(
         *weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
     )
     # A GPU is quicker at packing; the engine moves the model there later.
+    packing_device = weight.device
     if torch.cuda.is_available():
-        place = torch.device("cuda", torch.cuda.current_device())
-    else:
-        place = weight.device
-    result.weight = (
-        Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result)
-        .to(place)
-        .to(weight.device)
-    )
-    result.bias = layer.bias
-    result.transposed = transposed
-    result.support_avx512bf16_for_cpu = False
-    result.register_forward_pre_hook(_bring_scales)
-    result.register_state_dict_post_hook(_leave_scales_out)
-    return result
+        packing_device = torch.device("cuda", torch.cuda.current_device())
+    packed = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=quantised_layer)
+    quantised_layer.weight = packed.to(packing_device).to(weight.device)
+    quantised_layer.bias = layer.bias
+    quantised_layer.transposed = transposed
+    quantised_layer.support_avx512bf16_for_cpu = False
+    quantised_layer.register_forward_pre_hook(_bring_scales)
+    quantised_layer.register_state_dict_post_hook(_leave_scales_out)
+    return quantised_layer
 
 
-def _bring_scales(layer: Linear4bit, args: tuple[Any, ...]) -> None:
-    """ZeRO-3 moves the weight to the device but not the scales, because they are not a parameter."""
-    layer.weight.quant_state.to(args[0].device)
+def _bring_scales(layer: Linear4bit, arguments: tuple[Any, ...]) -> None:
+    """Move the scales to the input's device: ZeRO-3 moves the weight alone, because they are not a parameter."""
+    layer.weight.quant_state.to(arguments[0].device)
 
 
 def _leave_scales_out(
@@ -112,73 +111,69 @@ def _leave_scales_out(
     prefix: str,
     metadata: Any,
 ) -> None:
-    """Keeps state dicts to parameters and buffers, as under ZeRO-3; checkpoints never contain 4-bit weights."""
-    for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
-        del state_dict[name]
+    """Keep state dicts to parameters and buffers, as under ZeRO-3; checkpoints never contain 4-bit weights."""
+    for entry in [entry for entry in state_dict if entry.startswith(f"{prefix}weight.")]:
+        del state_dict[entry]
 
 
 def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
-    """Names of the layers that can be held in 4 bits; an error if they have less than half of the body's weights."""
-    modules = dict(model.named_modules())
-    plain = {
-        name: module
-        for name, module in replaceable_layers(model).items()
-        if is_plain_linear(module) or type(module) is Conv1D
-    }
-    widths = {
-        name: layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
-        for name, layer in plain.items()
-    }
-    fitting = [name for name in plain if name not in heads and widths[name] % BLOCK == 0]
-    outside = {
-        f"{module_name}.weight"
-        for module_name, layer in modules.items()
-        if module_name in heads or isinstance(layer, nn.Embedding)
-    }
+    """Return the names of layers that 4 bits can hold; raise if they have less than half of the body's weights."""
+    fitting = {}
+    for name, layer in replaceable_layers(model).items():
+        is_plain = is_plain_linear(layer) or type(layer) is Conv1D
+        if is_plain and name not in heads and _input_width(layer) % BLOCK == 0:
+            fitting[f"{name}.weight"] = layer.weight.numel()
+    modules = model.named_modules()
+    embeddings = {name for name, module in modules if isinstance(module, nn.Embedding)}
     body = {
-        name: weight.numel() for name, weight in model.named_parameters() if name not in outside
+        name: weight.numel()
+        for name, weight in model.named_parameters()
+        if name.removesuffix(".weight") not in heads | embeddings
     }
-    held = {f"{name}.weight": modules[name].weight.numel() for name in fitting}
-    share = sum(held.values()) / sum(body.values())
-    if share < 0.5:
-        largest = max(body.keys() - held.keys(), key=body.get)
+    packed_share = sum(fitting.values()) / sum(body.values())
+    if packed_share < 0.5:
+        largest_weight = max((name for name in body if name not in fitting), key=body.get)
         raise ModelLoadError(
-            f"--load_in_4bit: only {share:.0%} of the weights in the layers of {type(model).__name__} are in plain "
-            f"linear layers with an input width that is a multiple of {BLOCK} (the largest other one: {largest}, "
-            f"{tuple(model.get_parameter(largest).shape)}): leave --load_in_4bit out"
+            f"--load_in_4bit: only {packed_share:.0%} of the weights in the layers of {type(model).__name__} are in plain "
+            f"linear layers with an input width that is a multiple of {BLOCK} (the largest other one: {largest_weight}, "
+            f"{tuple(model.get_parameter(largest_weight).shape)}): leave --load_in_4bit out"
         )
-    return fitting
+    return [name.removesuffix(".weight") for name in fitting]
+
+
+def _input_width(layer: nn.Linear | Conv1D) -> int:
+    return layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
 
 
 def replaceable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Linear layers (GPT-2's Conv1D too) by name, without routers and without weights that are read past the call.
+    """Return linear layers (GPT-2's Conv1D too) by name, but routers and weights that are read past the call.
 
     Mamba's kernels take ``self.out_proj.weight`` while a model trains, and Jamba always takes ``self.dt_proj.weight``:
     an adapter there would do nothing, and numbers in 4 bits would be taken for weights.
     """
-    found = {}
-    for owner_name, owner in model.named_modules():
-        for name, layer in owner.named_children():
+    linear_layers = {}
+    for parent_name, parent in model.named_modules():
+        for layer_name, layer in parent.named_children():
             is_linear = isinstance(layer, nn.Linear | Conv1D) and not _is_router(layer)
-            if is_linear and not _reads_weight(type(owner), name):
-                found[f"{owner_name}.{name}".lstrip(".")] = layer
-    return found
+            if is_linear and not _reads_weight(type(parent), layer_name):
+                linear_layers[f"{parent_name}.{layer_name}".lstrip(".")] = layer
+    return linear_layers
 
 
 def _is_router(layer: nn.Module) -> bool:
-    """Some families make it of a linear layer (Llama 4, PhiMoE), and it gives more than a product."""
+    """Tell whether a linear layer is a router (Llama 4, PhiMoE), which gives more than a product."""
     return "Router" in type(layer).__name__
 
 
-def _reads_weight(owner: type, name: str) -> bool:
-    """Whether a class takes the weight of one of its layers into its own hands."""
-    weight = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape))"
-    return re.search(weight, _source(owner)) is not None
+def _reads_weight(parent_class: type, layer_name: str) -> bool:
+    """Tell whether a class takes the weight of one of its layers into its own hands."""
+    pattern = rf"\bself\.{re.escape(layer_name)}\.weight\b(?!\.(dtype|device|shape))"
+    return re.search(pattern, _source(parent_class)) is not None
 
 
 @cache
 def _source(kind: type) -> str:
-    """Empty for a class that no file has."""
+    """Return the code of a class; empty for a class that no file has."""
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ PACKED_CHUNKS = "packed_chunks"  # the name of attention_in_chunks in transforme
 
 
 def attends_in_chunks(model: PreTrainedModel) -> bool:
-    """Whether :func:`attention_in_chunks` stands in for a model's sdpa."""
-    kinds = getattr(model.config, "layer_types", None) or ()
-    return model.config._attn_implementation == "sdpa" and "chunked_attention" in kinds
+    """Tell whether :func:`attention_in_chunks` stands in for a model's sdpa."""
+    layer_kinds = getattr(model.config, "layer_types", None) or ()
+    return model.config._attn_implementation == "sdpa" and "chunked_attention" in layer_kinds
 
 
 def why_no_chunks(model: PreTrainedModel) -> str | None:
-    """Why chunks cannot be packed; None: they can."""
+    """Return why chunks cannot be packed; None: they can."""
     if model.config._attn_implementation in ("sdpa", PACKED_CHUNKS):
         return None
     return "they need --attn_implementation sdpa"
@@ -37,7 +36,7 @@ def attention_in_chunks(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """``packed_attention``; a position of a chunked layer sees those of its own chunk of its sequence."""
+    """Attend as ``packed_attention``; in chunked layers a position sees those of its own chunk of its sequence."""
     if attention_mask is not None and attention_mask.dtype == torch.int64:
         plan = plan_of(attention_mask, query.device)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
@@ -47,47 +46,45 @@ def attention_in_chunks(
     return packed_attention(module, query, key, value, attention_mask, **options)
 
 
-def chunks_as_segments(plan: RowPlan, size: int, like: Tensor) -> Tensor:
-    """The mask of a row whose segments are the chunks; a response goes on in the last chunk of its prompt."""
-    key = ("chunks", size)
-    if key not in plan.kept:
+def chunks_as_segments(plan: RowPlan, chunk_size: int, states: Tensor) -> Tensor:
+    """Return the mask of a row whose segments are the chunks; a response goes on in the last chunk of its prompt."""
+
+    def mask() -> Tensor:
         lengths: list[int] = []
         parents: list[int] = []
-        last: dict[int, int] = {}  # segment -> number of its last chunk
-        for segment, (length, parent) in enumerate(zip(plan.lengths, plan.parents)):
-            begun = plan.lengths[parent] % size if parent >= 0 else 0
-            follows = last[parent] if begun else -1
-            while length:
-                new = min(length, size - begun)
-                lengths.append(new)
-                parents.append(follows)
-                length = length - new
-                begun = 0
-                follows = -1
-            last[segment] = len(lengths) - 1
-        plan.kept[key] = segments_as_mask(lengths, parents, like.device)
-    return plan.kept[key]
+        last_chunks: dict[int, int] = {}  # segment -> number of its last chunk
+        for segment, (remaining, parent) in enumerate(zip(plan.lengths, plan.parents)):
+            chunk_start = plan.lengths[parent] % chunk_size if parent >= 0 else 0
+            parent_chunk = last_chunks[parent] if chunk_start else -1
+            while remaining:
+                lengths.append(min(remaining, chunk_size - chunk_start))
+                parents.append(parent_chunk)
+                remaining -= lengths[-1]
+                chunk_start = 0
+                parent_chunk = -1
+            last_chunks[segment] = len(lengths) - 1
+        return segments_as_mask(lengths, parents, states.device)
+
+    return plan.once(("chunks", chunk_size), mask)
 
 
 def by_position(module: nn.Module, query: Tensor, plan: RowPlan) -> Tensor:
-    """Queries (1, H, T, D), which the layer has scaled by their places in the row, scaled by their positions."""
+    """Rescale queries (1, H, T, D) by their positions: the layer has scaled them by their places in the row."""
     if plan.tokens < module.floor_scale:  # all scales are 1
         return query
-    key = ("scales", module.floor_scale, module.attn_scale)
-    if key not in plan.kept:
-        starts = [0 if p < 0 else plan.lengths[p] for p in plan.parents]
-        ends = accumulate(plan.lengths)
-        places = torch.arange(plan.tokens)
-        moved = torch.tensor(
-            [start - (end - n) for start, end, n in zip(starts, ends, plan.lengths)]
-        )
-        positions = places + moved.repeat_interleave(torch.tensor(plan.lengths))
-        right, wrong = (
-            torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
-            for x in (positions, places)
-        )
-        plan.kept[key] = to_device((right / wrong)[:, None], query.device)
-    return (query * plan.kept[key]).to(query.dtype)
+
+    def scale(indices: Tensor) -> Tensor:
+        steps = torch.floor((indices.float() + 1) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1
+
+    def corrections() -> Tensor:
+        starts = [0 if parent < 0 else plan.lengths[parent] for parent in plan.parents]
+        positions = torch.cat([torch.arange(n) + start for n, start in zip(plan.lengths, starts)])
+        corrected = scale(positions) / scale(torch.arange(plan.tokens))
+        return to_device(corrected[:, None], query.device)
+
+    factors = plan.once(("scales", module.floor_scale, module.attn_scale), corrections)
+    return (query * factors).to(query.dtype)
 
 
 AttentionInterface.register(PACKED_CHUNKS, attention_in_chunks)

@@ -18,7 +18,7 @@ PACKED_EAGER = "packed_eager"  # the name of eager_by_segment in transformers
 
 
 def attends_by_own_code(model: PreTrainedModel) -> bool:
-    """Whether :func:`eager_by_segment` stands in for a model's attention, which sdpa cannot."""
+    """Tell whether :func:`eager_by_segment` stands in for a model's attention, which sdpa cannot."""
     return (
         model.config._attn_implementation == "eager"
         and model._can_set_attn_implementation()
@@ -36,42 +36,48 @@ def eager_by_segment(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The model's ``eager``, also for packed rows with ``segments_as_mask``, one call for each segment.
+    """Attend by the model's ``eager``, also in packed rows with ``segments_as_mask``, one call for each segment.
 
     query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D).
     """
-    own = _own_code(module)
+    model_attention = _own_code(module)
     if attention_mask is None or attention_mask.dtype != torch.int64:
-        return own(module, query, key, value, attention_mask, **options)
+        return model_attention(module, query, key, value, attention_mask, **options)
     plan = plan_of(attention_mask, query.device)
-    keys, values = (continued(x.split(plan.lengths, 2), plan.parents, 2) for x in (key, value))
+    keys, values = (
+        continued(states.split(plan.lengths, 2), plan.parents, 2) for states in (key, value)
+    )
     masks = added_masks(plan, window_of(module, options), query)
-    rows = zip(query.split(plan.lengths, 2), keys, values, masks)
-    outputs = [own(module, q, k, v, mask, **options)[0] for q, k, v, mask in rows]
+    segments = zip(query.split(plan.lengths, 2), keys, values, masks)
+    outputs = [
+        model_attention(module, query_part, key_part, value_part, mask, **options)[0]
+        for query_part, key_part, value_part, mask in segments
+    ]
     return torch.cat(outputs, 1), None
 
 
-def added_masks(plan: RowPlan, window: int | None, like: Tensor) -> list[Tensor]:
-    """For each segment (1, 1, new, seen): 0 where a new position sees another, else the lowest number."""
-    key = ("added", window, like.dtype)
-    if key not in plan.kept:
-        lowest = torch.finfo(like.dtype).min
-        masks = []
-        for length, mask in zip(plan.lengths, plan.masks(window, like)):
+def added_masks(plan: RowPlan, window: int | None, states: Tensor) -> list[Tensor]:
+    """Return for each segment (1, 1, new, seen): 0 where a new position sees another, else the lowest number."""
+    lowest_number = torch.finfo(states.dtype).min
+
+    def masks() -> list[Tensor]:
+        added = []
+        for length, mask in zip(plan.lengths, plan.masks(window, states)):
             if mask is None:  # causal
-                mask = like.new_full((length, length), lowest).triu_(1)
-            masks.append(mask.clamp(min=lowest)[None, None])
-        plan.kept[key] = masks
-    return plan.kept[key]
+                mask = states.new_full((length, length), lowest_number).triu_(1)
+            added.append(mask.clamp(min=lowest_number)[None, None])
+        return added
+
+    return plan.once(("added", window, states.dtype), masks)
 
 
 def _own_code(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    family = sys.modules[type(module).__module__]
-    if not hasattr(family, "eager_attention_forward"):
+    family_module = sys.modules[type(module).__module__]
+    if not hasattr(family_module, "eager_attention_forward"):
         raise NotImplementedError(
             f"--packing_samples: {type(module).__name__} has no attention of transformers' kind"
         )
-    return family.eager_attention_forward
+    return family_module.eager_attention_forward
 
 
 AttentionInterface.register(PACKED_EAGER, eager_by_segment)

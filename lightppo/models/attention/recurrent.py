@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad, silu, softplus
+from torch.nn.functional import pad, silu, softplus
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
@@ -29,31 +29,35 @@ from lightppo.models.batches import (
     on_cpu,
     plan_of,
     segments_as_mask,
+    select_rows,
     to_device,
 )
+from lightppo.models.kernels.layers import with_globals
 
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
 
 
 def is_kernel(function: Callable) -> bool:
-    """Whether transformers found causal-conv1d, flash-linear-attention or mamba-ssm for this one of its functions."""
+    """Tell whether transformers found causal-conv1d, flash-linear-attention or mamba-ssm for this function."""
     if not isinstance(function, FunctionType):
         return False
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
 def takes_borders(plan: RowPlan, function: Callable) -> bool:
-    """Whether a kernel runs the row as it is; one that is to begin with a parent's state gets batches."""
+    """Tell whether a kernel runs the row as it is; one that is to begin with a parent's state gets batches."""
     return is_kernel(function) and max(plan.parents) < 0
 
 
 def numbers_of(plan: RowPlan, device: torch.device) -> Tensor:
-    """(1, T) int32: the number of the segment of each place, ``seq_idx`` of kernels."""
-    if "numbers" not in plan.kept:
+    """Return (1, T) int32: the number of the segment of each place, ``seq_idx`` of kernels."""
+
+    def numbers() -> Tensor:
         lengths = torch.tensor(plan.lengths)
-        numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
-        plan.kept["numbers"] = to_device(numbers[None], device)
-    return plan.kept["numbers"]
+        segments = torch.arange(len(lengths), dtype=torch.int32)
+        return to_device(segments.repeat_interleave(lengths)[None], device)
+
+    return plan.once("numbers", numbers)
 
 
 # -- the segments of a row as batches without neighbours, for what runs along a sequence ------------------------------
@@ -79,63 +83,56 @@ class SegmentBatches:
     """All segments of a row, parents first."""
 
     batches: list[SegmentBatch]
-    back: Tensor  # (T,) where each place of the row stands among the flat outputs of all batches
+    output_places: (
+        Tensor  # (T,) where each place of the row stands among the flat outputs of all batches
+    )
 
 
 def batches_of(plan: RowPlan, device: torch.device, equal_lengths: bool = False) -> SegmentBatches:
-    """``equal_lengths``: segments that others continue are not padded. Made once for all layers."""
-    key = ("segments", equal_lengths)
-    if key not in plan.kept:
-        plan.kept[key] = _batches(plan, device, equal_lengths)
-    return plan.kept[key]
+    """Return the batches of a row's segments, made once for all layers."""
+    return plan.once(("segments", equal_lengths), lambda: _batches(plan, device, equal_lengths))
 
 
 def _batches(plan: RowPlan, device: torch.device, equal_lengths: bool) -> SegmentBatches:
-    starts = [0, *accumulate(plan.lengths)]
     call_cost = CALL_COST["cpu" if device.type == "cpu" else "other"]
-    continued = set(plan.parents)
-    kept: dict[int, int] = {}  # segment -> number of its last state
+    lengths = plan.lengths
+    starts = [0, *accumulate(lengths)]
+    longest_first = sorted(range(len(lengths)), key=lambda segment: -lengths[segment])
+    continued = [segment for segment in longest_first if segment in plan.parents]
+    children = [segment for segment in longest_first if plan.parents[segment] >= 0]
+    alone = [segment for segment in longest_first if segment not in {*continued, *children}]
+
+    def cut(members: list[int]) -> list[list[int]]:
+        parts = cheapest_parts([lengths[segment] for segment in members], call_cost)
+        return [members[first:end] for first, end in parts]
+
+    if equal_lengths:
+        groups = [list(group) for _, group in groupby(continued, lengths.__getitem__)]
+    else:
+        groups = cut(continued)
     batches: list[SegmentBatch] = []
-    back = torch.empty(plan.tokens, dtype=torch.long)
-    outputs = 0
-
-    def role(segment: int) -> int:
-        if segment in continued:
-            return 0
-        if plan.parents[segment] < 0:
-            return 1
-        return 2
-
-    order = sorted(range(len(plan.lengths)), key=lambda i: (role(i), -plan.lengths[i]))
-    for which, of_role in groupby(order, role):
-        members = list(of_role)
-        if which == 0 and equal_lengths:
-            parts = [list(part) for _, part in groupby(members, plan.lengths.__getitem__)]
-        else:
-            cuts = cheapest_parts([plan.lengths[i] for i in members], call_cost)
-            parts = [members[first:end] for first, end in cuts]
-        for part in parts:
-            longest = plan.lengths[part[0]]
-            places = torch.full((len(part), longest), plan.tokens)
-            for row, segment in enumerate(part):
-                length = plan.lengths[segment]
-                places[row, :length] = torch.arange(starts[segment], starts[segment] + length)
-                first = outputs + row * longest
-                back[starts[segment] : starts[segment] + length] = torch.arange(
-                    first, first + length
-                )
-            outputs += places.numel()
-            parents = [kept[plan.parents[i]] for i in part] if which == 2 else None
-            if which == 0:
-                kept |= {segment: len(kept) + row for row, segment in enumerate(part)}
-            batches.append(
-                SegmentBatch(
-                    places=to_device(places, device),
-                    parents=None if parents is None else to_device(torch.tensor(parents), device),
-                    keeps_states=which == 0,
-                )
-            )
-    return SegmentBatches(batches, to_device(back, device))
+    state_numbers: dict[int, int] = {}  # segment -> number of its last state
+    output_places = torch.empty(plan.tokens, dtype=torch.long)
+    output_count = 0
+    for group in [*groups, *cut(alone), *cut(children)]:
+        width = lengths[group[0]]
+        places = torch.full((len(group), width), plan.tokens)
+        for row, segment in enumerate(group):
+            in_row = torch.arange(starts[segment], starts[segment + 1])
+            in_group = torch.arange(lengths[segment])
+            places[row, in_group] = in_row
+            output_places[in_row] = output_count + row * width + in_group
+        output_count += places.numel()
+        keeps_states = group[0] in plan.parents
+        if keeps_states:
+            first = len(state_numbers)
+            state_numbers |= {segment: first + row for row, segment in enumerate(group)}
+        parents = None
+        if plan.parents[group[0]] >= 0:
+            numbers = [state_numbers[plan.parents[segment]] for segment in group]
+            parents = to_device(torch.tensor(numbers), device)
+        batches.append(SegmentBatch(to_device(places, device), parents, keeps_states))
+    return SegmentBatches(batches, to_device(output_places, device))
 
 
 def by_segment(
@@ -145,32 +142,27 @@ def by_segment(
     fills: Sequence[float],
     equal_lengths: bool = False,
 ) -> Tensor:
-    """Runs ``step`` over every segment of a row: inputs (1, T, …) -> (1, T, …).
+    """Run ``step`` over every segment of a row: inputs (1, T, …) -> (1, T, …).
 
     A segment with a parent begins with its parent's last state. ``fills`` is what inputs are after the end of a segment:
     there ``step`` must not change its state, unless with ``equal_lengths``.
     """
-    split = batches_of(plan, inputs[0].device, equal_lengths)
-    rows = [_with_padding(x[0], fill) for x, fill in zip(inputs, fills, strict=True)]
+    segment_batches = batches_of(plan, inputs[0].device, equal_lengths)
+    padded_inputs = [_with_padding(x[0], fill) for x, fill in zip(inputs, fills, strict=True)]
     outputs: list[Tensor] = []
     states: list[Tensor] = []
-    for batch in split.batches:
-        initial = None if batch.parents is None else chosen(torch.cat(states), batch.parents)
-        taken = [chosen(x, batch.places) for x in rows]
-        output, last = step(taken, initial, batch.keeps_states)
+    for batch in segment_batches.batches:
+        initial = None if batch.parents is None else select_rows(torch.cat(states), batch.parents)
+        batch_inputs = [select_rows(x, batch.places) for x in padded_inputs]
+        output, last_states = step(batch_inputs, initial, batch.keeps_states)
         outputs.append(output.flatten(0, 1))
         if batch.keeps_states:
-            states.append(last)
-    return chosen(torch.cat(outputs), split.back)[None]
-
-
-def chosen(rows: Tensor, index: Tensor) -> Tensor:
-    """(R, …) -> (*index.shape, …). Gradients are always added in one order, unlike those of ``rows[index]``."""
-    return embedding(index, rows.flatten(1)).view(*index.shape, *rows.shape[1:])
+            states.append(last_states)
+    return select_rows(torch.cat(outputs), segment_batches.output_places)[None]
 
 
 def _with_padding(row: Tensor, fill: float) -> Tensor:
-    """(T, …) -> (T + 1, …)."""
+    """Pad (T, …) -> (T + 1, …)."""
     return pad(row, (0, 0) * (row.dim() - 1) + (0, 1), value=fill)
 
 
@@ -182,52 +174,57 @@ class Contexts:
     """A row in which each segment stands behind the last tokens of its parent."""
 
     places: Tensor  # (T',) in the row of T places; T: a zero
-    kept: Tensor  # (T,) where the segments' own places are in it
+    segment_places: Tensor  # (T,) where the segments' own places are in it
 
 
 def contexts_of(plan: RowPlan, width: int, device: torch.device) -> Contexts:
-    """``width`` places in front of each segment: its parent's last ones, zeros in front of these."""
-    key = ("contexts", width)
-    if key not in plan.kept:
+    """Return ``width`` places in front of each segment: its parent's last ones, zeros in front of these."""
+
+    def contexts() -> Contexts:
         starts = [0, *accumulate(plan.lengths)]
         places: list[Tensor] = []
-        kept: list[Tensor] = []
-        total = 0
+        segment_places: list[Tensor] = []
+        row_length = 0
         for segment, (length, parent) in enumerate(zip(plan.lengths, plan.parents)):
-            known = min(width, plan.lengths[parent]) if parent >= 0 else 0
-            end = starts[parent + 1] if parent >= 0 else 0
-            places += [
-                torch.full((width - known,), plan.tokens),
-                torch.arange(end - known, end),
-                torch.arange(starts[segment], starts[segment] + length),
-            ]
-            kept.append(torch.arange(total + width, total + width + length))
-            total += width + length
-        plan.kept[key] = Contexts(
-            to_device(torch.cat(places), device), to_device(torch.cat(kept), device)
+            context = torch.arange(0)
+            if parent >= 0:
+                end = starts[parent + 1]
+                context = torch.arange(max(starts[parent], end - width), end)
+            places.append(pad(context, (width - len(context), 0), value=plan.tokens))
+            places.append(torch.arange(starts[segment], starts[segment + 1]))
+            segment_places.append(torch.arange(length) + row_length + width)
+            row_length += width + length
+        return Contexts(
+            to_device(torch.cat(places), device), to_device(torch.cat(segment_places), device)
         )
-    return plan.kept[key]
+
+    return plan.once(("contexts", width), contexts)
 
 
 def with_contexts(plan: RowPlan, row: Tensor, width: int) -> Tensor:
-    """(T, C) -> (T', C), by :func:`contexts_of`."""
-    return chosen(_with_padding(row, 0.0), contexts_of(plan, width, row.device).places)
+    """Put contexts into a row, (T, C) -> (T', C), by :func:`contexts_of`."""
+    return select_rows(_with_padding(row, 0.0), contexts_of(plan, width, row.device).places)
 
 
 # -- the functions: the plan of the row, what the module has under that name, and the arguments that it is called with -
 
 
 def convolution(
-    plan: RowPlan, function: Callable, states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+    plan: RowPlan,
+    function: Callable,
+    states: Tensor,
+    weight: Tensor,
+    *arguments: Any,
+    **options: Any,
 ) -> Tensor:
-    """Depthwise and causal, (1, C, T) -> (1, C, T); ``weight`` is (C, K)."""
+    """Convolve each channel causally, (1, C, T) -> (1, C, T); ``weight`` is (C, K)."""
     if takes_borders(plan, function):
-        kwargs["seq_idx"] = numbers_of(plan, states.device)
-        return function(states, weight, *args, **kwargs)
+        options["seq_idx"] = numbers_of(plan, states.device)
+        return function(states, weight, *arguments, **options)
     width = weight.shape[-1] - 1
     row = with_contexts(plan, states[0].T, width)  # (T', C)
-    output = function(row.T[None], weight, *args, **kwargs)[0].T
-    return chosen(output, contexts_of(plan, width, states.device).kept).T[None]
+    output = function(row.T[None], weight, *arguments, **options)[0].T
+    return select_rows(output, contexts_of(plan, width, states.device).segment_places).T[None]
 
 
 def delta_rule(
@@ -243,16 +240,15 @@ def delta_rule(
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Gated delta rule (arXiv:2412.06464): (1, T, H, D) three times, (1, T, H) twice -> (1, T, H, D)."""
+    """Run the gated delta rule (arXiv:2412.06464): (1, T, H, D) three times, (1, T, H) twice -> (1, T, H, D)."""
     options.pop("cu_seqlens", None)
     if takes_borders(plan, function):
         return function(query, key, value, g=g, beta=beta, cu_seqlens=plan.borders[0], **options)
 
     def step(inputs: list[Tensor], initial: Tensor | None, keeps: bool) -> tuple[Tensor, Any]:
-        q, k, v, decay, rate = inputs
-        return function(
-            q, k, v, g=decay, beta=rate, initial_state=initial, output_final_state=keeps, **options
-        )
+        query_part, key_part, value_part, decay, rate = inputs
+        states = {"initial_state": initial, "output_final_state": keeps}
+        return function(query_part, key_part, value_part, g=decay, beta=rate, **states, **options)
 
     # What fills a row up: a decay of exp(0) = 1 is none, and a rate of 0 writes nothing.
     return by_segment(plan, step, (query, key, value, g, beta), (0.0,) * 5), None
@@ -271,7 +267,7 @@ def chunk_scan(
     return_final_states: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Mamba 2 (arXiv:2405.21060): hidden (1, T, H, P), dt (1, T, H), B and C (1, T, G, N) -> (1, T, H, P)."""
+    """Run Mamba 2 (arXiv:2405.21060): hidden (1, T, H, P), dt (1, T, H), B and C (1, T, G, N) -> (1, T, H, P)."""
     if takes_borders(plan, function):
         options["seq_idx"] = numbers_of(plan, hidden.device)
         return function(hidden, dt, A, B, C, **options)
@@ -309,7 +305,7 @@ def selective_scan(
     return_last_state: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Mamba (arXiv:2312.00752): hidden and dt (1, D, T), A (D, N), B and C (1, N, T) -> (1, D, T).
+    """Run Mamba (arXiv:2312.00752): hidden and dt (1, D, T), A (D, N), B and C (1, N, T) -> (1, D, T).
 
     The functions begin with a state of 0. Outputs are linear in the state, so what a parent's state h adds is added:
     C_t · exp(A · (dt_1 + … + dt_t)) · h.
@@ -317,17 +313,8 @@ def selective_scan(
 
     def step(inputs: list[Tensor], initial: Tensor | None, keeps: bool) -> tuple[Tensor, Any]:
         x, time, b, c = (tensor.transpose(1, 2) for tensor in inputs)  # (n, ·, L)
-        result = function(
-            x,
-            time,
-            A,
-            b,
-            c,
-            D=D,
-            delta_bias=delta_bias,
-            return_last_state=keeps,
-            **options,
-        )
+        biases = {"D": D, "delta_bias": delta_bias}
+        result = function(x, time, A, b, c, **biases, return_last_state=keeps, **options)
         output, last = result if keeps else (result, None)
         if initial is not None:
             bias = 0 if delta_bias is None else delta_bias.float()[:, None]
@@ -344,13 +331,13 @@ def selective_scan(
 
 
 def fused_pass(
-    plan: RowPlan, function: Callable, projected: Tensor, *args: Any, **kwargs: Any
+    plan: RowPlan, function: Callable, projected: Tensor, *arguments: Any, **options: Any
 ) -> Tensor | None:
-    """All of Mamba 2 in one kernel; None: transformers runs the parts one by one."""
+    """Run all of Mamba 2 in one kernel; None: transformers runs the parts one by one."""
     if not takes_borders(plan, function):
         return None
-    kwargs["seq_idx"] = numbers_of(plan, projected.device)
-    return function(projected, *args, **kwargs)
+    options["seq_idx"] = numbers_of(plan, projected.device)
+    return function(projected, *arguments, **options)
 
 
 FUNCTIONS: dict[str, Callable] = {
@@ -367,7 +354,7 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 def run_by_segment(model: PreTrainedModel) -> None:
-    """Recurrent layers learn packed rows, in place; elsewhere their code is transformers'."""
+    """Teach recurrent layers packed rows, in place; elsewhere their code is transformers'."""
     mixers = [module for module in model.modules() if is_mixer(module)]
     for mixer in mixers:
         mixer.__class__ = _packed(type(mixer))
@@ -376,7 +363,7 @@ def run_by_segment(model: PreTrainedModel) -> None:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether its forward has a causal convolution, as transformers' recurrent layers have."""
+    """Tell whether its forward has a causal convolution, as transformers' recurrent layers have."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return (
@@ -388,7 +375,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def why_not_by_segment(model: PreTrainedModel) -> str | None:
-    """Why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
+    """Return why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
     if any(isinstance(module, _BySegment) for module in model.modules()):
         return None
     return "their code is not known"
@@ -399,62 +386,71 @@ class _BySegment(nn.Module):
 
 
 @cache
-def _packed(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with the name of ``kind``, by which transformers and DeepSpeed know it."""
-    plain = inspect.unwrap(kind.forward)
-    names = {name: plain.__globals__[name] for name in FUNCTIONS if name in plain.__code__.co_names}
+def _packed(mixer_class: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with the name of the class, by which transformers and DeepSpeed know it."""
+    plain_forward = inspect.unwrap(mixer_class.forward)
+    called_names = FUNCTIONS.keys() & set(plain_forward.__code__.co_names)
+    scan_functions = {name: plain_forward.__globals__[name] for name in called_names}
 
     def forward(
         self: nn.Module,
         hidden_states: Tensor,
-        *args: Any,
+        *arguments: Any,
         attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Tensor:
         if attention_mask is None or attention_mask.dim() != 4:
-            return kind.forward(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
-        return in_row(self, attention_mask, hidden_states, *args, **kwargs)
+            return mixer_class.forward(
+                self, hidden_states, *arguments, attention_mask=attention_mask, **options
+            )
+        return in_row(self, attention_mask, hidden_states, *arguments, **options)
 
     # Compiled graphs end here, because segments differ from row to row.
     @torch.compiler.disable
     def in_row(
-        self: nn.Module, segments: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
+        self: nn.Module, segments: Tensor, hidden_states: Tensor, *arguments: Any, **options: Any
     ) -> Tensor:
         plan = plan_of(segments, hidden_states.device)
         if len(plan.lengths) == 1:
-            return kind.forward(self, hidden_states, *args, attention_mask=None, **kwargs)
-        ours = {name: partial(FUNCTIONS[name], plan, theirs) for name, theirs in names.items()}
-        packed = FunctionType(
-            plain.__code__, {**plain.__globals__, **ours}, plain.__name__, plain.__defaults__
-        )
-        packed.__kwdefaults__ = plain.__kwdefaults__
-        return packed(self, hidden_states, *args, attention_mask=None, **kwargs)
+            return mixer_class.forward(
+                self, hidden_states, *arguments, attention_mask=None, **options
+            )
+        packed_functions = {
+            name: partial(FUNCTIONS[name], plan, function)
+            for name, function in scan_functions.items()
+        }
+        row_forward = with_globals(plain_forward, None, **packed_functions)
+        return row_forward(self, hidden_states, *arguments, attention_mask=None, **options)
 
     # transformers looks at the parameters of a layer's forward.
-    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__signature__ = inspect.signature(mixer_class.forward)
     return type(
-        kind.__name__, (_BySegment, kind), {"__module__": kind.__module__, "forward": forward}
+        mixer_class.__name__,
+        (_BySegment, mixer_class),
+        {"__module__": mixer_class.__module__, "forward": forward},
     )
 
 
 def _tell_segments(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives recurrent layers a packed row's segments, which transformers keeps from them.
+    """Give recurrent layers a packed row's segments, which transformers keeps from them.
 
     Attention layers get the segments, too, or with flash-attn its borders of sequences.
     """
-    mask = kwargs.get("attention_mask")
-    borders = kwargs.get("cu_seq_lens_q")
-    if mask is None and borders is not None:
-        segments = segments_as_mask(on_cpu(borders).diff().tolist(), None, borders.device)
+    mask = options.get("attention_mask")
+    sequence_borders = options.get("cu_seq_lens_q")
+    if mask is None and sequence_borders is not None:
+        lengths = on_cpu(sequence_borders).diff().tolist()
+        segments = segments_as_mask(lengths, device=sequence_borders.device)
     elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.int64:
         segments = mask
     else:
         return None
-    masks = dict.fromkeys(("full_attention", "sliding_attention"), mask)
-    kinds = {"linear_attention", *(model.config.layer_types or ())} - masks.keys()
-    return args, kwargs | {"attention_mask": masks | dict.fromkeys(kinds, segments)}
+    layer_kinds = ("linear_attention", *(model.config.layer_types or ()))
+    masks = dict.fromkeys(layer_kinds, segments)
+    masks |= dict.fromkeys(("full_attention", "sliding_attention"), mask)
+    return arguments, options | {"attention_mask": masks}
 
 
 # -- in decoding slots ------------------------------------------------------------------------------------------------
@@ -477,37 +473,37 @@ class RecurrentSlots(LinearAttentionLayer):
         self._pools: dict[tuple[str, int], Tensor] = {}
 
     def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
-        """Adds the states of some prompts, as ``SlotCache.append``."""
-        new = slice(self.span.rows, self.span.rows + len(rows))
+        """Add the states of some prompts, as ``SlotCache.append``."""
+        new_rows = slice(self.span.rows, self.span.rows + len(rows))
         for kind in KINDS:
-            for i, states in getattr(source, kind).items():
+            for number, states in getattr(source, kind).items():
                 if states is None:  # short convolutions have no other state, experts have none
                     continue
-                if (kind, i) not in self._pools:
-                    self._pools[kind, i] = states.new_zeros(slots, *states.shape[1:])
-                    getattr(self, f"is_{kind}_initialized")[i] = True
+                if (kind, number) not in self._pools:
+                    self._pools[kind, number] = states.new_zeros(slots, *states.shape[1:])
+                    getattr(self, f"is_{kind}_initialized")[number] = True
                 index = torch.tensor(rows, device=states.device)
-                self._pools[kind, i][new] = states.index_select(0, index)
+                self._pools[kind, number][new_rows] = states.index_select(0, index)
         self.has_previous_state |= source.has_previous_state
         self.conv_kernel_size |= source.conv_kernel_size
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copies some rows over others."""
+        """Copy some rows over others."""
         for pool in self._pools.values():
             index = torch.tensor([sources, targets], device=pool.device)
             pool[index[1]] = pool[index[0]]
 
     def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
-        """The same states in ``slots`` rows."""
-        for key, old in self._pools.items():
-            if slots != len(old):
-                self._pools[key] = old.new_zeros(slots, *old.shape[1:])
-                self._pools[key][: self.span.rows] = old[: self.span.rows]
+        """Keep the same states in ``slots`` rows."""
+        for pool_key, old_pool in self._pools.items():
+            if slots != len(old_pool):
+                self._pools[pool_key] = old_pool.new_zeros(slots, *old_pool.shape[1:])
+                self._pools[pool_key][: self.span.rows] = old_pool[: self.span.rows]
 
     def see_rows(self) -> None:
-        """What transformers' code sees are the rows in use."""
-        for (kind, i), pool in self._pools.items():
-            getattr(self, kind)[i] = pool[: self.span.rows]
+        """Show transformers' code the rows in use."""
+        for (kind, number), pool in self._pools.items():
+            getattr(self, kind)[number] = pool[: self.span.rows]
 
 
 class AttendingRecurrentSlots(RecurrentSlots, SlotLayer):
@@ -518,17 +514,17 @@ class AttendingRecurrentSlots(RecurrentSlots, SlotLayer):
         RecurrentSlots.__init__(self, span, number_of_states)
 
     def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
-        """Both."""
+        """Add both."""
         SlotLayer.append(self, source, rows, width, slots, columns)
         RecurrentSlots.append(self, source, rows, width, slots, columns)
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Both."""
+        """Copy both."""
         SlotLayer.move_rows(self, sources, targets)
         RecurrentSlots.move_rows(self, sources, targets)
 
     def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
-        """Both."""
+        """Move both."""
         SlotLayer.make_room(self, slots, columns, first, end, in_place)
         RecurrentSlots.make_room(self, slots, columns, first, end, in_place)
 

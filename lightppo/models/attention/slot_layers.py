@@ -15,29 +15,29 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.models.attention.row_attention import PACKED_SDPA
+from lightppo.models.attention.row_attention import PACKED_SDPA, has_alibi
 
 SLOT_SDPA = "slot_sdpa"
 
 
 def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
-    """Whether :func:`slot_attention` can replace the model's attention: scaled dot products and nothing else."""
+    """Tell whether :func:`slot_attention` can replace the model's attention: scaled dot products and nothing else."""
     return (
         config._attn_implementation in ("sdpa", PACKED_SDPA)
         and getattr(model, "_supports_attention_backend", False)
-        and not getattr(config, "alibi", False)
+        and not has_alibi(config)
     )
 
 
 @contextmanager
 def attention_to_slots(config: PretrainedConfig, name: str = SLOT_SDPA) -> Iterator[None]:
-    """Inside, the model attends by :func:`slot_attention`, or what has the name; ``config`` is of its text layers."""
-    before = config._attn_implementation
+    """Let the model attend by :func:`slot_attention`, or what has the name; ``config`` is of its text layers."""
+    previous_name = config._attn_implementation
     config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation = previous_name
 
 
 def slot_attention(
@@ -48,35 +48,32 @@ def slot_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
+    """Attend as transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
 
     ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
     """
     # Doge's mask has a row for each head
-    added = (
+    is_added = (
         attention_mask is not None
         and attention_mask.is_floating_point()
         and attention_mask.shape[1] == 1
     )
-    if (
-        query.shape[2] != 1
-        or not added
-        or options.get("dropout")
-        or options.get("position_bias") is not None
-    ):
+    is_plain = not options.get("dropout") and options.get("position_bias") is None
+    if query.shape[2] != 1 or not is_added or not is_plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, heads, _, width = query.shape
     scaling = options.get("scaling")
-    scaling = width**-0.5 if scaling is None else scaling
-    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    if scaling is None:
+        scaling = width**-0.5
+    grouped_queries = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     if query.is_cpu and query.dtype == torch.float32:
         # Faster than the CPU's flash kernel for a single query, by 2 over contiguous keys and values.
         # (B, H_kv, H/H_kv, S)
-        scores = torch.matmul(grouped * scaling, key.transpose(2, 3)).add_(attention_mask)
+        scores = torch.matmul(grouped_queries * scaling, key.transpose(2, 3)).add_(attention_mask)
         output = torch.matmul(scores.softmax(-1), value)
     else:
         output = scaled_dot_product_attention(
-            grouped, key, value, attn_mask=attention_mask, scale=scaling
+            grouped_queries, key, value, attn_mask=attention_mask, scale=scaling
         )
     return output.reshape(rows, 1, heads, value.shape[3]), None
 
@@ -117,88 +114,92 @@ class SlotLayer(DynamicLayer):
         self.buffers: list[Tensor] = []  # keys, values
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args,
-        **kwargs,
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
+        """Write one new column; return what attention looks at, as views (rows, heads, width, head width)."""
         span = self.span
         rows = key_states.shape[0]
-        if span.column is None:
-            looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
-        else:  # what a step is captured with must not say how far it is
-            looked_at = slice(span.width)
+        visible = slice(None)
+        if span.column is not None:  # what a step is captured with must not say how far it is
+            visible = slice(span.width)
+        elif not span.whole:
+            visible = slice(self.first(span.end + 1), span.end + 1)
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             if span.column is None:
                 buffer[:rows, :, span.end : span.end + 1] = states
             else:
                 buffer[:rows].index_copy_(2, span.column, states)
-        self.keys, self.values = (buffer[:rows, :, looked_at] for buffer in self.buffers)
+        self.keys, self.values = (buffer[:rows, :, visible] for buffer in self.buffers)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Columns in use."""
+        """Return the number of columns in use."""
         if self.span.captured:
             raise RuntimeError("the model's code asks for the length of its cache")
         return self.span.end - self.span.first
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width of the result of :meth:`update` if not ``whole``, and its distance from the first column in use."""
+        """Return the width of :meth:`update`'s result if not ``whole``, and its distance from the first used column."""
         end = self.span.end + query_length
         return end - self.first(end), self.first(end) - self.span.first
 
     def first(self, end: int) -> int:
-        """The first column that column ``end - 1`` looks at."""
+        """Return the first column that column ``end - 1`` looks at."""
         if self.sliding_window is None:
             return self.span.first
         return max(self.span.first, end - self.sliding_window)
 
     def append(self, source: Any, rows: list[int], width: int, slots: int, columns: int) -> None:
-        """See ``SlotCache.append``; ``source`` is the same layer of the prompts' cache."""
+        """Add the states of some prompts, see ``SlotCache.append``; ``source`` is this layer of the prompts' cache."""
         states = source.keys, source.values
         if not self.buffers:
-            self.buffers = [x.new_empty(slots, x.shape[1], columns, x.shape[3]) for x in states]
+            self.buffers = [
+                layer_states.new_empty(slots, layer_states.shape[1], columns, layer_states.shape[3])
+                for layer_states in states
+            ]
             self.dtype = source.keys.dtype
             self.device = source.keys.device
             self.is_initialized = True
         end = self.span.end
-        kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
+        width = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
         index = torch.tensor(rows, device=self.device)
-        for buffer, x in zip(self.buffers, states):
+        for buffer, layer_states in zip(self.buffers, states):
             target = buffer[self.span.rows : self.span.rows + len(rows)].zero_()
-            target[:, :, end - kept : end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
+            last_columns = layer_states[:, :, layer_states.shape[2] - width :]
+            target[:, :, end - width : end] = last_columns.index_select(0, index)
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copies some rows over others; rows in both lists as they were before."""
-        index = torch.tensor([sources, targets], device=self.device)
+        """Copy some rows over others; rows in both lists as they were before."""
         columns = slice(self.first(self.span.end), self.span.end)
         for buffer in self.buffers:
-            part = buffer[:, :, columns]
-            if buffer.is_cpu:  # by index it takes several times as long there
-                moved = [
-                    # A row that is overwritten before it is read is copied.
-                    part[row].clone() if row in targets[:number] else part[row]
-                    for number, row in enumerate(sources)
-                ]
-                for row, states in zip(targets, moved):
-                    part[row] = states
-            else:
-                part[index[1]] = part[index[0]]
+            used = buffer[:, :, columns]
+            if not buffer.is_cpu:
+                index = torch.tensor([sources, targets], device=self.device)
+                used[index[1]] = used[index[0]]
+                continue
+            # By index it takes several times as long here. A row that is overwritten before it is read is copied.
+            moved = [used[row] for row in sources]
+            for number, row in enumerate(sources):
+                if row in targets[:number]:
+                    moved[number] = moved[number].clone()
+            for row, states in zip(targets, moved):
+                used[row] = states
 
     def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
-        """New buffers of this size, in which the columns in use are ``first … end-1``; or the old ones."""
+        """Make buffers of this size, in which the columns in use are ``first … end-1``; or reuse the old ones."""
         span = self.span
-        for i, old in enumerate(self.buffers):
-            new = old.new_empty(slots, old.shape[1], columns, old.shape[3])
-            new[: span.rows, :, :first] = 0
-            new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
-            new[: span.rows, :, end:] = 0
-            self.buffers[i] = old.copy_(new) if in_place else new
+        for i, old_buffer in enumerate(self.buffers):
+            new_buffer = old_buffer.new_empty(
+                slots, old_buffer.shape[1], columns, old_buffer.shape[3]
+            )
+            used = new_buffer[: span.rows]
+            used[:, :, :first] = 0
+            used[:, :, first:end] = old_buffer[: span.rows, :, span.first : span.end]
+            used[:, :, end:] = 0
+            self.buffers[i] = old_buffer.copy_(new_buffer) if in_place else new_buffer
 
     def see_rows(self) -> None:
-        """Called when the number of rows has changed, or the buffers."""
+        """Do nothing: called when the number of rows has changed, or the buffers."""
 
 
 # the class of an empty layer in transformers, which older ones do not have
@@ -217,6 +218,6 @@ class NoSlots(getattr(cache_utils, EMPTY_LAYER, object)):
         self.buffers: list[Tensor] = []
 
     def append(self, *_: Any) -> None:
-        """There is nothing."""
+        """Do nothing: there are no states."""
 
     move_rows = make_room = see_rows = append

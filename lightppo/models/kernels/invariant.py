@@ -37,79 +37,78 @@ HIDDEN = -6e4  # added to the score of a key that is not seen: float16 holds it
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def by_rows(multiply: Callable[[Tensor], Tensor], rows: Tensor, dim: int = 0) -> Tensor:
-    """``multiply`` in calls of ``ROWS`` rows along ``dim``."""
-    count = rows.shape[dim]
-    parts = [fill_up(part, dim, ROWS) for part in rows.split(ROWS, dim)]
-    outputs = [multiply(part) for part in parts]
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim)
-    if whole.shape[dim] == count:
-        return whole
-    return whole.narrow(dim, 0, count).contiguous()
+def by_rows(multiply: Callable[[Tensor], Tensor], operand: Tensor, dim: int = 0) -> Tensor:
+    """Multiply in calls of ``ROWS`` rows along ``dim``."""
+    outputs = [multiply(fill_up(part, dim, ROWS)) for part in operand.split(ROWS, dim)]
+    return torch.cat(outputs, dim).narrow(dim, 0, operand.shape[dim]).contiguous()
 
 
-def fill_up(x: Tensor, dim: int, unit: int) -> Tensor:
-    """Zeros at the end of ``dim``, to a multiple of ``unit``."""
-    missing = -x.shape[dim] % unit
-    if missing:
-        return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
-    return x
+def fill_up(tensor: Tensor, dim: int, unit: int) -> Tensor:
+    """Add zeros at the end of ``dim``, to a multiple of ``unit``."""
+    if missing := -tensor.shape[dim] % unit:
+        return pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing))
+    return tensor
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    if len(a):
-        return by_rows(lambda rows: _aten.mm.default(rows, b), a)
-    return _aten.mm.default(a, b)
+def mm(left: Tensor, right: Tensor) -> Tensor:
+    if len(left):
+        return by_rows(lambda rows: _aten.mm.default(rows, right), left)
+    return _aten.mm.default(left, right)
 
 
-def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if bias.dim() != 1 or beta != 1 or alpha != 1 or not len(a):
-        return _aten.add.Tensor(bias * beta, mm(a, b) * alpha)
-    return by_rows(lambda rows: _aten.addmm.default(bias, rows, b), a)
+def addmm(
+    bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    if bias.dim() != 1 or beta != 1 or alpha != 1 or not len(left):
+        return _aten.add.Tensor(bias * beta, mm(left, right) * alpha)
+    return by_rows(lambda rows: _aten.addmm.default(bias, rows, right), left)
 
 
-def bmm(a: Tensor, b: Tensor) -> Tensor:
-    if a.shape[2] == 1:  # no sum: rotary angles
-        return _aten.bmm.default(a, b)
-    return by_rows(lambda rows: _aten.bmm.default(rows, b), a, dim=1)
+def bmm(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[2] == 1:  # no sum: rotary angles
+        return _aten.bmm.default(left, right)
+    return by_rows(lambda rows: _aten.bmm.default(rows, right), left, dim=1)
 
 
 def grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: Any = None
+    left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Rows of each expert by its weight: (T, K), (E, K, N), ends of the groups (E,) -> (T, N)."""
-    if bias is not None or a.dim() != 2 or b.dim() != 3:
+    """Multiply rows of each expert by its weight: (T, K), (E, K, N), ends of the groups (E,) -> (T, N)."""
+    if bias is not None or left.dim() != 2 or right.dim() != 3:
         raise NotImplementedError("--batch_invariant: experts that are multiplied in this way")
-    output = a.new_zeros(len(a), b.shape[2], dtype=out_dtype)
-    start = 0
-    for weight, end in zip(b, offs.tolist()):
-        if end > start:
-            output[start:end] = mm(a[start:end], weight)
-        start = end
+    output = left.new_zeros(len(left), right.shape[2], dtype=out_dtype)
+    group_start = 0
+    for weight, group_end in zip(right, offs.tolist()):
+        if group_end > group_start:
+            output[group_start:group_end] = mm(left[group_start:group_end], weight)
+        group_start = group_end
     return output
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    output = mm(rows, weight.t()) if bias is None else addmm(bias, rows, weight.t())
-    return output.view(*x.shape[:-1], -1)
+def onednn_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    flat_rows = hidden.reshape(-1, hidden.shape[-1])
+    output = mm(flat_rows, weight.t()) if bias is None else addmm(bias, flat_rows, weight.t())
+    return output.view(*hidden.shape[:-1], -1)
 
 
 # -- functions of one number ------------------------------------------------------------------------------------------
 
 
-def in_vectors(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``fn`` of each number, by vector code alone: one thread's part, or each of all threads', is whole units."""
-    flat = x.contiguous().view(-1)
-    unit = UNIT * torch.get_num_threads()
-    piece = max(ONE_THREAD - ONE_THREAD % unit, unit)
+def in_vectors(function: Callable[[Tensor], Tensor], numbers: Tensor) -> Tensor:
+    """Apply a function to each number, by vector code alone: each thread's part is whole units."""
+    flat_numbers = numbers.contiguous().view(-1)
+    unit_size = UNIT * torch.get_num_threads()
+    piece_size = max(ONE_THREAD - ONE_THREAD % unit_size, unit_size)
     # torch gives each thread at least this many elements. With fewer than that for all threads, it takes only some of
     # them.
-    whole = len(flat) - len(flat) % unit if len(flat) >= ONE_THREAD * torch.get_num_threads() else 0
-    parts = [fn(flat[:whole])] if whole else []
-    for part in flat[whole:].split(piece):
-        parts.append(fn(fill_up(part, 0, unit))[: len(part)])
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x.shape)
+    results = []
+    if len(flat_numbers) >= ONE_THREAD * torch.get_num_threads():
+        whole_count = len(flat_numbers) - len(flat_numbers) % unit_size
+        results.append(function(flat_numbers[:whole_count]))
+        flat_numbers = flat_numbers[whole_count:]
+    for part in flat_numbers.split(piece_size):
+        results.append(function(fill_up(part, 0, unit_size))[: len(part)])
+    return torch.cat(results).view(numbers.shape)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, L, D), (B, H_kv, S, D) twice -> (B, H, L, D), and log Σ e^score (B, H, L).
+    """Attend (B, H, L, D), (B, H_kv, S, D) twice -> (B, H, L, D), and log Σ e^score (B, H, L).
 
     The mask (B, 1, L, S) is added to the scores. A row's first key is the first that its last query sees; from there on
     its keys go in blocks.
@@ -133,40 +132,46 @@ def attention(
     rows, _, length, _ = query.shape
     mask = attn_mask
     if mask is not None:
-        mask = mask[None, None] if mask.dim() == 2 else mask
+        if mask.dim() == 2:
+            mask = mask[None, None]
         mask = mask.expand(rows, mask.shape[1], length, mask.shape[3])
         key, value, mask = from_first_key(key, value, mask)
-    unit = KEYS[query.dtype]
-    seen = key.shape[2]
-    key = fill_up(key, 2, unit)
-    value = fill_up(value, 2, unit)
+    block_size = KEYS[query.dtype]
+    key_count = key.shape[2]
+    key = fill_up(key, 2, block_size)
+    value = fill_up(value, 2, block_size)
     outputs = []
-    sums = []
+    log_sums = []
     for start in range(0, length, QUERIES_AT_ONCE):
-        part = query[:, :, start : start + QUERIES_AT_ONCE]
-        count = part.shape[2]
-        part = fill_up(part, 2, QUERIES)
+        query_block = query[:, :, start : start + QUERIES_AT_ONCE]
+        query_count = query_block.shape[2]
+        query_block = fill_up(query_block, 2, QUERIES)
         if mask is not None:
-            added = mask[:, :, start : start + count]
-            added = pad(added, (0, -seen % unit, 0, part.shape[2] - count), value=HIDDEN)
+            missing = (0, -key_count % block_size, 0, query_block.shape[2] - query_count)
+            added_mask = pad(mask[:, :, start : start + query_count], missing, value=HIDDEN)
             columns = key.shape[2]
         else:
-            last = min(start + part.shape[2], seen) if is_causal else seen
-            columns = last + -last % unit
-            added = hidden(start, part.shape[2], seen, columns, is_causal, query.dtype)
+            queries = query_block.shape[2]
+            last_key = key_count
+            if is_causal:
+                last_key = min(start + queries, key_count)
+            columns = last_key + -last_key % block_size
+            added_mask = hidden(start, queries, key_count, columns, is_causal, query.dtype)
         output, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu.default(
-            part,
+            query_block,
             key[:, :, :columns],
             value[:, :, :columns],
             dropout,
             False,
-            attn_mask=added.expand(rows, added.shape[1], -1, -1),
+            attn_mask=added_mask.expand(rows, added_mask.shape[1], -1, -1),
             scale=scale,
         )
-        outputs.append(output[:, :, :count])
-        sums.append(log_sum[:, :, :count])
-    joined = [parts[0] if len(parts) == 1 else torch.cat(parts, 2) for parts in (outputs, sums)]
-    output, log_sum = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in joined)
+        outputs.append(output[:, :, :query_count])
+        log_sums.append(log_sum[:, :, :query_count])
+    output, log_sum = (
+        torch.cat(blocks, 2).transpose(1, 2).contiguous().transpose(1, 2)
+        for blocks in (outputs, log_sums)
+    )
     return output, log_sum
 
 
@@ -174,29 +179,31 @@ def attention(
 def hidden(
     start: int, queries: int, seen: int, columns: int, is_causal: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The mask (1, 1, queries, columns) of queries from place ``start`` on, of ``seen`` keys."""
-    keys = torch.arange(columns)
-    is_hidden = (keys >= seen).expand(queries, columns)
+    """Return the mask (1, 1, queries, columns) of queries from place ``start`` on, of ``seen`` keys."""
+    key_places = torch.arange(columns)
+    is_hidden = (key_places >= seen).expand(queries, columns)
     if is_causal:
-        is_hidden = is_hidden | (keys > start + torch.arange(queries)[:, None])
+        is_hidden = is_hidden | (key_places > start + torch.arange(queries)[:, None])
     return torch.zeros(queries, columns, dtype=dtype).masked_fill(is_hidden, HIDDEN)[None, None]
 
 
 def from_first_key(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Moves each row's keys so that the first that its last query sees is column 0."""
+    """Move each row's keys so that the first that its last query sees is column 0."""
     mask = mask.clamp(min=HIDDEN)
-    first = (mask[:, 0, -1] > HIDDEN / 2).to(torch.uint8).argmax(1).tolist()  # (B,)
-    if not any(first):
+    first_keys = (mask[:, 0, -1] > HIDDEN / 2).to(torch.uint8).argmax(1).tolist()  # (B,)
+    if not any(first_keys):
         return key, value, mask
-    moved = []
-    for x, dim, missing in ((key, 2, 0.0), (value, 2, 0.0), (mask, 3, HIDDEN)):
-        seen = x.narrow(dim, min(first), x.shape[dim] - min(first))
-        whole = torch.full_like(seen, missing, memory_format=torch.contiguous_format)
-        for row, (start, source) in enumerate(zip(first, x)):
-            count = source.shape[dim - 1] - start
-            whole[row].narrow(dim - 1, 0, count).copy_(source.narrow(dim - 1, start, count))
-        moved.append(whole)
-    key, value, mask = moved
+    moved_tensors = []
+    for tensor, dim, fill_value in ((key, 2, 0.0), (value, 2, 0.0), (mask, 3, HIDDEN)):
+        seen_part = tensor.narrow(dim, min(first_keys), tensor.shape[dim] - min(first_keys))
+        shifted = torch.full_like(seen_part, fill_value, memory_format=torch.contiguous_format)
+        for row, (first_key, source_row) in enumerate(zip(first_keys, tensor)):
+            length = source_row.shape[dim - 1] - first_key
+            shifted[row].narrow(dim - 1, 0, length).copy_(
+                source_row.narrow(dim - 1, first_key, length)
+            )
+        moved_tensors.append(shifted)
+    key, value, mask = moved_tensors
     return key, value, mask
 
 
@@ -223,56 +230,58 @@ class BatchInvariant(TorchDispatchMode):
     """While it is entered, operators give each row what they give it in any other batch."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        operator: Any,
+        types: Any,
+        arguments: tuple = (),
+        options: dict[str, Any] | None = None,
     ) -> Any:
-        return way_of(func)(func, args, kwargs or {})
+        return way_of(operator)(operator, arguments, options or {})
 
 
 @cache
-def way_of(func: Any) -> Callable[..., Any]:
-    """How an operator runs: a function of it, its arguments and its keyword arguments."""
-    name = func.overloadpacket.__name__
-    if func in HANDLED:
-        return lambda func, args, kwargs: HANDLED[func](*args, **kwargs)
-    if name in _UNKNOWN or func.namespace == "lightppo":
+def way_of(operator: Any) -> Callable[..., Any]:
+    """Return how an operator runs: a function of it, its arguments and its keyword arguments."""
+    operator_name = operator.overloadpacket.__name__
+    if operator in HANDLED:
+        return lambda operator, args, kwargs: HANDLED[operator](*args, **kwargs)
+    if operator_name in _UNKNOWN or operator.namespace == "lightppo":
         raise NotImplementedError(
-            f"--batch_invariant: leave it out: the order of sums of {func} is not known"
+            f"--batch_invariant: leave it out: the order of sums of {operator} is not known"
         )
-    if torch.Tag.pointwise in func.tags and name.rstrip("_") not in _EXACT:
+    if torch.Tag.pointwise in operator.tags and operator_name.rstrip("_") not in _EXACT:
         return of_each_number
-    return lambda func, args, kwargs: func(*args, **kwargs)
+    return lambda operator, args, kwargs: operator(*args, **kwargs)
 
 
-def of_each_number(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """A function of one tensor, by :func:`in_vectors`; those of several are sums or products, and exact."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if len(tensors) > 1 or not args[0].is_floating_point():
-        return func(*args, **kwargs)
-    if torch.Tag.inplace not in func.tags:
-        return in_vectors(lambda part: func(part, *args[1:], **kwargs), args[0])
-    changed = in_vectors(lambda part: func(part.clone(), *args[1:], **kwargs), args[0])
-    return args[0].copy_(changed)
+def of_each_number(operator: Any, arguments: tuple, options: dict[str, Any]) -> Tensor:
+    """Apply a function of one tensor by :func:`in_vectors`; those of several are sums or products, and exact."""
+    tensors = [value for value in (*arguments, *options.values()) if isinstance(value, Tensor)]
+    if len(tensors) > 1 or not arguments[0].is_floating_point():
+        return operator(*arguments, **options)
+    if torch.Tag.inplace not in operator.tags:
+        return in_vectors(lambda part: operator(part, *arguments[1:], **options), arguments[0])
+    new_values = in_vectors(
+        lambda part: operator(part.clone(), *arguments[1:], **options), arguments[0]
+    )
+    return arguments[0].copy_(new_values)
 
 
-_entered: list[BatchInvariant] = []
+# not empty while a forward pass of a model runs in this way
+entered_modes: list[BatchInvariant] = []
 
 
-def enter(module: nn.Module, inputs: Any) -> None:
-    _entered.append(BatchInvariant().__enter__())
+def enter(module: nn.Module, arguments: Any) -> None:
+    entered_modes.append(BatchInvariant().__enter__())
 
 
-def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-    if _entered:
-        _entered.pop().__exit__(None, None, None)
-
-
-def is_invariant() -> bool:
-    """Whether a forward pass of a model runs in this way."""
-    return bool(_entered)
+def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+    if entered_modes:
+        entered_modes.pop().__exit__(None, None, None)
 
 
 def make_invariant(model: nn.Module, device: torch.device) -> None:
-    """Enters :class:`BatchInvariant` around each forward pass of the model.
+    """Enter :class:`BatchInvariant` around each forward pass of the model.
 
     Raises:
         ConfigError: its sums cannot be put in order.
@@ -287,7 +296,7 @@ def make_invariant(model: nn.Module, device: torch.device) -> None:
 
 
 def why_not(model: nn.Module, device: torch.device) -> str | None:
-    """Why the sums of a model cannot be put in order; None: they can."""
+    """Return why the sums of a model cannot be put in order; None: they can."""
     if device.type != "cpu":
         return "it works on a CPU alone so far"
     config = model.config.get_text_config(decoder=True)
@@ -296,8 +305,8 @@ def why_not(model: nn.Module, device: torch.device) -> str | None:
     dtype = next(model.parameters()).dtype
     if dtype not in KEYS:
         return f"it needs bfloat16, float16 or float32, not {dtype}"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if kinds - {"full_attention"} or (window and not kinds):
+    layer_kinds = set(getattr(config, "layer_types", None) or ())
+    sliding_window = getattr(config, "sliding_window", None)
+    if layer_kinds - {"full_attention"} or (sliding_window and not layer_kinds):
         return "the model has layers that do not see all tokens"
     return None

@@ -35,46 +35,48 @@ _PACKED_FOR_ROWS = 64
 _ROWS_STEP = 8
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``: (..., K), (N, K), (N,) -> (..., N). Once differentiable."""
-    if not by_onednn(x, weight):
-        return functional.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight, bias)
-    return onednn_linear(x, weight, bias)
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply as ``torch.nn.functional.linear``: (..., K), (N, K), (N,) -> (..., N). Once differentiable."""
+    if not by_onednn(hidden, weight):
+        return functional.linear(hidden, weight, bias)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _Linear.apply(hidden, weight, bias)
+    return onednn_linear(hidden, weight, bias)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``: (M, K), (K, N) -> (M, N), of any layout, without a graph."""
-    if not by_onednn(a, b):
-        return a @ b
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply ``left @ right``: (M, K), (K, N) -> (M, N), of any layout, without a graph."""
+    if not by_onednn(left, right):
+        return left @ right
     # the left factor is copied: let it be the smaller one
-    if not a.is_contiguous() and a.shape[0] > b.shape[1]:
-        return onednn_linear(b.t(), a).t()
-    return onednn_linear(a, b.t())
+    if not left.is_contiguous() and left.shape[0] > right.shape[1]:
+        return onednn_linear(right.t(), left).t()
+    return onednn_linear(left, right.t())
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A copy of a weight (N, K) in oneDNN's own layout, for :func:`linear_packed`."""
+    """Copy a weight (N, K) into oneDNN's own layout, for :func:`linear_packed`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
 
 
-def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` with a :func:`packed` weight, without a graph, for few rows. Needs :func:`by_onednn`."""
-    rows = x.reshape(-1, x.shape[-1])
-    if missing := -len(rows) % _ROWS_STEP:
-        rows = functional.pad(rows, (0, 0, 0, missing))
-    return onednn_linear(rows, weight, bias)[: len(rows) - missing].view(*x.shape[:-1], -1)
+def linear_packed(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply as :func:`linear` by a :func:`packed` weight, without a graph, for few rows. Needs :func:`by_onednn`."""
+    flat_rows = hidden.reshape(-1, hidden.shape[-1])
+    if missing_rows := -len(flat_rows) % _ROWS_STEP:
+        flat_rows = functional.pad(flat_rows, (0, 0, 0, missing_rows))
+    output = onednn_linear(flat_rows, weight, bias)[: len(flat_rows) - missing_rows]
+    return output.view(*hidden.shape[:-1], -1)
 
 
-def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies these two."""
-    fits = x.dtype is weight.dtype is torch.float32 and x.is_cpu and weight.is_cpu
-    return fits and x.numel() > 0 and weight.numel() > 0 and onednn_is_faster()
+def by_onednn(hidden: Tensor, weight: Tensor) -> bool:
+    """Tell whether oneDNN multiplies these two."""
+    has_type = hidden.dtype is weight.dtype is torch.float32
+    is_filled = hidden.numel() > 0 and weight.numel() > 0
+    return has_type and hidden.is_cpu and weight.is_cpu and is_filled and onednn_is_faster()
 
 
 def onednn_is_faster() -> bool:
-    """Whether to use oneDNN: never while compiling, nor if ``torch.backends.mkldnn`` is switched off."""
+    """Tell whether to use oneDNN: never while compiling, nor if ``torch.backends.mkldnn`` is switched off."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._get_mkldnn_enabled()
@@ -84,9 +86,9 @@ def onednn_is_faster() -> bool:
 
 @cache
 def onednn_suits_machine() -> bool:
-    """Judged by processor and build instead of by timing, because a resumed run must round as before."""
+    """Judge by processor and build instead of by timing, because a resumed run must round as before."""
     cpuinfo = Path("/proc/cpuinfo")
-    suits = (
+    suits_machine = (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -95,38 +97,40 @@ def onednn_suits_machine() -> bool:
         and cpuinfo.is_file()
         and "AuthenticAMD" in cpuinfo.read_text()
     )
-    if suits:
+    if suits_machine:
         for variable, kernels in _KEPT_KERNELS.items():
             os.environ.setdefault(variable, str(kernels))  # torch reads them at the first product
-    return suits
+    return suits_machine
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def onednn_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(context: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return onednn_linear(x, weight, bias)
+        context.save_for_backward(hidden if context.needs_input_grad[1] else None, weight)
+        return onednn_linear(hidden, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(
+        context: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        hidden, weight = context.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])  # (T, N)
-        if ctx.needs_input_grad[0]:
-            to_x = product(rows, weight).view(*gradient.shape[:-1], -1)
-        else:
-            to_x = None
-        # Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
-        if ctx.needs_input_grad[1]:
-            to_weight = product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous()
-        else:
-            to_weight = None
-        return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+        hidden_gradient = weight_gradient = bias_gradient = None
+        if context.needs_input_grad[0]:
+            hidden_gradient = product(rows, weight).view(*gradient.shape[:-1], -1)
+        if context.needs_input_grad[1]:
+            # Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
+            hidden_rows = hidden.reshape(-1, hidden.shape[-1])
+            weight_gradient = product(rows.t(), hidden_rows).contiguous()
+        if context.needs_input_grad[2]:
+            bias_gradient = rows.sum(0)
+        return hidden_gradient, weight_gradient, bias_gradient
 
 
 # -- linear layers in a model -----------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ PACKED_BYTES = 1 << 30
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is ``nn.Linear`` or :class:`CPULinear`, with the forward of its class."""
+    """Tell whether it is ``nn.Linear`` or :class:`CPULinear`, with the forward of its class."""
     return type(module) in (nn.Linear, CPULinear) and "forward" not in vars(module)
 
 
@@ -152,7 +156,7 @@ class CPULinear(nn.Linear):
 
 
 def accelerate_on_cpu(model: nn.Module) -> None:
-    """Plain linear layers become :class:`CPULinear` in place, if that is faster; weights and names stay."""
+    """Turn plain linear layers into :class:`CPULinear` in place, if that is faster; weights and names stay."""
     if onednn_is_faster():
         for module in filter(is_plain_linear, model.modules()):
             module.__class__ = CPULinear
@@ -160,17 +164,20 @@ def accelerate_on_cpu(model: nn.Module) -> None:
 
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """Gives :class:`CPULinear` layers packed copies of their weights, for many small forwards without gradients."""
-    layers = [module for module in model.modules() if type(module) is CPULinear]
-    fitting = [layer for layer in layers if by_onednn(layer.weight, layer.weight)]
-    if sum(layer.weight.nbytes for layer in fitting) > PACKED_BYTES or torch.is_grad_enabled():
-        fitting = []
-    for layer in fitting:
+    """Give :class:`CPULinear` layers packed copies of their weights, for many small forwards without gradients."""
+    cpu_layers = [module for module in model.modules() if type(module) is CPULinear]
+    packed_layers = [layer for layer in cpu_layers if by_onednn(layer.weight, layer.weight)]
+    if (
+        sum(layer.weight.nbytes for layer in packed_layers) > PACKED_BYTES
+        or torch.is_grad_enabled()
+    ):
+        packed_layers = []
+    for layer in packed_layers:
         layer.packed_weight = packed(layer.weight)
     try:
         yield
     finally:
-        for layer in fitting:
+        for layer in packed_layers:
             del layer.packed_weight
 
 
@@ -184,7 +191,7 @@ _ROTATE_HALF = llama.rotate_half
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zhang and Sennrich 2019 (arXiv:1910.07467): x / √(mean x² + ε), rounded to x's type, · weight; (..., H)."""
+    """Normalise (Zhang and Sennrich 2019, arXiv:1910.07467): x / √(mean x² + ε), rounded, · weight; (..., H)."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(hidden, weight, eps)
     return _normed(hidden, weight, eps)[0]
@@ -195,87 +202,90 @@ def rotary(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    *arguments: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' ``apply_rotary_pos_emb``: (B, H, S, D) twice, by angles with cos and sin (B, S, D)."""
-    if args or kwargs or not q.dtype == k.dtype == cos.dtype:
-        return _ROTATE(q, k, cos, sin, *args, **kwargs)
-    turn = _Rotary.apply if torch.is_grad_enabled() else _turned
+    """Rotate as transformers' ``apply_rotary_pos_emb``: (B, H, S, D) twice, by angles with cos and sin (B, S, D)."""
+    if arguments or options or not q.dtype == k.dtype == cos.dtype:
+        return _ROTATE(q, k, cos, sin, *arguments, **options)
+    rotate = _Rotary.apply if torch.is_grad_enabled() else _turned
     cos = cos.unsqueeze(1)
     sin = sin.unsqueeze(1)
-    return turn(q, cos, sin), turn(k, cos, sin)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def _normed(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """And 1 / √(mean x² + ε), (..., 1), at least float32."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide)
+    """Return it normalised, and 1 / √(mean x² + ε), (..., 1), at least float32."""
+    wide_type = torch.promote_types(hidden.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide_type)
     scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
     return (hidden * scale).to(hidden.dtype).mul_(weight), scale
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(context: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed, scale = _normed(hidden, weight, eps)
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
-        ctx.save_for_backward(hidden, weight, scale)
+        context.save_for_backward(hidden, weight, scale)
         return normed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight, scale = ctx.saved_tensors
-        rows, to_y, factor = (
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, scale = context.saved_tensors
+        rows, gradients, factors = (
             at_least_float32(tensor.reshape(-1, tensor.shape[-1]))
             for tensor in (hidden, gradient, scale)
         )
-        by_row = to_y * rows  # (T, H)
-        to_weight = (factor.T @ by_row)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
-            return None, to_weight, None
+        products = gradients * rows  # (T, H)
+        weight_gradient = None
+        if context.needs_input_grad[1]:
+            weight_gradient = (factors.T @ products)[0].to(weight.dtype)
+        if not context.needs_input_grad[0]:
+            return None, weight_gradient, None
         # r·w·g - x · r³ · mean(w·g·x), with the factor r and the gradient g
-        wide = at_least_float32(weight)
-        along = (by_row @ wide)[:, None].mul_(factor**3).div_(hidden.shape[-1])  # (T, 1)
-        to_x = torch.mul(to_y, wide, out=by_row).mul_(factor).addcmul_(rows, along, value=-1)
-        return to_x.to(hidden.dtype).view(hidden.shape), to_weight, None
+        wide_weight = at_least_float32(weight)
+        means = (products @ wide_weight)[:, None].mul_(factors**3).div_(hidden.shape[-1])  # (T, 1)
+        to_hidden = torch.mul(gradients, wide_weight, out=products).mul_(factors)
+        to_hidden.addcmul_(rows, means, value=-1)
+        return to_hidden.to(hidden.dtype).view(hidden.shape), weight_gradient, None
 
 
 def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned = states * cos
-    (first, second), (x1, x2), (sin1, sin2) = (
-        tensor.chunk(2, -1) for tensor in (turned, states, sin)
+    rotated = states * cos
+    (first_half, second_half), (first_states, second_states), (first_sin, second_sin) = (
+        tensor.chunk(2, -1) for tensor in (rotated, states, sin)
     )
-    first.addcmul_(x2, sin1, value=-1)
-    second.addcmul_(x1, sin2)
-    return turned
+    first_half.addcmul_(second_states, first_sin, value=-1)
+    second_half.addcmul_(first_states, second_sin)
+    return rotated
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+    def forward(context: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        context.save_for_backward(cos, sin)
         return _turned(states, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        back = gradient * cos
-        (first, second), (g1, g2), (sin1, sin2) = (
-            tensor.chunk(2, -1) for tensor in (back, gradient, sin)
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = context.saved_tensors
+        state_gradient = gradient * cos
+        (first_half, second_half), (first_gradient, second_gradient), (first_sin, second_sin) = (
+            tensor.chunk(2, -1) for tensor in (state_gradient, gradient, sin)
         )
-        first.addcmul_(g2, sin2)
-        second.addcmul_(g1, sin1, value=-1)
-        return back, None, None
+        first_half.addcmul_(second_gradient, second_sin)
+        second_half.addcmul_(first_gradient, first_sin, value=-1)
+        return state_gradient, None, None
 
 
 # -- norms and rotary embeddings in a model ---------------------------------------------------------------------------
 
 
 def fuse(model: nn.Module) -> None:
-    """Modules whose code is Llama's, as in 130 families, get these functions in place; weights and names stay."""
+    """Replace the code of modules that is Llama's, as in 130 families, in place; weights and names stay."""
     for module in model.modules():
         if "forward" not in vars(module):  # else Liger's, or somebody's own
             mixin = _mixin_for(type(module).forward)
@@ -286,37 +296,39 @@ def fuse(model: nn.Module) -> None:
 def _mixin_for(forward: Any) -> type | None:
     if same_code(forward, _NORM):
         return _FusedRMSNorm
-    inner = own_code(forward)
-    rotates = isinstance(inner, FunctionType) and ROTARY in inner.__code__.co_names
-    if rotates and not inner.__closure__ and inner.__kwdefaults__ is None:
-        parts = {ROTARY: _ROTATE, "rotate_half": _ROTATE_HALF}
-        if all(same_code(inner.__globals__.get(name), part) for name, part in parts.items()):
+    inner_forward = own_code(forward)
+    rotates = isinstance(inner_forward, FunctionType) and ROTARY in inner_forward.__code__.co_names
+    if rotates and not inner_forward.__closure__ and inner_forward.__kwdefaults__ is None:
+        names = inner_forward.__globals__
+        rotates_alike = same_code(names.get(ROTARY), _ROTATE)
+        if rotates_alike and same_code(names.get("rotate_half"), _ROTATE_HALF):
             return _with_rotary(forward)
     return None
 
 
 def own_code(forward: Any) -> Any:
-    """The function, without the wrapper by which transformers takes an argument's old name, too."""
-    is_wrapper = getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__
-    if is_wrapper:
+    """Return the function, without the wrapper by which transformers takes an argument's old name, too."""
+    if getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__:
         return getattr(forward, "__wrapped__", forward)
     return forward
 
 
 @cache
 def rotating_by(function: Any, forward: FunctionType) -> FunctionType:
-    """The forward of an attention that finds ``function`` where it looks for its own rotary embedding."""
-    inner = own_code(forward)
-    turning = _copy(inner, inner.__closure__, **{ROTARY: function})
-    if inner is forward:
-        return turning
-    cells = (
-        CellType(turning) if cell.cell_contents is inner else cell for cell in forward.__closure__
+    """Return the forward of an attention that finds ``function`` where it looks for its own rotary embedding."""
+    inner_forward = own_code(forward)
+    rotating_forward = with_globals(inner_forward, inner_forward.__closure__, **{ROTARY: function})
+    if inner_forward is forward:
+        return rotating_forward
+    closure_cells = (
+        CellType(rotating_forward) if cell.cell_contents is inner_forward else cell
+        for cell in forward.__closure__
     )
-    return _copy(forward, tuple(cells))
+    return with_globals(forward, tuple(closure_cells))
 
 
-def _copy(function: FunctionType, closure: Any, **names: Any) -> FunctionType:
+def with_globals(function: FunctionType, closure: Any, **names: Any) -> FunctionType:
+    """Return a copy of a function that finds other things by these names."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names},
@@ -329,27 +341,22 @@ def _copy(function: FunctionType, closure: Any, **names: Any) -> FunctionType:
 
 
 def same_code(function: Any, other: Any) -> bool:
-    """Whether two functions differ only in their names, annotations and docstrings."""
-    if (
-        not (isinstance(function, FunctionType) and isinstance(other, FunctionType))
-        or function.__closure__
-    ):
-        return False
-    code, other_code = (
-        (
-            one.__code__.co_code,
-            one.__code__.co_names,
-            [constant for constant in one.__code__.co_consts if constant != one.__doc__],
-        )
-        for one in (function, other)
-    )
-    return code == other_code
+    """Tell whether two functions differ only in their names, annotations and docstrings."""
+
+    def code(compared: FunctionType) -> tuple[Any, ...]:
+        code = compared.__code__
+        constants = [constant for constant in code.co_consts if constant != compared.__doc__]
+        return code.co_code, code.co_names, constants
+
+    are_functions = isinstance(function, FunctionType) and isinstance(other, FunctionType)
+    return are_functions and not function.__closure__ and code(function) == code(other)
 
 
 @cache
-def _derived(mixin: type, kind: type) -> type:
-    """A subclass with the name of ``kind``, by which transformers and DeepSpeed know it."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+def _derived(mixin: type, module_class: type) -> type:
+    """Return a subclass with the name of the class, by which transformers and DeepSpeed know it."""
+    names = {"__module__": module_class.__module__}
+    return type(module_class.__name__, (mixin, module_class), names)
 
 
 class _FusedRMSNorm(nn.Module):
@@ -361,11 +368,13 @@ class _FusedRMSNorm(nn.Module):
 
 @cache
 def _with_rotary(forward: FunctionType) -> type:
-    """The forward of an attention that finds :func:`rotary` where it looks for its own function."""
-    turning = rotating_by(rotary, forward)
+    """Return the forward of an attention that finds :func:`rotary` where it looks for its own function."""
+    rotating_forward = rotating_by(rotary, forward)
 
     class _FusedRotary(nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return (forward if torch.compiler.is_compiling() else turning)(self, *args, **kwargs)
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(self, *arguments, **options)
+            return rotating_forward(self, *arguments, **options)
 
     return _FusedRotary

@@ -54,7 +54,7 @@ def use_liger_kernels_if_exact(model: PreTrainedModel, device: torch.device) -> 
 
 
 def use_liger_kernels(model: PreTrainedModel, device: torch.device | None = None) -> None:
-    """All but its loss, in place; ModelLoadError where that cannot be, or gives other numbers."""
+    """Put in all kernels but the loss, in place; ModelLoadError where that cannot be, or gives other numbers."""
     if device is None or not runs_on(device):
         device = torch.device("cuda")
     if (reason := why_not(model, device)) is not None:
@@ -71,8 +71,8 @@ def is_installed() -> bool:
 
 
 @cache  # actor and reference are of one family
-def _say(line: str) -> None:
-    logger.info(line)
+def _say(message: str) -> None:
+    logger.info(message)
 
 
 def _family(model: PreTrainedModel) -> str:
@@ -80,7 +80,7 @@ def _family(model: PreTrainedModel) -> str:
 
 
 def why_not(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Why Liger's kernels cannot stand in for this model's code; None: they can."""
+    """Return why Liger's kernels cannot stand in for this model's code; None: they can."""
     if not runs_on(device):
         return "there is no CUDA device"
     if not is_installed():
@@ -93,11 +93,11 @@ def why_not(model: PreTrainedModel, device: torch.device) -> str | None:
         return f"Liger has no kernels for {_family(model)}"
     # actor, critic and reference have the same layers
     config = model.base_model.config.to_dict()
-    layers = {name: value for name, value in config.items() if name not in _OF_HEADS}
-    key = type(model.base_model), str(layers), model.dtype, device
-    if key not in _TRIED:
-        _TRIED[key] = why_other_numbers(model, device)
-    return _TRIED[key]
+    layer_options = {name: value for name, value in config.items() if name not in _OF_HEADS}
+    trial_key = type(model.base_model), str(layer_options), model.dtype, device
+    if trial_key not in _TRIED:
+        _TRIED[trial_key] = why_other_numbers(model, device)
+    return _TRIED[trial_key]
 
 
 _TRIED: dict[Any, str | None] = {}
@@ -115,53 +115,50 @@ def _patch_of(model: PreTrainedModel) -> Callable[..., None] | None:
 
 
 def put_kernels_in(model: PreTrainedModel) -> None:
-    """Into this model alone: what Liger puts into transformers' modules, for all models to come, is taken out."""
+    """Change this model alone: what Liger puts into transformers' modules, for all models to come, is taken out."""
     patch = _patch_of(model)
-    options = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    known = inspect.signature(patch).parameters
-    places = {type(module).__module__ for module in model.modules()}
-    before = {
+    losses = {"cross_entropy", "fused_linear_cross_entropy"} & inspect.signature(
+        patch
+    ).parameters.keys()
+    module_names = {type(module).__module__ for module in model.modules()}
+    original_names = {
         name: dict(vars(sys.modules[name]))
-        for name in places
+        for name in module_names
         if name.startswith("transformers.models.")
     }
-    rotary = {}
+    rotary_functions = {}
     try:
-        patch(model=model, **{name: value for name, value in options.items() if name in known})
+        patch(model=model, **dict.fromkeys(losses, False))
     finally:
-        for name, own in before.items():
-            names = vars(sys.modules[name])
-            if names.get(ROTARY) is not own.get(ROTARY):
-                rotary[name] = names[ROTARY]
-            names.update(own)
+        for name, original_entries in original_names.items():
+            module_entries = vars(sys.modules[name])
+            if module_entries.get(ROTARY) is not original_entries.get(ROTARY):
+                rotary_functions[name] = module_entries[ROTARY]
+            module_entries.update(original_entries)
     for module in model.modules():
         forward = _rotating(type(module))
-        if forward is not None and forward.__module__ in rotary:
-            turning = rotating_by(rotary[forward.__module__], forward)
-            module.forward = MethodType(turning, module)
+        if forward is not None and forward.__module__ in rotary_functions:
+            rotating_forward = rotating_by(rotary_functions[forward.__module__], forward)
+            module.forward = MethodType(rotating_forward, module)
 
 
-def _rotating(kind: type[nn.Module]) -> FunctionType | None:
-    """An attention's own forward, also beneath another one that has been put around it."""
-    forwards = (vars(each).get("forward") for each in kind.__mro__)
-    return next(
-        (
-            each
-            for each in forwards
-            if isinstance(each, FunctionType) and ROTARY in own_code(each).__code__.co_names
-        ),
-        None,
-    )
+def _rotating(module_class: type[nn.Module]) -> FunctionType | None:
+    """Return an attention's own forward, also beneath another one that has been put around it."""
+    for each_class in module_class.__mro__:
+        forward = vars(each_class).get("forward")
+        if isinstance(forward, FunctionType) and ROTARY in own_code(forward).__code__.co_names:
+            return forward
+    return None
 
 
 # -- are the numbers the same? ----------------------------------------------------------------------------------------
 
 
 def why_other_numbers(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Compares log probs and gradients of two layers of the model's sizes, with random weights, on the device."""
-    devices = [device] if device.type == "cuda" else []
+    """Compare log probs and gradients of two layers of the model's sizes, with random weights, on the device."""
+    cuda_devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(cuda_devices):
             torch.manual_seed(0)
             return next(_differences(model, device), None)
     except torch.OutOfMemoryError:
@@ -171,39 +168,43 @@ def why_other_numbers(model: PreTrainedModel, device: torch.device) -> str | Non
             raise
         return f"trying them failed: {one_line(error)}"
     finally:
-        if devices:
+        if cuda_devices:
             torch.cuda.empty_cache()
 
 
 def _differences(model: PreTrainedModel, device: torch.device) -> Iterator[str]:
     for dtype in dict.fromkeys((torch.float32, model.dtype)):
-        small = small_copy(model, dtype, device)
-        own = numbers_of(small)
-        put_kernels_in(small)
+        small_model = small_copy(model, dtype, device)
+        original_numbers = numbers_of(small_model)
+        put_kernels_in(small_model)
         # A gradient of nearly 0 is nothing but rounding.
-        least = _SMALL * max(_norm(own[name]) for name in own if name != _LOG_PROBS)
-        most = _MOST_IN_FLOAT32 if dtype is torch.float32 else _MOST_IN_16_BITS
-        for name, value in numbers_of(small).items():
-            difference = _norm(value.float() - own[name]) / max(_norm(own[name]), least)
-            if not difference <= most:  # NaN, too
-                kind = str(dtype).removeprefix("torch.")
-                yield f"in {kind} {name} of {_family(model)} would differ by {difference:.1e}"
+        norms = {name: _norm(numbers) for name, numbers in original_numbers.items()}
+        least = _SMALL * max(norm for name, norm in norms.items() if name != _LOG_PROBS)
+        largest_difference = _MOST_IN_FLOAT32 if dtype is torch.float32 else _MOST_IN_16_BITS
+        for name, numbers in numbers_of(small_model).items():
+            change = _norm(numbers.float() - original_numbers[name])
+            difference = change / max(norms[name], least)
+            if not difference <= largest_difference:  # NaN, too
+                type_name = str(dtype).removeprefix("torch.")
+                yield f"in {type_name} {name} of {_family(model)} would differ by {difference:.1e}"
 
 
 def _norm(values: Tensor) -> float:
     return torch.linalg.vector_norm(values, dtype=torch.float32).item()
 
 
-def numbers_of(small: PreTrainedModel) -> dict[str, Tensor]:
-    """Log probs of random tokens, and the gradients of their mean."""
+def numbers_of(small_model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return log probs of random tokens, and the gradients of their mean."""
     torch.manual_seed(1)
-    width = small.config.get_text_config().hidden_size
-    head = torch.randn(width, _VOCABULARY, device=small.device) / width**0.5
-    ids = torch.randint(_VOCABULARY, (2, 24), device=small.device)
-    hidden = small(input_ids=ids, use_cache=False).last_hidden_state
-    scores = (hidden.float() @ head).log_softmax(-1)  # (2, 24, V)
-    log_probs = scores[:, :-1].gather(2, ids[:, 1:, None])
-    weights = dict(small.named_parameters())
+    hidden_size = small_model.config.get_text_config().hidden_size
+    random_head = (
+        torch.randn(hidden_size, _VOCABULARY, device=small_model.device) / hidden_size**0.5
+    )
+    token_ids = torch.randint(_VOCABULARY, (2, 24), device=small_model.device)
+    hidden = small_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    scores = (hidden.float() @ random_head).log_softmax(-1)  # (2, 24, V)
+    log_probs = scores[:, :-1].gather(2, token_ids[:, 1:, None])
+    weights = dict(small_model.named_parameters())
     gradients = torch.autograd.grad(log_probs.mean(), list(weights.values()), allow_unused=True)
     return {_LOG_PROBS: log_probs.detach()} | {
         f"the gradient of {name}": gradient
@@ -213,24 +214,24 @@ def numbers_of(small: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def small_copy(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model without its head, as wide as it is, with few layers, tokens and experts, and random weights."""
+    """Return the model without its head, as wide as it is, with few layers, tokens and experts, and random weights."""
     config = copy.deepcopy(model.base_model.config)
-    text = config.get_text_config()
-    layers = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == layers:  # one entry for each layer
-            setattr(text, name, value[:_LAYERS])
-    text.num_hidden_layers = min(layers, _LAYERS)
-    text.vocab_size = _VOCABULARY
-    text.pad_token_id = None
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if isinstance(count := getattr(text, name, None), int):
-            setattr(text, name, min(count, _EXPERTS))
+    text_config = config.get_text_config()
+    layer_count = text_config.num_hidden_layers
+    for option_name, value in list(vars(text_config).items()):
+        if isinstance(value, list) and len(value) == layer_count:  # one entry for each layer
+            setattr(text_config, option_name, value[:_LAYERS])
+    text_config.num_hidden_layers = min(layer_count, _LAYERS)
+    text_config.vocab_size = _VOCABULARY
+    text_config.pad_token_id = None
+    for option_name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(expert_count := getattr(text_config, option_name, None), int):
+            setattr(text_config, option_name, min(expert_count, _EXPERTS))
     config._attn_implementation = "eager"
     with torch.device(device):
-        small = type(model.base_model)(config).to(dtype).eval()
+        small_model = type(model.base_model)(config).to(dtype).eval()
         with torch.no_grad():
-            for weight in small.parameters():
+            for weight in small_model.parameters():
                 if weight.dim() == 1:  # of a norm: not all ones
                     weight.add_(torch.randn_like(weight), alpha=0.1)
-    return small
+    return small_model

@@ -15,8 +15,9 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,12 @@ def offload_activations(model: Any, device: torch.device) -> None:
 
 
 def offloading(weights: Iterable[nn.Parameter], device: torch.device) -> AbstractContextManager:
-    """In it, activations but no weights are kept in CPU memory until the backward pass."""
-    own = OwnWeights(weights)
+    """Keep activations, but no weights, in CPU memory until the backward pass."""
+    own_weights = OwnWeights(weights)
     offload = offload_of(device)
     if offload is None:
-        return plainly(own)
-    return offload.around(own)
+        return plainly(own_weights)
+    return offload.around(own_weights)
 
 
 class OwnWeights:
@@ -59,36 +60,38 @@ class OwnWeights:
         for weight in weights:
             self._by_numel[getattr(weight, "ds_numel", weight.numel())].append(weight)
 
-    def reference(self, saved: Tensor) -> tuple[nn.Parameter, torch.Size, tuple[int, ...]] | None:
-        """To a weight, or a transposed view of it; None for anything else."""
-        if saved.layout is not torch.strided:  # it has no memory of its own
+    def reference(
+        self, saved_tensor: Tensor
+    ) -> tuple[nn.Parameter, torch.Size, tuple[int, ...]] | None:
+        """Return a reference to a weight, or to a transposed view of it; None for anything else."""
+        if saved_tensor.layout is not torch.strided:  # it has no memory of its own
             return None
-        for weight in self._by_numel.get(saved.numel(), ()):
-            if weight.data_ptr() == saved.data_ptr():
-                return weight, saved.size(), saved.stride()
+        for weight in self._by_numel.get(saved_tensor.numel(), ()):
+            if weight.data_ptr() == saved_tensor.data_ptr():
+                return weight, saved_tensor.size(), saved_tensor.stride()
         return None
 
     @staticmethod
     def read(weight: nn.Parameter, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """What was saved; of ZeRO-3 the weight is gathered again and perhaps elsewhere."""
+        """Return what was saved; of ZeRO-3 the weight is gathered again and perhaps elsewhere."""
         return weight.detach().as_strided(size, stride, weight.storage_offset())
 
 
-def plainly(own: OwnWeights) -> AbstractContextManager:
-    """Copies in the order of the computation, page-locked if there is a GPU."""
+def plainly(own_weights: OwnWeights) -> AbstractContextManager:
+    """Copy in the order of the computation, page-locked if there is a GPU."""
 
-    def pack(saved: Tensor) -> tuple[Any, ...]:
-        if weight := own.reference(saved):
+    def pack(saved_tensor: Tensor) -> tuple[Any, ...]:
+        if weight := own_weights.reference(saved_tensor):
             return weight
-        kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
+        host_copy = torch.empty_like(saved_tensor, device="cpu", pin_memory=saved_tensor.is_cuda)
         # The host does not wait, unlike in torch's save_on_cpu.
-        return saved.device, kept.copy_(saved, non_blocking=True)
+        return saved_tensor.device, host_copy.copy_(saved_tensor, non_blocking=True)
 
-    def unpack(packed: tuple[Any, ...]) -> Tensor:
-        if isinstance(packed[0], nn.Parameter):
-            return own.read(*packed)
-        device, kept = packed
-        return kept.to(device, non_blocking=True)
+    def unpack(packed_tensor: tuple[Any, ...]) -> Tensor:
+        if isinstance(packed_tensor[0], nn.Parameter):
+            return own_weights.read(*packed_tensor)
+        device, host_copy = packed_tensor
+        return host_copy.to(device, non_blocking=True)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -96,58 +99,37 @@ def plainly(own: OwnWeights) -> AbstractContextManager:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-class Stream(Protocol):
-    """What is used of ``torch.cuda.Stream``."""
-
-    def record_event(self) -> Any: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-
-class Streams(Protocol):
-    """A device, the stream that copies, and memory that it can copy from and to."""
-
-    device: torch.device
-    copying: Stream
-
-    def computing(self) -> Stream:
-        """The stream to which the next operation goes."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Put a copy into the queue of the copying stream."""
-
-    def host_memory(self, size: int) -> Tensor:
-        """(size,) uint8, page-locked."""
-
-
 class CUDAStreams:
-    """The :class:`Streams` of a GPU."""
+    """A GPU, the stream that copies, and memory that it can copy from and to."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.copying = torch.cuda.Stream(device)
 
     def computing(self) -> torch.cuda.Stream:
+        """Return the stream to which the next operation goes."""
         return torch.cuda.current_stream(self.device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Put a copy into the queue of the copying stream."""
         with torch.cuda.stream(self.copying):
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, size: int) -> Tensor:
+        """Return (size,) uint8, page-locked."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 # -- CPU memory -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Slab:
     """CPU memory that is filled from its start, and empty again when all in it is."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.end = 0
-        self.tenants = 0
+    memory: Tensor
+    end: int = 0
+    tenants: int = 0
 
     def fits(self, size: int) -> bool:
         return self.end + size <= len(self.memory)
@@ -173,7 +155,7 @@ class HostMemory:
         self.slabs: list[Slab] = []
 
     def place(self, size: int) -> tuple[Slab, Tensor]:
-        """Room for as many bytes."""
+        """Return room for as many bytes."""
         slab = next((slab for slab in self.slabs if slab.fits(size)), None)
         if slab is None:
             # torch rounds page-locked memory up to powers of two
@@ -185,47 +167,43 @@ class HostMemory:
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class OnDevice:
     """A tensor on the device that a queued copy reads or writes: its memory must stay until that has ended."""
 
-    def __init__(self, tensor: Tensor, computing: Stream, copied: Any) -> None:
-        self.tensor = tensor
-        self.computing = computing  # to which the memory belongs
-        self.copied = copied
+    tensor: Tensor
+    computing: torch.cuda.Stream  # to which the memory belongs
+    copied: torch.cuda.Event
 
     def wait(self) -> None:
-        """What is computed from now on comes after the copy."""
+        """Put what is computed from now on behind the copy."""
         self.computing.wait_event(self.copied)
 
 
 class Activation:
     """A saved tensor in CPU memory, and on the device while copies run."""
 
-    def __init__(self, saved: Tensor, number: int, computing: Stream, memory: HostMemory) -> None:
+    def __init__(
+        self, saved_tensor: Tensor, number: int, computing: torch.cuda.Stream, memory: HostMemory
+    ) -> None:
         self.number = number
         self.computing = computing
-        self.size = saved.size()
-        self.nbytes = saved.nbytes
-        dense = torch.empty_like(saved, device="meta").stride()
+        self.size = saved_tensor.size()
+        self.nbytes = saved_tensor.nbytes
+        dense_strides = torch.empty_like(saved_tensor, device="meta").stride()
         # None: a view with gaps, or repeated rows; it comes back without them
-        self.strides = dense if dense == saved.stride() else None
-        self.slab, place = memory.place(self.nbytes)
-        self.host = place.view(saved.dtype)  # (numel,)
+        self.strides = dense_strides if dense_strides == saved_tensor.stride() else None
+        self.slab, host_place = memory.place(self.nbytes)
+        self.host = host_place.view(saved_tensor.dtype)  # (numel,)
 
-    def copied_to(self) -> Tensor:
-        """The place in CPU memory, in the shape of :meth:`copied_from`."""
+    def copied(self, saved_tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return target and source of the copy: one row, the fastest copy, if the memory is dense."""
         if self.strides is None:
-            return self.host.view(self.size)
-        return self.host
-
-    def copied_from(self, saved: Tensor) -> Tensor:
-        """All of its memory as one row, if it is dense: the fastest copy."""
-        if self.strides is None:
-            return saved
-        return saved.as_strided(self.host.shape, (1,))
+            return self.host.view(self.size), saved_tensor
+        return self.host, saved_tensor.as_strided(self.host.shape, (1,))
 
     def shaped(self, row: Tensor) -> Tensor:
-        """(numel,) as what was saved."""
+        """Shape (numel,) as what was saved."""
         if self.strides is None:
             return row.view(self.size)
         return row.as_strided(self.size, self.strides)
@@ -252,7 +230,7 @@ class ActivationOffload:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: CUDAStreams,
         *,
         smallest: int = SMALLEST,
         leaving: int = LEAVING,
@@ -271,10 +249,12 @@ class ActivationOffload:
         self._gone: deque[int] = deque()
 
     @contextmanager
-    def around(self, own: OwnWeights) -> Iterator[None]:
-        """A forward pass."""
+    def around(self, own_weights: OwnWeights) -> Iterator[None]:
+        """Offload a forward pass."""
         self._clear_up()
-        hooks = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, own), self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            partial(self._pack, own_weights), self._unpack
+        )
         try:
             with hooks:
                 yield
@@ -283,55 +263,53 @@ class ActivationOffload:
             raise
 
     def on_device(self) -> int:
-        """Bytes that are there for copies to end, or early."""
-        kept = {**self._leaving, **self._ahead}
-        return sum(self._kept[number].nbytes for number in kept)
+        """Return the bytes that are there for copies to end, or early."""
+        present_numbers = {**self._leaving, **self._ahead}
+        return sum(self._kept[number].nbytes for number in present_numbers)
 
-    def _takes(self, saved: Tensor) -> bool:
-        if saved.device != self.streams.device or saved.layout is not torch.strided:
+    def _takes(self, saved_tensor: Tensor) -> bool:
+        if saved_tensor.device != self.streams.device or saved_tensor.layout is not torch.strided:
             return False
         # Where rows repeat (expand), the memory is smaller than the tensor.
-        nbytes = min(saved.nbytes, saved.untyped_storage().nbytes())
-        return type(saved) is Tensor and nbytes >= self.smallest
+        nbytes = min(saved_tensor.nbytes, saved_tensor.untyped_storage().nbytes())
+        return type(saved_tensor) is Tensor and nbytes >= self.smallest
 
-    def _pack(self, own: OwnWeights, saved: Tensor) -> Any:
-        if weight := own.reference(saved):
+    def _pack(self, own_weights: OwnWeights, saved_tensor: Tensor) -> Any:
+        if weight := own_weights.reference(saved_tensor):
             return weight
-        if not self._takes(saved):
-            return saved
+        if not self._takes(saved_tensor):
+            return saved_tensor
         self._clear_up()
         self._count += 1
         computing = self.streams.computing()
-        activation = Activation(saved, self._count, computing, self.memory)
-        target = activation.copied_to()
-        source = activation.copied_from(saved)
+        activation = Activation(saved_tensor, self._count, computing, self.memory)
         self.streams.copying.wait_event(computing.record_event())
-        self.streams.copy(target, source)
+        self.streams.copy(*activation.copied(saved_tensor))
         copied = self.streams.copying.record_event()
         self._kept[activation.number] = activation
-        self._leaving[activation.number] = OnDevice(saved, computing, copied)
-        self._let_leave(self.most_leaving, fewest=2)
+        self._leaving[activation.number] = OnDevice(saved_tensor, computing, copied)
+        self._let_leave(self.most_leaving, fewest_tensors=2)
         return Ticket(activation.number, self._gone)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if isinstance(packed, tuple):
-            return OwnWeights.read(*packed)
+    def _unpack(self, packed_tensor: Any) -> Tensor:
+        if isinstance(packed_tensor, Tensor):
+            return packed_tensor
+        if isinstance(packed_tensor, tuple):
+            return OwnWeights.read(*packed_tensor)
         self._clear_up()
-        activation = self._kept[packed.number]
+        activation = self._kept[packed_tensor.number]
         computing = self.streams.computing()
         if leaving := self._leaving.get(activation.number):
-            saved = leaving.tensor
+            saved_tensor = leaving.tensor
         else:
             self._let_leave(0)
             back = self._ahead.pop(activation.number, None) or self._bring(activation, computing)
             computing.wait_event(back.copied)
-            saved = activation.shaped(back.tensor)
+            saved_tensor = activation.shaped(back.tensor)
         self._bring_ahead(activation.number, computing)
-        return saved
+        return saved_tensor
 
-    def _bring(self, activation: Activation, computing: Stream) -> OnDevice:
+    def _bring(self, activation: Activation, computing: torch.cuda.Stream) -> OnDevice:
         target = torch.empty(
             activation.host.shape, dtype=activation.host.dtype, device=self.streams.device
         )
@@ -340,22 +318,22 @@ class ActivationOffload:
         self.streams.copy(target, activation.host)
         return OnDevice(target, computing, self.streams.copying.record_event())
 
-    def _bring_ahead(self, number: int, computing: Stream) -> None:
-        """What was kept before is what the backward pass reads next."""
-        nbytes = sum(self._kept[each].nbytes for each in self._ahead)
+    def _bring_ahead(self, number: int, computing: torch.cuda.Stream) -> None:
+        """Bring what was kept before: the backward pass reads it next."""
+        nbytes = sum(self._kept[ahead_number].nbytes for ahead_number in self._ahead)
         for activation in reversed(self._kept.values()):
-            here = activation.number in self._leaving or activation.number in self._ahead
-            if activation.number >= number or here or activation.computing != computing:
+            is_on_device = activation.number in self._leaving or activation.number in self._ahead
+            if activation.number >= number or is_on_device or activation.computing != computing:
                 continue
             if nbytes and nbytes + activation.nbytes > self.most_ahead:
                 return
             self._ahead[activation.number] = self._bring(activation, computing)
             nbytes += activation.nbytes
 
-    def _let_leave(self, most: int, fewest: int = 0) -> None:
-        """The oldest ones give up their memory, which is for what is computed behind their copies."""
+    def _let_leave(self, most_bytes: int, fewest_tensors: int = 0) -> None:
+        """Free the oldest ones' memory for what is computed behind their copies."""
         nbytes = sum(self._kept[number].nbytes for number in self._leaving)
-        while len(self._leaving) > fewest and nbytes > most:
+        while len(self._leaving) > fewest_tensors and nbytes > most_bytes:
             number = next(iter(self._leaving))
             nbytes -= self._kept[number].nbytes
             self._leaving.pop(number).wait()
@@ -364,9 +342,9 @@ class ActivationOffload:
         """Give back what activations had that nobody can read any more."""
         while self._gone:
             number = self._gone.popleft()
-            for there in (self._leaving.pop(number, None), self._ahead.pop(number, None)):
-                if there is not None:
-                    there.wait()
+            for device_copy in (self._leaving.pop(number, None), self._ahead.pop(number, None)):
+                if device_copy is not None:
+                    device_copy.wait()
             self._kept.pop(number).slab.leave()
 
 
@@ -375,7 +353,7 @@ class ActivationOffload:
 
 @cache  # once per process: it takes CPU memory, and looks whether it is right
 def offload_of(device: torch.device) -> ActivationOffload | None:
-    """That of a GPU; None where activations are copied plainly."""
+    """Return that of a GPU; None where activations are copied plainly."""
     if device.type != "cuda":
         return None
     offload = ActivationOffload(CUDAStreams(device))
@@ -389,33 +367,37 @@ def offload_of(device: torch.device) -> ActivationOffload | None:
     return None
 
 
-def is_exact(offload: ActivationOffload, rows: int = 1024, layers: int = 8) -> bool:
-    """Whether gradients of a few layers are those without it, to the last bit; all leave early and come back late."""
+def is_exact(offload: ActivationOffload, row_count: int = 1024, layer_count: int = 8) -> bool:
+    """Tell whether gradients of a few layers are the same to the last bit; all leave early and come back late."""
     device = offload.streams.device
     generator = torch.Generator(device).manual_seed(0)
-    shape = layers, rows, rows
+    shape = layer_count, row_count, row_count
     weights = [
-        nn.Parameter(weight / rows**0.5)
+        nn.Parameter(weight / row_count**0.5)
         for weight in torch.randn(shape, generator=generator, device=device)
     ]
 
-    def gradients(around: AbstractContextManager) -> list[Tensor]:
-        hidden = weights[0].detach() * rows**0.5
-        with around:
+    def gradients(hooks: AbstractContextManager) -> list[Tensor]:
+        hidden = weights[0].detach() * row_count**0.5
+        with hooks:
             for weight in weights:
                 hidden = hidden + silu(hidden @ weight)
             loss = hidden.square().mean()
         return list(torch.autograd.grad(loss, weights))
 
-    bounds = offload.smallest, offload.most_leaving, offload.most_ahead
+    previous_bounds = offload.smallest, offload.most_leaving, offload.most_ahead
     offload.smallest = 1
     offload.most_leaving = 0
     offload.most_ahead = 0
     try:
         with torch.enable_grad():
-            plain = gradients(nullcontext())
+            plain_gradients = gradients(nullcontext())
             # Twice, because the second pass uses the places of the first.
-            turns = [gradients(offload.around(OwnWeights(weights))) for _ in range(2)]
+            offloaded_gradients = [gradients(offload.around(OwnWeights(weights))) for _ in range(2)]
     finally:
-        offload.smallest, offload.most_leaving, offload.most_ahead = bounds
-    return all(torch.equal(one, other) for turn in turns for one, other in zip(turn, plain))
+        offload.smallest, offload.most_leaving, offload.most_ahead = previous_bounds
+    return all(
+        torch.equal(gradient, expected)
+        for turn in offloaded_gradients
+        for gradient, expected in zip(turn, plain_gradients)
+    )

@@ -38,47 +38,51 @@ def why_untrainable(
     tensors: Iterable[str],
     name: str,
 ) -> str | None:
-    """Why a model with this config and these ``tensors`` is refused for training; None: it is a text model.
+    """Return why a model with this config and these ``tensors`` is refused for training; None: it is a text model.
 
     ``name`` stands in front, e.g. ``--pretrain FOLDER``.
     """
     if not reads_more_than_text(config):
         return None
-    towers = [tensor for tensor in tensors if is_of_tower(tensor)]
-    if not towers:
+    tower_tensors = [tensor for tensor in tensors if is_of_tower(tensor)]
+    if not tower_tensors:
         return None
     return (
-        f"{name} has an image or audio tower ({len(towers)} tensors, such as {towers[0]}), which training would drop "
-        "or change: train its language model alone, saved as a folder of its own, see docs/limits.md"
+        f"{name} has an image or audio tower ({len(tower_tensors)} tensors, such as {tower_tensors[0]}), which "
+        "training would drop or change: train its language model alone, saved as a folder of its own, see docs/limits.md"
     )
 
 
 def reads_more_than_text(config: PretrainedConfig) -> bool:
-    """Whether the config is of a model that can have a tower."""
-    known = any(config.model_type in getattr(modeling_auto, mapping, ()) for mapping in _MAPPINGS)
-    parts = (
-        name for name, part in vars(config).items() if isinstance(part, PretrainedConfig | dict)
+    """Tell whether the config is of a model that can have a tower."""
+    has_known_type = any(
+        config.model_type in getattr(modeling_auto, mapping, ()) for mapping in _MAPPINGS
     )
-    return known or any(_PART.search(name) for name in parts)
+    part_names = (
+        name
+        for name, config_part in vars(config).items()
+        if isinstance(config_part, PretrainedConfig | dict)
+    )
+    return has_known_type or any(_PART.search(name) for name in part_names)
 
 
 def check_trainable(path: str, *, flag: str = "--pretrain", **options: Any) -> bool:
-    """Whether what trains of a checkpoint is the language model alone, beside towers. It reads names alone.
+    """Tell whether the language model alone would train, beside towers. It reads names alone.
 
     ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
 
     Raises:
         ModelLoadError: an image or audio tower cannot be told from what would train.
     """
-    how = LoadOptions(**options)
-    path, config = read_config(path, flag, how)
-    if how.init_from_scratch:
+    load_options = LoadOptions(**options)
+    path, config = read_config(path, flag, load_options)
+    if load_options.init_from_scratch:
         return False
     return language_model(AutoModelForCausalLM, path, config, flag) is not None
 
 
 def language_model(auto_class: Any, path: str, config: PretrainedConfig, flag: str) -> Whole | None:
-    """The language model that ``auto_class`` loads of a checkpoint with towers; None for a text model.
+    """Return the language model that ``auto_class`` loads of a checkpoint with towers; None for a text model.
 
     Raises:
         ModelLoadError: it cannot be told from the towers, or transformers has no class for it alone.

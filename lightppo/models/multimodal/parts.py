@@ -36,48 +36,50 @@ class Parts:
 
 
 def parts_of(names: Iterable[str], checkpoint: str) -> Parts:
-    """Tells the parts of a checkpoint apart; ``checkpoint`` stands in front of messages.
+    """Tell the parts of a checkpoint apart; ``checkpoint`` stands in front of messages.
 
     Raises:
         ModelLoadError: some tensors are of neither, or a tower's are inside the language model; it names the parts.
     """
     names = sorted(names)
-    ends = {name: found for name in names if (found := _EMBEDDING.search(name))}
-    bodies = sorted(name[: end.start(2)] for name, end in ends.items() if not is_of_tower(name))
-    if len(bodies) != 1:
-        many = f"it has {len(bodies)} input embeddings" if bodies else "it has no input embedding"
-        raise _refusal(checkpoint, f"{many} outside of its towers", names)
-    (body,) = bodies
-    outside = [
-        name for name in names if not (body and name.startswith(body)) and not is_of_tower(name)
-    ]
-    heads = [name for name in outside if _HEAD.search(name)]
-    fronts = {name[: name.index("lm_head.")] for name in heads}
-    if len(fronts) > 1:
-        raise _refusal(checkpoint, "it has several output heads", heads)
-    language = {*heads, *filter(is_value_head, outside)}
-    kept = []
-    strange = []
-    mixed = []
-    for name in (name for name in names if name not in language):
-        own = name.removeprefix(body) if name.startswith(body) else name
-        part = own.partition(".")[0]
-        if is_of_tower(part if own != name else name) or _DRAFT.search(name):
-            kept.append(name)
-        elif own == name and body:
-            strange.append(name)
-        elif is_of_tower(own) or _FED_BY_TOWER.search(own):
-            mixed.append(name)
+    matches = filter(None, (_EMBEDDING.search(name) for name in names if not is_of_tower(name)))
+    body_prefixes = sorted(match.string[: match.start(2)] for match in matches)
+    if len(body_prefixes) != 1:
+        embedding_count = "it has no input embedding"
+        if body_prefixes:
+            embedding_count = f"it has {len(body_prefixes)} input embeddings"
+        raise _refusal(checkpoint, f"{embedding_count} outside of its towers", names)
+    (body_prefix,) = body_prefixes
+    outside_names = [name for name in names if not is_of_tower(name)]
+    if body_prefix:
+        outside_names = [name for name in outside_names if not name.startswith(body_prefix)]
+    head_names = [name for name in outside_names if _HEAD.search(name)]
+    head_prefixes = {name[: name.index("lm_head.")] for name in head_names}
+    if len(head_prefixes) > 1:
+        raise _refusal(checkpoint, "it has several output heads", head_names)
+    language_names = {*head_names, *filter(is_value_head, outside_names)}
+    tower_names = []
+    unknown_names = []
+    mixed_names = []
+    for name in (name for name in names if name not in language_names):
+        name_in_part = name.removeprefix(body_prefix)
+        first_part = name_in_part.partition(".")[0]
+        if is_of_tower(first_part if name_in_part != name else name) or _DRAFT.search(name):
+            tower_names.append(name)
+        elif name_in_part == name and body_prefix:
+            unknown_names.append(name)
+        elif is_of_tower(name_in_part) or _FED_BY_TOWER.search(name_in_part):
+            mixed_names.append(name)
         else:
-            language.add(name)
-    if strange:
-        raise _refusal(checkpoint, "these parts are neither of a known kind", strange)
-    if mixed:
+            language_names.add(name)
+    if unknown_names:
+        raise _refusal(checkpoint, "these parts are neither of a known kind", unknown_names)
+    if mixed_names:
         raise _refusal(
-            checkpoint, "these layers of its language model are for images or sound", mixed
+            checkpoint, "these layers of its language model are for images or sound", mixed_names
         )
-    head = next(iter(fronts), None)
-    return Parts(body, head, frozenset(language), tuple(kept))
+    head_prefix = next(iter(head_prefixes), None)
+    return Parts(body_prefix, head_prefix, frozenset(language_names), tuple(tower_names))
 
 
 def _refusal(checkpoint: str, reason: str, names: Iterable[str]) -> ModelLoadError:
@@ -88,12 +90,12 @@ def _refusal(checkpoint: str, reason: str, names: Iterable[str]) -> ModelLoadErr
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether a tensor of such a checkpoint, or a part of it, is of a tower or between tower and language model."""
+    """Tell whether a tensor of such a checkpoint is of a tower, or between tower and language model."""
     return _TENSOR.search(name) is not None
 
 
-def listed(names: Iterable[str], most: int = 6) -> str:
-    """The parts that tensors are of, with their numbers: ``model.connector (4 tensors), …``."""
-    counts = Counter(".".join(re.sub(r"\.\d+\..*", "", name).split(".")[:2]) for name in names)
-    shown = [f"{part} ({count} tensors)" for part, count in sorted(counts.items())]
-    return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
+def listed(names: Iterable[str], longest_list: int = 6) -> str:
+    """Return list the parts that tensors are of, with their numbers: ``model.connector (4 tensors), …``."""
+    part_counts = Counter(".".join(re.sub(r"\.\d+\..*", "", name).split(".")[:2]) for name in names)
+    part_texts = [f"{part} ({count} tensors)" for part, count in sorted(part_counts.items())]
+    return ", ".join(part_texts[:longest_list]) + (", …" if len(part_texts) > longest_list else "")

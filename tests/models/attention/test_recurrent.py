@@ -256,7 +256,7 @@ def test_a_scan_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_scan_that_begins_with_a_state_by_hand() -> None:
     """One channel, one state: h_t = exp(A·d)·h + d·B·x, y = C·h, with softplus(d') = d."""
     inverse = lambda d: torch.log(torch.expm1(torch.tensor(d)))  # noqa: E731
-    plan = RowPlan.of([1, 2], [-1, 0], CPU)
+    plan = RowPlan([1, 2], [-1, 0], CPU)
     calls: list[int] = []
 
     def scan(x, dt, A, B, C, D, delta_bias, return_last_state, delta_softplus):
@@ -305,7 +305,7 @@ def test_kernels_are_told_the_borders(
     ours: Callable, inputs: list[str], options: dict[str, object], told: str
 ) -> None:
     """Of a row without parents, which they take as it is."""
-    plan = RowPlan.of([2, 1, 3], [-1, -1, -1], CPU)
+    plan = RowPlan([2, 1, 3], [-1, -1, -1], CPU)
     borders = {"seq_idx": [[0, 0, 1, 2, 2, 2]], "cu_seqlens": [0, 2, 3, 6]}
     inputs = [torch.zeros(1, 1, 6) for _ in inputs]
     calls: list[tuple[tuple, dict]] = []
@@ -319,7 +319,7 @@ def test_kernels_are_told_the_borders(
 
 def test_kernels_begin_with_the_state_of_a_parent() -> None:
     """In batches, by their own arguments."""
-    plan = RowPlan.of([2, 1, 1], [-1, 0, 0], CPU)
+    plan = RowPlan([2, 1, 1], [-1, 0, 0], CPU)
     asked: list[tuple] = []
     is_new_implementation = True
 

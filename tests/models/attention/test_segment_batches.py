@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of 3 with responses of 1 and 2, a sequence of 2 alone, a prompt of 2 with a response of 1."""
     monkeypatch.setitem(recurrent.CALL_COST, "cpu", 100)
-    plan = RowPlan.of([3, 1, 2, 2, 2, 1], [-1, 0, 0, -1, -1, 4], CPU)
+    plan = RowPlan([3, 1, 2, 2, 2, 1], [-1, 0, 0, -1, -1, 4], CPU)
     split = batches_of(plan, CPU)
     assert [batch.places.tolist() for batch in split.batches] == [
         [[0, 1, 2], [8, 9, 11]],
@@ -35,7 +35,7 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [batch.parents and batch.parents.tolist() for batch in split.batches[:2]] == [None] * 2
     assert split.batches[2].parents.tolist() == [0, 0, 1]
     # outputs: 2 × 3, then 2, then 3 × 2
-    assert split.back.tolist() == [0, 1, 2, 10, 8, 9, 6, 7, 3, 4, 12]
+    assert split.output_places.tolist() == [0, 1, 2, 10, 8, 9, 6, 7, 3, 4, 12]
     assert batches_of(plan, CPU) is split
     alone = batches_of(plan, CPU, equal_lengths=True)
     assert [batch.places.tolist() for batch in alone.batches[:2]] == [[[0, 1, 2]], [[8, 9]]]
@@ -43,10 +43,10 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_contexts_by_hand() -> None:
     """Two places before each segment; the prompt of 1 has but one."""
-    plan = RowPlan.of([3, 1, 1, 2], [-1, 0, -1, 2], CPU)
+    plan = RowPlan([3, 1, 1, 2], [-1, 0, -1, 2], CPU)
     found = contexts_of(plan, 2, CPU)
     assert found.places.tolist() == [7, 7, 0, 1, 2, 1, 2, 3, 7, 7, 4, 7, 4, 5, 6]
-    assert found.kept.tolist() == [2, 3, 4, 7, 10, 13, 14]
+    assert found.segment_places.tolist() == [2, 3, 4, 7, 10, 13, 14]
     row = torch.arange(1.0, 8.0)[:, None]
     assert with_contexts(plan, row, 2)[-4:, 0].tolist() == [0, 5, 6, 7]
 
@@ -68,7 +68,7 @@ def test_what_runs_along_a_sequence(call_cost: int, monkeypatch: pytest.MonkeyPa
             roots = [i for i, parent in enumerate(parents) if parent < 0]
             parents.append(draw.choice([-1, *roots]))
             lengths.append(draw.randint(1, 6))
-        plan = RowPlan.of(lengths, parents, CPU)
+        plan = RowPlan(lengths, parents, CPU)
         x = torch.randint(-9, 9, (1, sum(lengths), 2)).double().requires_grad_()
         sums = by_segment(plan, running_sum, [x], [0.0])
         starts = [0, *itertools.accumulate(lengths)]

@@ -16,9 +16,9 @@ from lightppo.models.actor import Actor
 from lightppo.models.kernels import invariant
 from lightppo.models.kernels.invariant import BatchInvariant, make_invariant
 from lightppo.models.kernels.linear_log_probs import head_rows
+from lightppo.rollout.decoding_runners import InvariantSteps
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.invariant_decoding import InvariantSteps
 
 CPU = torch.device("cpu")
 VALID = 41  # of 48 ids, so that the head has rows that stand for no token
@@ -183,7 +183,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(causal_lm):
     actor = actor_of(causal_lm("llama"))
     with pytest.raises(IndexError):
         actor(torch.full((1, 4), 1000), 2)
-    assert not invariant._entered
+    assert not invariant.entered_modes
 
 
 # -- what it does not know --------------------------------------------------------------------------------------------
@@ -203,5 +203,5 @@ def test_a_gpu_is_refused(causal_lm: Callable[..., PreTrainedModel]):
 
 def test_the_head_has_all_its_rows_in_both_passes(monkeypatch):
     assert head_rows(41, 300) == 128
-    monkeypatch.setattr(invariant, "_entered", [object()])
+    monkeypatch.setattr(invariant, "entered_modes", [object()])
     assert head_rows(41, 300) == 300

@@ -45,10 +45,9 @@ from lightppo.models.batches import (
     action_predictors,
     distinct_places,
     pack,
-    pack_shared,
     position_ids_from_lengths,
-    read,
     segments_as_mask,
+    select_rows,
 )
 from lightppo.models.critic import Critic
 from lightppo.models.packing import takes_segments, warn_that_nothing_is_shared
@@ -313,7 +312,7 @@ def test_what_flash_attention_takes(dtype, widths, capability, fits, monkeypatch
     """Elsewhere a GPU has fast kernels only for as many keys as queries."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(batches, "to_device", lambda x, device: x)
-    plan = RowPlan.of([4, 5], [-1, -1], torch.device("cuda"))
+    plan = RowPlan([4, 5], [-1, -1], torch.device("cuda"))
     query, value = (tensor_on_a_gpu(dtype, width) for width in widths)
     assert row_attention.flash_fits(query, value, plan) == fits
     assert row_attention.takes_fewer_keys(query, value, plan, masked=False) == fits
@@ -671,8 +670,7 @@ def test_no_mask_of_the_whole_row_is_made(
 
 def test_by_hand() -> None:
     # Row 1 has a prompt of its own that begins like the other; padding has the id 0, like row 1's last prompt token.
-    row = pack_shared(*batch_of([([5, 6], [10, 11]), ([5, 6, 0], [20]), ([5, 6], [30, 31, 32])]))
-    assert row is not None
+    row = pack(*batch_of([([5, 6], [10, 11]), ([5, 6, 0], [20]), ([5, 6], [30, 31, 32])]))
     # prompts sorted: [-1, 5, 6] before [5, 6, 0]
     assert row.input_ids.tolist() == [[5, 6, 10, 11, 30, 31, 32, 5, 6, 0, 20]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3]]
@@ -683,21 +681,28 @@ def test_by_hand() -> None:
 
 
 def test_nothing_shared() -> None:
-    assert pack_shared(*batch_of([([5, 6], [10]), ([6, 5], [10]), ([6], [5])])) is None
-    assert pack_shared(*batch_of([([5, 6], [10])])) is None
-    assert pack_shared(*batch_of([([], [1, 2]), ([], [1, 2])])) is None  # no prompt at all
-    sequences, mask, _ = batch_of([([5, 6], [10]), ([5, 6], [10])])
-    assert pack_shared(sequences, mask, 3) is None
+    """The row is the same as without prompts that may be shared, in the order of the batch."""
+    together = batch_of([([5, 6], [10]), ([5, 6], [10])])
+    for sequences, mask, num_actions in (
+        batch_of([([5, 6], [10]), ([6, 5], [10]), ([6], [5])]),
+        batch_of([([9], [5]), ([6, 5], [10]), ([6], [5])]),
+        batch_of([([5, 6], [10])]),
+        batch_of([([], [1, 2]), ([], [1, 2])]),  # no prompt at all
+        (together[0], together[1], 3),
+    ):
+        row, expected = pack(sequences, mask, num_actions), pack(sequences, mask)
+        assert row.input_ids.tolist() == [sequences[mask.bool()].tolist()]
+        assert row.segments[0, 0].tolist() == [mask.sum(1).tolist(), [-1] * len(mask)]
+        for name in ("input_ids", "position_ids", "slots", "segments"):
+            assert torch.equal(getattr(row, name), getattr(expected, name))
 
 
 def test_a_batch_without_padding_and_rows_without_response() -> None:
     sequences = torch.tensor([[3, 4, 7], [3, 4, 8]])
-    row = pack_shared(sequences, torch.ones_like(sequences), 1)
-    assert row is not None
+    row = pack(sequences, torch.ones_like(sequences), 1)
     assert row.input_ids.tolist() == [[3, 4, 7, 8]]
     assert row.segments[0, 0].tolist() == [[2, 1, 1], [-1, 0, 0]]
-    row = pack_shared(*batch_of([([3, 4], []), ([3, 4], [7, 8]), ([3, 4], [])]))
-    assert row is not None
+    row = pack(*batch_of([([3, 4], []), ([3, 4], [7, 8]), ([3, 4], [])]))
     assert row.segments[0, 0].tolist() == [[2, 2], [-1, 0]]
 
 
@@ -711,8 +716,7 @@ def test_each_row_is_found_in_its_places() -> None:
             (prompts[number(0, 3)], [number(0, 9) for _ in range(number(1, 6))]) for _ in range(8)
         ]
         sequences, mask, actions = batch_of(rows)
-        row = pack_shared(sequences, mask, actions)
-        assert row is not None
+        row = pack(sequences, mask, actions)
         alone = pack(sequences, mask)
         real = mask.bool()
         assert torch.equal(row.input_ids[0, row.slots[real]], sequences[real])
@@ -734,13 +738,16 @@ def test_distinct_places_and_their_reads() -> None:
     assert different.tolist() == [4, 5, 7, 9]
     assert torch.equal(different[reads], places)
     x = torch.randn(4, 3, requires_grad=True)
-    assert torch.equal(read(x, reads), x[reads])
-    read(x, reads).sum().backward()
+    assert torch.equal(select_rows(x, reads), x[reads])
+    select_rows(x, reads).sum().backward()
     assert x.grad[:, 0].tolist() == [2, 1, 1, 1]
     once = torch.tensor([3, 1])
     assert distinct_places(once) == (once, None)
-    assert read(x, None) is x
-    assert read(torch.tensor([1.5, 2.5]), torch.tensor([1, 1, 0])).tolist() == [2.5, 2.5, 1.5]
+    assert select_rows(torch.tensor([1.5, 2.5]), torch.tensor([1, 1, 0])).tolist() == [
+        2.5,
+        2.5,
+        1.5,
+    ]
 
 
 def test_gradients_of_reads_are_summed_in_one_order() -> None:
@@ -751,7 +758,7 @@ def test_gradients_of_reads_are_summed_in_one_order() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        gradients = [torch.autograd.grad(read(x, reads), x, factor)[0] for _ in range(8)]
+        gradients = [torch.autograd.grad(select_rows(x, reads), x, factor)[0] for _ in range(8)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradients[0], other) for other in gradients)
