@@ -229,12 +229,9 @@ class ScriptMembers:
 
     @max_norm.setter
     def max_norm(self, value: float) -> None:
-        roles = {"actor": self.actor}
-        if self.critic is not None:
-            roles["critic"] = self.critic
         self._set_options(max_norm=value)
         self.strategy.max_norm = value
-        for model in roles.values():
+        for model in filter(None, (self.actor, self.critic)):
             self.strategy.set_max_norm(model, value)
 
     @property
