@@ -414,6 +414,10 @@ class ReplayedPPO(Replayed):
                     sample_lines.append(f"  {column} {_numbers_text(numbers[0])}")
         return "\n".join(sample_lines)
 
+    def minibatches(self, step: int, epoch: int) -> Any:
+        self.epoch = epoch
+        return super().minibatches(step, epoch)
+
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
         if global_steps == self.request.step:
