@@ -157,7 +157,7 @@ def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
         if prompts_loader is not None and not isinstance(prompts_loader, SeedLoader):
             bound_arguments.arguments["prompts_dataloader"] = SeedLoader(prompts_loader)
         fit(*bound_arguments.args, **bound_arguments.kwargs)
-        self.end_records()
+        self.end_callbacks()
 
     return run
 
@@ -229,12 +229,9 @@ class ScriptMembers:
 
     @max_norm.setter
     def max_norm(self, value: float) -> None:
-        roles = {"actor": self.actor}
-        if self.critic is not None:
-            roles["critic"] = self.critic
         self._set_options(max_norm=value)
         self.strategy.max_norm = value
-        for model in roles.values():
+        for model in filter(None, (self.actor, self.critic)):
             self.strategy.set_max_norm(model, value)
 
     @property
@@ -340,7 +337,7 @@ class ScriptMembers:
         ``client_states`` goes into the checkpoint, by default the trainer's own. ``args`` may name another
         ``ckpt_path``. ``step_bar`` is not used: it is in the signature for scripts in the seed's style.
         """
-        self.start_records()  # a loop of the user's own may come without fit()
+        self.start_callbacks()  # a loop of the user's own may come without fit()
         status = dict(logs_dict or {})
         outcomes = list(self.outcomes)
         self.outcomes = ()
@@ -396,7 +393,7 @@ class ScriptMembers:
 
     # -- loops of a script ---------------------------------------------------------------------------------------
 
-    def start_records(self) -> None:
+    def start_callbacks(self) -> None:
         """Do what ``fit`` does before the first step, for a loop of a script. Collective."""
         if self.started:
             return
@@ -406,7 +403,7 @@ class ScriptMembers:
             callback.on_start(self)
         self.use_given_trackers()
 
-    def end_records(self) -> None:
+    def end_callbacks(self) -> None:
         """Do what ``fit`` does after the last step, for a loop of a script. Collective."""
         if self.started:
             for callback in self.callbacks:

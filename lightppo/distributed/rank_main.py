@@ -45,7 +45,7 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     except UserError as error:
         if debug:
             tell_error(type(error), error, error.__traceback__)
-        if not _told_by_rank_0(plain(error)):
+        if not _is_error_of_rank_0(plain(error)):
             tell(f"{name}: error: {error}")
         _tell_torchrun(str(error))
         raise SystemExit(error.exit_code) from error
@@ -63,10 +63,10 @@ def _watched(main: Callable[[], None], name: str, debug: bool) -> None:
         try:
             with signals.watched(to_the_end=True):
                 main()
-                meet_and_part()
+                leave_ranks()
         except signals.Stopped as stop:
             if stop.on_all_ranks:
-                meet_and_part()
+                leave_ranks()
             elif os.environ.get("RANK", "0") == "0":
                 tell(f"{name}: stopped by {stop.name}; there was nothing to save")
             raise
@@ -103,14 +103,14 @@ def tell_error(*error: Any) -> None:
     tell("".join(traceback.format_exception(*error)).rstrip())
 
 
-def meet_and_part() -> None:
+def leave_ranks() -> None:
     """Meet all ranks at the end of what they did together, and leave them. Collective."""
     if (dist := sys.modules.get("torch.distributed")) is not None and dist.is_initialized():
         dist.barrier()  # rank 0 may hold the store, and others may still read from it
         dist.destroy_process_group()
 
 
-def _told_by_rank_0(message: str) -> bool:
+def _is_error_of_rank_0(message: str) -> bool:
     """Tell whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():

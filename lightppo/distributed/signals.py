@@ -108,7 +108,7 @@ class _Watch:
         for descriptor in (self._inbox.fileno(), *self._launchers):
             poller.register(descriptor, select.POLLIN)
         if self._gone:
-            self._mourn(self._gone)
+            self._stop_without_launcher(self._gone)
         while True:
             seconds_left = self.since + self.grace - time.monotonic()
             wait = None
@@ -126,7 +126,7 @@ class _Watch:
                 if descriptor != self._inbox.fileno():
                     poller.unregister(descriptor)
                     os.close(descriptor)
-                    self._mourn(self._launchers.pop(descriptor))
+                    self._stop_without_launcher(self._launchers.pop(descriptor))
                     continue
                 if not (numbers := self._inbox.recv(64)):
                     return self._inbox.close()
@@ -134,7 +134,7 @@ class _Watch:
                     if number in numbers and number in self._before:
                         self.ask(number)
 
-    def _mourn(self, launcher: str) -> None:
+    def _stop_without_launcher(self, launcher: str) -> None:
         self.ask(signal.SIGTERM, f"{launcher}, which started this, has ended")
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
@@ -296,7 +296,7 @@ def elected(counts: Mapping[str, float]) -> int:
     return number
 
 
-def nothing_is_lost() -> None:
+def mark_saved() -> None:
     """Note that all that a stop needs is saved: a further signal changes nothing."""
     if _watch is not None:
         _watch.saved = True
@@ -341,7 +341,7 @@ class StopAtSignal(Callback):
             run.save_checkpoint(step)
             saved_text = f"saved in {run.ckpt_path}: the same command goes on"
             saved_text += ", without --resume never" * (checkpoint.resume == "never")
-        nothing_is_lost()
+        mark_saved()
         total_text = f" of {run.total_steps}" if run.total_steps is not None else ""
         run.strategy.print(f"stopped by {stop.name} after step {step}{total_text}; {saved_text}")
         raise stop

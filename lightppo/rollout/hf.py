@@ -212,11 +212,12 @@ class HFRolloutEngine:
             self.runner or nullcontext(),
         ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            make_decoder: Callable[..., Decoder] = BatchDecoder
+            decoder_class: type[Decoder] = BatchDecoder
             if can_use_slots(forward.config):
-                make_decoder = SlotDecoder
+                decoder_class = SlotDecoder
+            make_decoder: Callable[..., Decoder] = decoder_class
             if self.runner is not None:
-                make_decoder = self.runner.decoder(make_decoder)
+                make_decoder = self.runner.decoder(decoder_class)
             slots = self.micro_rollout_batch_size
             stop.is_stop = stop.is_stop.to(device)
             yield make_decoder(forward, sampler, stop, slots, sampling.max_new_tokens, device)

@@ -91,7 +91,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def kept(self, model: Any) -> dict[str, Any]:
+    def saved_settings(self, model: Any) -> dict[str, Any]:
         """Return what a checkpoint must have of the model's config: it has weights, and no config."""
         return {}
 
@@ -197,7 +197,7 @@ class RewardModelling(PairObjective):
         rows = next(iter(datasets))
         rows.row_form.keep(find_hf_model(model)[0].config)
 
-    def kept(self, model: Any) -> dict[str, Any]:
+    def saved_settings(self, model: Any) -> dict[str, Any]:
         return {ROWS_ENTRY: getattr(find_hf_model(model)[0].config, ROWS_ENTRY, None)}
 
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:

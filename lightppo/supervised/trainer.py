@@ -234,7 +234,7 @@ class SupervisedTrainer(TrainingLoop):
             yield micro_batches, batches_left == 0
 
     def client_state(self) -> dict[str, Any]:
-        return super().client_state() | self.objective.kept(self.model)
+        return super().client_state() | self.objective.saved_settings(self.model)
 
     def count_steps(self) -> int:
         """Count the optimizer steps of the whole run."""

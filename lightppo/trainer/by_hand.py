@@ -114,7 +114,7 @@ def sample_texts(
         trainer.rollout_engine.sync_weights(trainer.actor)
         trainer.synced = 0 if engine is None else engine.global_steps
     if trainer.recorder is None and trainer.overrides("fit"):
-        trainer.start_records()
+        trainer.start_callbacks()
     trainer.text_step = max(trainer.text_step, trainer.state.global_step) + 1
     config = trainer.config
     tokenizer = trainer.tokenizer

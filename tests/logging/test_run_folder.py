@@ -480,7 +480,7 @@ def test_a_run_at_a_url_goes_on_on_another_machine(
 
     anew = PPOTrainer.from_config(config.with_options(resume="never"))
     assert anew.state.global_step == 0
-    anew.start_records()
+    anew.start_callbacks()
     kept = names(memory, "/bucket/run")
     assert {
         "metrics.1.jsonl",
