@@ -133,8 +133,8 @@ class HTTPClient:
     def close(self) -> None:
         """End idle connections and waits between tries; nothing is tried again."""
         self._closed.set()
-        if "_kept" in vars(self):
-            self._kept.close()
+        if "_shared_session" in vars(self):
+            self._shared_session.close()
 
     def _try(self, path: str, content: bytes, read: Read[T], timeout: float) -> T:
         """Send one request. Failures are raised outside ``except``: a chained error would show what is cleaned here."""
@@ -149,15 +149,15 @@ class HTTPClient:
             with self._places:
                 status, answer = self._send(path, content, timeout)
             if status == 200:
-                return read(_parsed(answer))
+                return read(_parse(answer))
             reason = f"HTTP {status}: {answer.decode(errors='replace')}"
             if 300 <= status < 400:
                 reason = f"HTTP {status}: redirects are not followed, give the final URL"
             if 300 <= status < 500 and status not in _PASSING_STATUS:
                 kind = RefusedError
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-            reason = _said(error)
-            timed_out = _by_time_out(error)
+            reason = _innermost_reason(error)
+            timed_out = _is_time_out(error)
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
             if isinstance(error, requests.ConnectTimeout):
                 reason = f"no connection within {min(self.connect_timeout, timeout):g} s"
@@ -179,7 +179,7 @@ class HTTPClient:
 
         with (
             deadline(timeout),
-            nullcontext(self._kept) if self.keep_alive else self._session() as session,
+            nullcontext(self._shared_session) if self.keep_alive else self._session() as session,
             session.post(
                 self.url + path,
                 data=content,
@@ -212,7 +212,7 @@ class HTTPClient:
         return session
 
     @cached_property
-    def _kept(self) -> requests.Session:
+    def _shared_session(self) -> requests.Session:
         session = self._session(connections=self.max_concurrent or 1024)
         # Without cookies, threads can share the session.
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
@@ -248,7 +248,7 @@ class HTTPClient:
         )
 
 
-def _said(error: BaseException) -> str:
+def _innermost_reason(error: BaseException) -> str:
     """Return what the network says: requests and urllib3 wrap it in the names of their own objects."""
     outermost = error
     while (deeper := error.__cause__ or error.__context__) is not None:
@@ -260,14 +260,14 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _by_time_out(error: BaseException | None) -> bool:
+def _is_time_out(error: BaseException | None) -> bool:
     """Return whether a time-out is the cause; of sending, requests says only that the connection was aborted."""
     while error is not None and not isinstance(error, TimeoutError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _parsed(answer: bytes) -> dict[str, Any]:
+def _parse(answer: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(answer or b"{}")  # some routes of vLLM answer with nothing
     except (ValueError, RecursionError) as error:

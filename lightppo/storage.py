@@ -104,7 +104,7 @@ def stage_to_local(
             file_system.find(remote, detail=True) if is_folder else {remote: info}
         )
     except Exception as error:  # each file system raises its own errors
-        raise StagingError(f"{shown_url(url)} cannot be read: {_said(error)}") from error
+        raise StagingError(f"{shown_url(url)} cannot be read: {_reason(error)}") from error
     if not remote_files:
         raise StagingError(f"{shown_url(url)} is an empty folder, or does not exist")
     versions = ("ETag", "etag", "md5Hash", *_TIMES)  # the first that the file system knows
@@ -137,7 +137,7 @@ def _name_of(remote: str) -> str:
     return posixpath.basename(path.rstrip("/")) or "root"
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {without_secrets(str(error))}"
 
 
@@ -190,7 +190,7 @@ def _copy(
     except Exception as error:  # each file system raises its own errors
         _remove(temporary)
         raise StagingError(
-            f"copying {shown_url(url)} to {target.parent} failed: {_said(error)}"
+            f"copying {shown_url(url)} to {target.parent} failed: {_reason(error)}"
         ) from error
     os.replace(temporary, target)
 
@@ -417,8 +417,8 @@ def _remotely(
             if wait is None or isinstance(
                 error, (FileNotFoundError, NotADirectoryError, PermissionError)
             ):
-                raise StagingError(f"{shown_url(url)}: {_said(error)}{hint}") from error
-            logger.warning("%s: %s; next try in %g s", shown_url(url), _said(error), wait)
+                raise StagingError(f"{shown_url(url)}: {_reason(error)}{hint}") from error
+            logger.warning("%s: %s; next try in %g s", shown_url(url), _reason(error), wait)
         file_system_class.clear_instance_cache()  # a server ends connections that were idle
         time.sleep(wait)
 

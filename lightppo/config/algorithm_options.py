@@ -364,7 +364,6 @@ class CorrectionConfig(Section, of="training"):
 # -- distillation ------------------------------------------------------------------------------------------------------
 
 teacher = partial(option, needs="teacher_pretrain or teacher_url")
-own_teacher = partial(option, needs="teacher_pretrain")
 
 
 class DistillConfig(Section, of="training"):

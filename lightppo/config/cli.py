@@ -113,7 +113,7 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
         if option.name in namespace:
             try:
                 values[option.name] = conform(
-                    option, _typed(getattr(namespace, option.name), option)
+                    option, _typed_value(getattr(namespace, option.name), option)
                 )
             except ValueError as error:
                 problems.append(str(error))
@@ -207,7 +207,7 @@ def _parser(options: Iterable[Option]) -> _Parser:
     return parser
 
 
-def _typed(value: str | list[str], option: Option) -> Any:
+def _typed_value(value: str | list[str], option: Option) -> Any:
     """Return what a text on the command line means; numbers are left to the option's validator."""
     value_of_text: dict[str, Any] = {"None": None} if option.may_be_none else {}
     if option.kind is bool:
@@ -396,11 +396,11 @@ def _section_lines(section: type[Section]) -> Iterator[str]:
         notes = "; ".join(
             filter(None, ["required" * option.required, option.unit, range_text(option), needs])
         )
-        yield f"  {_spelled(option)}"
+        yield f"  {_flag_text(option)}"
         yield f"      {option.help}{f' [{notes}]' * bool(notes)} (default: {shown_default(option.default)})"
 
 
-def _spelled(option: Option) -> str:
+def _flag_text(option: Option) -> str:
     if option.kind is bool:
         return f"--{option.name}, --no_{option.name}"
     several = " ..." if get_origin(option.kind) is tuple else ""

@@ -194,7 +194,7 @@ def _buffer(options: SimpleNamespace) -> Iterator[str]:
 # -- what an option may need beside other options ----------------------------------------------------------------------
 
 
-def _with(trait: str) -> str:
+def _estimators_with(trait: str) -> str:
     names = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if getattr(entry, trait)]
     return f"--advantage_estimator {' or '.join(names)}"
 
@@ -203,17 +203,17 @@ def conditions() -> dict[str, str]:
     """Return what ``needs`` may name beside options, and what to set for it: facts, sources, those of sections."""
     condition_texts = {
         "sampling": "a --temperature above 0 (and no --no_do_sample)",
-        "critic": f"a critic ({_with('needs_critic')})",
+        "critic": f"a critic ({_estimators_with('needs_critic')})",
         "whitening": "whitening of advantages (--adv_norm)",
-        "discounting": _with("discounted"),
-        "group_deviation": _with("divides_by_std"),
+        "discounting": _estimators_with("discounted"),
+        "group_deviation": _estimators_with("divides_by_std"),
         "clipping": "a --policy_loss that clips",
         "function": "a reward function (--reward_fn)",
         "server": "a reward server (--remote_rm_url)",
     }
     condition_texts |= {name: f"--reward_source {name}" for name in built_in()}
     condition_texts["trained_scores"] = (
-        f"scores that are trained on (not {_with('ignores_scores')})"
+        f"scores that are trained on (not {_estimators_with('ignores_scores')})"
     )
     condition_texts["own_reference"] = (
         "a reference model of its own (no --lora_rank, or another --ref_pretrain)"
@@ -260,7 +260,7 @@ def condition_text(condition: str) -> str:
     """
     texts = []
     known_conditions = conditions()
-    for name, sign, value in map(_parts, condition.split(" or ")):
+    for name, sign, value in map(_split_condition, condition.split(" or ")):
         words = {
             "": "",
             "=": f" {value.replace('|', ' or ')}",
@@ -273,7 +273,9 @@ def condition_text(condition: str) -> str:
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
     """Tell whether a condition holds, or is of something unknown."""
-    return any(_holds(*_parts(alternative), values) for alternative in condition.split(" or "))
+    return any(
+        _holds(*_split_condition(alternative), values) for alternative in condition.split(" or ")
+    )
 
 
 def _holds(name: str, sign: str, expected: str, values: Mapping[str, Any]) -> bool:
@@ -287,7 +289,7 @@ def _holds(name: str, sign: str, expected: str, values: Mapping[str, Any]) -> bo
     return value is not None and value is not False and value != ()
 
 
-def _parts(condition: str) -> tuple[str, str, str]:
+def _split_condition(condition: str) -> tuple[str, str, str]:
     name, sign, value = re.fullmatch(r"(\w+)(!=|=|>|)(.*)", condition).groups()
     return name, sign, value
 

@@ -22,12 +22,12 @@ def nearest(name: str, names: Iterable[str], kind: str = "") -> str:
     """
     names = list(names)
     if kind == "word":
-        return _word(name, names)
+        return _meaning_of_word(name, names)
     if kind in ("option", "key"):
-        return _option(name, names, of_commands=kind == "option") or suggestions.nearest(
+        return _meaning_of_option(name, names, of_commands=kind == "option") or suggestions.nearest(
             name, names
         )
-    if kind == "command" and (answer := _algorithm(name, names)):
+    if kind == "command" and (answer := _flag_of_algorithm(name, names)):
         return answer
     return suggestions.nearest(name, names, kind)
 
@@ -37,10 +37,10 @@ def conform(option: Option, value: Any) -> Any:
     try:
         return option.conform(value)
     except ConfigError as error:
-        raise ConfigError(_value_of_another(option, value) or str(error)) from None
+        raise ConfigError(_another_option_of(option, value) or str(error)) from None
 
 
-def _value_of_another(option: Option, value: Any) -> str:
+def _another_option_of(option: Option, value: Any) -> str:
     if hint := other_trainers.hint(option.name, value):
         return f"--{option.name} {value}{hint}"
     is_known = option.names is None or suggestions.meant(str(value), option.names, option.name)
@@ -49,7 +49,7 @@ def _value_of_another(option: Option, value: Any) -> str:
     return ""
 
 
-def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
+def _meaning_of_option(flag: str, flags: Collection[str], of_commands: bool) -> str:
     """Say what an unknown flag means: of other trainers, of people, or of other commands (``of_commands``)."""
     name = flag.removeprefix("--")
     if answer := removal(name.removeprefix("no_")) or removal(name):
@@ -85,7 +85,7 @@ def _commands_for(flag: str) -> dict[str, str]:
     }
 
 
-def _word(word: str, flags: Collection[str]) -> str:
+def _meaning_of_word(word: str, flags: Collection[str]) -> str:
     """Say what a word may have meant that is no flag: ``-seed`` or ``NAME=VALUE``."""
     name, equals, _ = word.partition("=")
     if name.startswith("-"):
@@ -96,11 +96,11 @@ def _word(word: str, flags: Collection[str]) -> str:
     return (
         other_trainers.hint(name, flags=flags)
         or ": write --NAME VALUE" * bool(equals)
-        or _path(word, flags)
+        or _flag_of_path(word, flags)
     )
 
 
-def _path(word: str, flags: Collection[str]) -> str:
+def _flag_of_path(word: str, flags: Collection[str]) -> str:
     """Say which flag a path without one needs."""
     if "--pretrain" not in flags or not ("/" in word or Path(word).exists()):
         return ""
@@ -109,7 +109,7 @@ def _path(word: str, flags: Collection[str]) -> str:
     return f": a path needs its flag, such as --pretrain {word}"
 
 
-def _algorithm(name: str, commands: Collection[str]) -> str:
+def _flag_of_algorithm(name: str, commands: Collection[str]) -> str:
     """Say which flag takes the name of an algorithm, which is no command."""
     tables = {"advantage_estimator": ADVANTAGE_ESTIMATORS, "policy_loss": POLICY_LOSSES}
     for flag, names in tables.items():

@@ -55,18 +55,18 @@ def parts_of(command: str) -> list[str]:
     return [*command_parts, *(title for title in tables() if " " not in title)]
 
 
-class Meaning(NamedTuple):
+class Translation(NamedTuple):
     """What a name of another trainer is here."""
 
     trainer: str
     text: str
 
 
-def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
+def translations(name: str, parts: Collection[str]) -> list[Translation]:
     """Return what the closest patterns in these parts say of a name; "=" where it is the same here."""
     exact = [(title, _exact(title)[name]) for title in parts if name in _exact(title)]
     if exact:
-        return [Meaning(title.split()[0], _text(row, name, name)) for title, row in exact]
+        return [Translation(title.split()[0], _text(row, name, name)) for title, row in exact]
     matches = [
         ((not pattern.startswith("*"), len(pattern)), title, _text(row, pattern, name))
         for title in parts
@@ -76,7 +76,7 @@ def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
     ]
     best_closeness = max(matches, default=((),))[0]
     return [
-        Meaning(title.split()[0], text)
+        Translation(title.split()[0], text)
         for closeness, title, text in matches
         if closeness == best_closeness
     ]
@@ -103,19 +103,23 @@ def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
     parts = parts_of(_command_with(frozenset(flags)))
     command_parts = [title for title in parts if " " in title]
     answers = [
-        meaning for meaning in meanings(name, command_parts) if _is_answer(meaning.text, flags)
+        translation
+        for translation in translations(name, command_parts)
+        if _is_answer(translation.text, flags)
     ]
     answers = answers or [
-        meaning for meaning in meanings(name, parts) if _is_answer(meaning.text, flags)
+        translation
+        for translation in translations(name, parts)
+        if _is_answer(translation.text, flags)
     ]
-    answers = [meaning for meaning in answers if meaning.text != "="]
-    answers = answers or _of_other_commands(meanings(name, parts) if flags else [])
+    answers = [translation for translation in answers if translation.text != "="]
+    answers = answers or _of_other_commands(translations(name, parts) if flags else [])
     trainers_of: dict[str, list[str]] = {}  # what it is here → who calls it so
-    for meaning in answers:
+    for translation in answers:
         equal_texts = (
-            text for text in trainers_of if _first_flag(text) == _first_flag(meaning.text) != ""
+            text for text in trainers_of if _first_flag(text) == _first_flag(translation.text) != ""
         )
-        trainers_of.setdefault(next(equal_texts, meaning.text), []).append(meaning.trainer)
+        trainers_of.setdefault(next(equal_texts, translation.text), []).append(translation.trainer)
     texts = [
         f"{plain if plain.startswith('not here') else f'here {plain}'} ({', '.join(trainers)})"
         for text, trainers in trainers_of.items()
@@ -131,19 +135,22 @@ def _command_with(flags: frozenset[str]) -> str:
     return max(shared, key=shared.__getitem__)
 
 
-def _of_other_commands(answers: Collection[Meaning]) -> list[Meaning]:
+def _of_other_commands(answers: Collection[Translation]) -> list[Translation]:
     """Return meanings that this command lacks, by their flags and the commands that have these."""
     commands = {
-        meaning: [
+        translation: [
             name
             for name, kind in trained_by().items()
-            if _first_flag(meaning.text) in flags_of(kind)
+            if _first_flag(translation.text) in flags_of(kind)
         ]
-        for meaning in answers
+        for translation in answers
     }
     return [
-        Meaning(meaning.trainer, f"`{_first_flag(meaning.text)}` of lightppo {' and '.join(names)}")
-        for meaning, names in commands.items()
+        Translation(
+            translation.trainer,
+            f"`{_first_flag(translation.text)}` of lightppo {' and '.join(names)}",
+        )
+        for translation, names in commands.items()
         if names
     ]
 

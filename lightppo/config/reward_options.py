@@ -174,7 +174,6 @@ def _server_addresses(options: Any) -> Iterator[str]:
 
 judged = partial(option, resume_safe=True, needs="function or math")
 code = partial(option, needs="code")
-fusion = partial(option, needs="sandbox_fusion_url")
 remote_code = partial(option, needs="function_call_url")
 
 
@@ -343,7 +342,7 @@ def reward_plan(config: Any) -> Plan | None:
     """
     verifier = config.verifier
     if verifier.reward_routes is not None:
-        return _routes(verifier.reward_routes)
+        return _read_routes(verifier.reward_routes)
     if verifier.reward_source:
         return {ANY_ROUTE: named_weights("--reward_source", verifier.reward_source)}
     return None
@@ -374,10 +373,12 @@ def names_rewards(options: Any) -> bool:
 def named_weights(flag: str, sources: Iterable[str]) -> dict[str, float]:
     """Read source → weight out of texts ``NAME[=WEIGHT]``; errors as of :func:`reward_plan`, which name the flag."""
     parts = (text.partition("=") for text in sources)
-    return _weights(flag, {name.strip(): weight if sign else 1.0 for name, sign, weight in parts})
+    return _read_weights(
+        flag, {name.strip(): weight if sign else 1.0 for name, sign, weight in parts}
+    )
 
 
-def _routes(text: str) -> Plan:
+def _read_routes(text: str) -> Plan:
     if not text.lstrip().startswith("{"):
         path = Path(text).expanduser()
         if not path.is_file():
@@ -399,11 +400,12 @@ def _routes(text: str) -> Plan:
             '--reward_routes must be an object of objects: {"gsm8k": {"math": 1}, "*": {"model": 1}}'
         )
     return {
-        route: _weights(f"--reward_routes {route!r}", weights) for route, weights in routes.items()
+        route: _read_weights(f"--reward_routes {route!r}", weights)
+        for route, weights in routes.items()
     }
 
 
-def _weights(flag: str, weights: Mapping[str, Any]) -> dict[str, float]:
+def _read_weights(flag: str, weights: Mapping[str, Any]) -> dict[str, float]:
     weight_of_source: dict[str, float] = {}
     for name, weight in weights.items():
         if name not in REWARDS:
@@ -434,15 +436,15 @@ def source_problems(options: Any) -> Iterator[str]:
     except ConfigError:  # which is told by itself
         return
     if plan is None:
-        yield from _of_flags(options)
+        yield from _flag_problems(options)
     else:
-        yield from _of_plan(options, set(names_in(plan)), further)
+        yield from _plan_problems(options, set(names_in(plan)), further)
     models = len(options.reward_pretrain)
     if models > 1 and not options.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
 
 
-def _of_flags(options: Any) -> Iterator[str]:
+def _flag_problems(options: Any) -> Iterator[str]:
     """Refuse several sources by flags; beside models, a function combines their scores."""
     flags = sources_by_flag()
     flagged_sources = given_sources(options.config)
@@ -454,7 +456,7 @@ def _of_flags(options: Any) -> Iterator[str]:
         yield f"{pair}: leave one out, or add them up by --reward_source"
 
 
-def _of_plan(options: Any, planned_sources: set[str], further: set[str]) -> Iterator[str]:
+def _plan_problems(options: Any, planned_sources: set[str], further: set[str]) -> Iterator[str]:
     """Refuse a source that is named without its flag, and a flag whose source is not named."""
     flag_of_plan = "--reward_source" if options.reward_routes is None else "--reward_routes"
     combines = {"function"} if len(options.reward_pretrain) > 1 else set()

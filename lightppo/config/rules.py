@@ -86,7 +86,7 @@ def frozen_models(config: Any) -> dict[str, FrozenModel]:
     return {"teacher": FrozenModel(distill.teacher_pretrain, flag="--teacher_pretrain")}
 
 
-def followers(config: Any) -> list[str]:
+def moving_models(config: Any) -> list[str]:
     """Return names of the models in float32 that follow the actor, and so belong to its checkpoints."""
     names = {"ema": config.algorithm.enable_ema, "reference": moves_reference(config)}
     return [name for name, is_there in names.items() if is_there]

@@ -145,14 +145,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(
-            query,
-            key,
-            value,
-            bias,
-            output,
-            query.new_empty(batch, heads, length, dtype=torch.float),
-        )
+        row_numbers = query.new_empty(batch, heads, length, dtype=torch.float)
+        ctx.save_for_backward(query, key, value, bias, output, row_numbers)
         return output
 
     @staticmethod
@@ -290,14 +284,9 @@ def sizes(shape: Shape) -> Sizes:
     parameters = {
         name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()
     }
-    trained, total = (
-        sum(
-            parameter.numel()
-            for parameter in parameters.values()
-            if parameter.requires_grad or counts_all
-        )
-        for counts_all in (False, True)
-    )
+    total = sum(parameter.numel() for parameter in parameters.values())
+    trained_parameters = [each for each in parameters.values() if each.requires_grad]
+    trained = sum(parameter.numel() for parameter in trained_parameters)
     small = 0
     if shape.in_4bit:
         bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
@@ -306,11 +295,7 @@ def sizes(shape: Shape) -> Sizes:
             for name in fitting_layers(bare, heads.head_names(bare))
         )
     of_weights = int((total - small) * width + small * NF4_BYTES)
-    in_small = sum(
-        parameter.numel()
-        for parameter in parameters.values()
-        if parameter.requires_grad and 4 * parameter.numel() < KEPT_BLOCK
-    )
+    in_small = sum(each.numel() for each in trained_parameters if 4 * each.numel() < KEPT_BLOCK)
     return Sizes(total, trained, of_weights, width, in_small)
 
 
@@ -485,59 +470,45 @@ def estimate(
         configs: model configs by path; others are read from their folder or the hub.
     """
     roles = shapes(config, configs or {})
+    always = frozenset(PHASES)
     parts = [
-        Part(
-            "CUDA",
-            "context, NCCL, gaps",
-            frozenset(PHASES),
-            gpu=CUDA_BYTES * machine.gpus,
-            sure=False,
-        ),
-        Part("process", "Python, torch, libraries", frozenset(PHASES), host=machine.library_bytes),
+        Part("CUDA", "context, NCCL, gaps", always, gpu=CUDA_BYTES * machine.gpus, sure=False),
+        Part("process", "Python, torch, libraries", always, host=machine.library_bytes),
     ]
     for role, shape in roles.items():
         trains = role in ("actor", "critic") and not config.evaluation.val_only
-        stage, offload = _placed(role, config)
-        parts += _weights(role, shape, stage, offload, config, machine)
+        stage, offload = _placement(role, config)
+        parts += _weight_parts(role, shape, stage, offload, config, machine)
         if trains:
-            parts += _trained(role, shape, stage, config, machine)
-    parts += _loading(roles, config, machine)
-    parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
+            parts += _training_parts(role, shape, stage, config, machine)
+    parts += _loading_part(roles, config, machine)
+    parts += [
+        *_scoring_parts(roles, config, machine),
+        *_rollout_parts(roles["actor"], config, machine),
+    ]
     rollout = config.rollout
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     # A row: ids, masks, about nine numbers of each token of the response.
     row = 16 * config.data.prompt_max_len + 53 * rollout.generate_max_len
     rows = math.ceil(samples / machine.world_size) * row
     on_device = 0 if config.training.buffer_cpu_offload else rows
-    experience_phases = frozenset({SCORING, *TRAINING})
+    phases = frozenset({SCORING, *TRAINING})
     parts += [
-        Part(
-            "experience",
-            "rows",
-            experience_phases,
-            gpu=on_device,
-            host=rows - on_device,
-            sure=False,
-        )
+        Part("experience", "rows", phases, gpu=on_device, host=rows - on_device, sure=False),
+        Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False),
     ]
-    parts += [Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False)]
     if config.engine.rollout_engine != "hf":
-        parts += [
-            Part(
-                "engine",
-                "two buckets of weights",
-                frozenset({SYNC}),
-                gpu=2 * BUCKET_BYTES,
-                sure=False,
-            )
-        ]
-    parts += _copies(roles["actor"], machine)
+        size = 2 * BUCKET_BYTES
+        parts.append(
+            Part("engine", "two buckets of weights", frozenset({SYNC}), gpu=size, sure=False)
+        )
+    parts += _file_copies(roles["actor"], machine)
     if not machine.gpus:
-        parts += list(_kept(parts))
+        parts += list(_freed_blocks(parts))
     return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
 
 
-def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
+def _file_copies(actor: Shape, machine: Machine) -> Iterator[Part]:
     """Yield what is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
     ranks = min(machine.world_size, machine.per_node)
     saving = frozenset({SAVE})
@@ -551,7 +522,7 @@ def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
     yield Part("actor", "merged weights", saving, host=adapted * sizes(actor).width // ranks)
 
 
-def _kept(parts: Iterable[Part]) -> Iterator[Part]:
+def _freed_blocks(parts: Iterable[Part]) -> Iterator[Part]:
     """Yield what a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
     small_bytes = {
         phase: sum(part.small for part in parts if phase in part.phases) for phase in PHASES
@@ -603,7 +574,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         roles["reference"] = shape(
             model.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=adapter.load_in_4bit
         )
-    if "ema" in rules.followers(config):
+    if "ema" in rules.moving_models(config):
         roles["moving average"] = shape(model.pretrain, "--pretrain", dtype=torch.float32)
     for name, further in frozen_models(config).items():
         roles[name] = shape(further.path, further.flag)
@@ -612,7 +583,7 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     return roles
 
 
-def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
+def _placement(role: str, config: PPOConfig) -> tuple[int, bool]:
     """Return the ZeRO stage of a model, and whether its weights wait on the host."""
     strategy = config.strategy
     if role in ("actor", "critic"):
@@ -624,7 +595,7 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     return 3 if offload else stage, offload
 
 
-def _weights(
+def _weight_parts(
     role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
     counted = sizes(shape)
@@ -639,7 +610,9 @@ def _weights(
         )
 
 
-def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _loading_part(
+    roles: Mapping[str, Shape], config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     """Yield the largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
     loading_parts = []
     for role, shape in roles.items():
@@ -654,7 +627,7 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         if mapped:
             ranks = min(machine.world_size, machine.per_node)
             description = "mapped from the file"
-        if _placed(role, config)[0] != 3:
+        if _placement(role, config)[0] != 3:
             size = math.ceil(counted.total * counted.width / ranks)
             loading_parts.append(Part(role, description, frozenset({LOADING}), host=size))
     if machine.gpus and loading_parts:
@@ -721,7 +694,7 @@ def _gradients(
     )
 
 
-def _trained(
+def _training_parts(
     role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
     """Yield fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
@@ -764,13 +737,13 @@ def _trained(
         phases = {step}
         if gradients.has_several:  # from the first backward pass to the step
             # The other model trains between them, where both take each micro batch in turn.
-            phases = TRAINING if _joint(config) else {train, step}
+            phases = TRAINING if _train_by_turns(config) else {train, step}
         size = (4 if stage == 0 else gradients.accumulated) * shard
         summed = part("gradients", phases, size, sure=gradients.has_several or stage > 0)
         share = 0.0
         if stage > 0 and not machine.gpus:
             share = counted.trained_small / counted.trained
-        yield from _with_small_blocks(summed, share, train)
+        yield from _gradient_parts(summed, share, train)
     if stage > 0 and not offload and (stage == 3 or not gradients.sums_in_fp32):
         yield part("flat gradients", [step], 4 * shard, sure=False)
     # Only the engine that is made last adds to the peak while models load.
@@ -797,7 +770,7 @@ def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine)
     )
 
 
-def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Part]:
+def _gradient_parts(gradients: Part, share: float, train: str) -> Iterator[Part]:
     """Yield the sum of gradients, and those of a pass: they may find no room between the activations that it frees.
 
     ZeRO copies a pass's gradients; where there is no sum of earlier passes, both are new.
@@ -820,7 +793,7 @@ def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
 # -- passes and their rows ---------------------------------------------------------------------------------------------
 
 
-def _joint(config: PPOConfig) -> bool:
+def _train_by_turns(config: PPOConfig) -> bool:
     """Return whether actor and critic take each micro batch in turn."""
     actor, critic = (
         rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
@@ -868,7 +841,9 @@ def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
     return math.ceil(samples / machine.world_size * rollout.generate_max_len / rows.read)
 
 
-def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _scoring_parts(
+    roles: Mapping[str, Shape], config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     """Yield the largest pass without gradients."""
     calls = {name: name for name in ("critic", "reference", *frozen_models(config))}
     flat = config.flat()
@@ -882,7 +857,7 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         if call is not None:
             rows, kind = _rows(config, call, machine)
             gathered = 0
-            if _placed(role, config)[0] == 3:
+            if _placement(role, config)[0] == 3:
                 gathered = min(sizes(shape).total, LIVE_ELEMENTS) * sizes(shape).width
             run = pass_bytes(shape, rows, kind=kind)
             passes.append((run.peak() + gathered, role, run.small))
@@ -892,7 +867,7 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         yield Part(role, "pass without gradients", phases, gpu=size, sure=False, small=small)
 
 
-def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _rollout_parts(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """Yield the KV cache of the HF engine, or vLLM's share."""
     engine = config.engine
     rollout = config.rollout
@@ -1061,10 +1036,9 @@ def table(estimated: Estimate) -> list[str]:
         f"GB of {estimated.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
     ]
     for part in estimated.parts:
+        when = ""
         if len(part.phases) < 8:
             when = ", ".join(phase for phase in PHASES if phase in part.phases)
-        else:
-            when = ""
         lines.append(
             f"  {part.owner:<16}{part.what:<32}{part.gpu / 1e9:>10.2f}{part.host * ranks / 1e9:>10.2f}   {when}".rstrip()
         )

@@ -43,17 +43,14 @@ def check_files(building: Building) -> None:
     looked_at.clear()
     if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
         return  # the command has
-    problem = _refusal(building.config) if building.strategy.is_rank_0() else None
+    problem = None
+    if building.strategy.is_rank_0():
+        try:
+            preflight(building.config)
+        except ConfigError as error:
+            problem = str(error)
     if problem := building.strategy.broadcast_object(problem):
         raise ConfigError(problem)
-
-
-def _refusal(config: PPOConfig) -> str | None:
-    try:
-        preflight(config)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def tell_memory_of(building: Building) -> None:
