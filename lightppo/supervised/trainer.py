@@ -23,8 +23,8 @@ from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
 from lightppo.models.batches import to_device
 from lightppo.models.packing import settle_packing
-from lightppo.models.preparation import prepare_model
 from lightppo.models.run_models import build_tokenizer
+from lightppo.models.wrapper import prepare_model
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer.build import build_strategy
 from lightppo.trainer.building import Building
