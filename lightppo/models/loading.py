@@ -384,7 +384,7 @@ def check_trained_models(building: Any) -> None:
     check_trainable(stage_to_local(pretrain), **options)
     if isinstance(config, PPOConfig) and needs_critic(config):
         critic = config.model.critic_pretrain
-        if critic != pretrain:
+        if critic is not None and critic != pretrain:
             options["init_from_scratch"] = False
             check_trainable(stage_to_local(critic), flag="--critic_pretrain", **options)
 
