@@ -38,13 +38,12 @@ from lightppo.data.prepared_rows import Encoded, prepare_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.logging.evaluations import write_evaluation
-from lightppo.logging.samples import SampleRecord, write_step
+from lightppo.logging.samples import Samples, write_step
 from lightppo.logging.step_metrics import merge_summaries, optimizer_status, rollout_summaries
 from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.balancing import balance_ranks
-from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampler import SampledBatch
+from lightppo.rollout.sampler import GroupCollector, GroupFilter, SampledBatch
 from lightppo.trainer.evaluation import Evaluator
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
@@ -112,9 +111,9 @@ class Step:
     def record(self) -> None:
         """``--record_samples``."""
         parts = (self.strategy, lambda ids: "x" * len(ids), torch.sub)
-        record = SampleRecord(self.folder / "record", RECORDED, SAMPLES, *parts)
+        record = Samples(self.folder / "record", RECORDED, SAMPLES, *parts)
         record.pick(1, self.rollouts, [])
-        record.write(1)
+        record.on_step_end(None, 1, {})
 
     def evaluation(self) -> None:
         """As many prompts and samples as in training."""

@@ -197,8 +197,7 @@ RUNS = {
         first="--benchmark_steps 1",
     ),
     "teacher-topk-zero3-2ranks": Run(
-        TAUGHT
-        + "--distill_by loss --distill_topk 3 --zero_stage 3 --teacher_zero_stage 3 --teacher_offload "
+        TAUGHT + "--distill_by loss --distill_topk 3 --zero_stage 3 --ref_offload "
         "--micro_batch_specs teacher=40t",
         "distillation",
         ranks=2,

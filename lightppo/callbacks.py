@@ -219,6 +219,15 @@ class Callbacks:
     def __iter__(self) -> Iterator[Callback]:
         return iter(self.all)
 
+    def having(self, method: str) -> list[Callback]:
+        """Return the callbacks that have this method of their own, in their order."""
+        inherited = getattr(Callback, method)
+        return [
+            callback
+            for callback in self.all
+            if getattr(type(callback), method, None) is not inherited or method in vars(callback)
+        ]
+
     @contextmanager
     def around(self, run: Any) -> Iterator[None]:
         """Call :meth:`Callback.on_start`, and at the end :meth:`Callback.on_end`, which all get after an error, too."""
@@ -247,7 +256,7 @@ class Callbacks:
     @contextmanager
     def around_step(self, run: Any, step: int) -> Iterator[None]:
         with ExitStack() as contexts:
-            for callback in self.all:
+            for callback in self.having("around_step"):
                 around = callback.around_step(run, step)
                 if not hasattr(around, "__enter__"):
                     raise ConfigError(
@@ -258,37 +267,38 @@ class Callbacks:
             yield
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
-        for callback in self.all:
+        for callback in self.having("on_rollouts"):
             callback.on_rollouts(run, step, collected)
 
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
-        for callback in self.all:
+        for callback in self.having("on_experience"):
             callback.on_experience(run, step, experience)
 
     def on_micro_batch(
         self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
     ) -> None:
-        for callback in self.all:
+        for callback in self.having("on_micro_batch"):
             callback.on_micro_batch(run, experience, log_probs, entropy)
 
     def on_optimizer_step(self, run: Any, model: str) -> None:
-        for callback in self.all:
+        for callback in self.having("on_optimizer_step"):
             callback.on_optimizer_step(run, model)
 
     def entropy_rows(self, run: Any, experience: Experience) -> set[int]:
         """Return the rows that any callback needs."""
-        return {row for callback in self.all for row in callback.entropy_rows(run, experience)}
+        callbacks = self.having("entropy_rows")
+        return {row for callback in callbacks for row in callback.entropy_rows(run, experience)}
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics with what the callbacks add; each gets those of the ones before it."""
         metrics = dict(metrics)
-        for callback in self.all:
+        for callback in self.having("on_step_end"):
             metrics |= numbers_of(callback, "on_step_end", callback.on_step_end(run, step, metrics))
         return metrics
 
     def votes(self, run: Any) -> dict[str, float]:
         """Return the sum of this rank's votes, with all of ``VOTES``."""
         sums: Counter[str] = Counter(dict.fromkeys(VOTES, 0.0))
-        for callback in self.all:
+        for callback in self.having("votes"):
             sums.update(_votes_of(callback, run))
         return dict(sums)

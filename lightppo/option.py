@@ -49,7 +49,6 @@ class Option:
     # Whether a resumed run may change it; else it must stay as it was. None: as its section says.
     resume_safe: bool | None = None
     required: bool = False  # every run must set it
-    per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
     # In Python, a function or an object may stand where a path does. It may, too, if the table of ``names`` takes files.
     takes_object: bool = False
     secret: bool = False  # a wrong value may be a key: it is not shown
@@ -78,13 +77,6 @@ class Option:
     def may_be_object(self) -> bool:
         """Whether a function or an object may stand in place of its path."""
         return self.takes_object or (self.names is not None and self.names.takes_files)
-
-    def of_critic(self) -> Option:
-        """The declaration of the critic's own value."""
-        more = {"default": None, "off": (), "needs": ("critic",), "per_role": False}
-        name = f"critic_{self.name}"
-        meaning = f"The critic's. None: --{self.name}."
-        return replace(self, name=name, type=self.type | None, help=meaning, **more)
 
     @functools.cached_property
     def _adapter(self) -> Any:
@@ -206,8 +198,6 @@ class Section(types.SimpleNamespace):
             safe = resume_safe if one.resume_safe is None else one.resume_safe
             one = replace(one, name=name, type=kind, owner=cls._owner, resume_safe=safe)
             cls._declared[name] = one
-            if one.per_role:
-                cls._declared[f"critic_{name}"] = one.of_critic()
             delattr(cls, name)
 
     @classmethod

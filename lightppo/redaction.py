@@ -24,46 +24,36 @@ def shown_url(url: str) -> str:
     """Return the URL with ``…`` for user and password, for its query and for its fragment; see :func:`is_cut`."""
     if "://" not in url:
         return url
-    scheme, _, rest = url.partition("://")
-    login, host, tail = _parts(rest)
-    login = "…" if login_of(url) else login
-    path, mark, _ = _cut_at(tail, "?#")
-    return f"{scheme}://{login}{'@' * bool(login)}{host}{path}{mark}{'…' * bool(mark)}"
+    scheme, _, address = url.partition("://")
+    login, host, tail = _parts(address)
+    if login:
+        login = f"{'…' if login_of(url) else login}@"
+    path, mark = re.match(r"([^?#]*)([?#]?)", tail).groups()
+    return f"{scheme}://{login}{host}{path}{f'{mark}…' * bool(mark)}"
 
 
 def login_of(url: str) -> str:
     """Return user and password of a URL; empty where it has none."""
-    scheme, _, rest = url.partition("://")
-    login = _parts(rest)[0]
-    return "" if _is_name(scheme, login) else login
+    scheme, _, address = url.partition("://")
+    login, _, _ = _parts(address)
+    is_name = scheme in _REPOSITORIES or (scheme in _CONTAINERS and ":" not in login)
+    return "" if is_name else login
 
 
-def _parts(rest: str) -> tuple[str, str, str]:
+def _parts(address: str) -> tuple[str, str, str]:
     """Return login, host with port, and what follows."""
-    authority = re.match(r"[^/?#]*", rest)[0]
+    authority = re.match(r"[^/?#]*", address)[0]
     login, _, host = authority.rpartition("@")
     name, colon, port = host.rpartition(":")
-    if not login and "@" in rest and colon and not port.isdigit() and not name.startswith("["):
-        login, _, tail = rest.rpartition("@")  # a password with a / ? or # that is not quoted
+    if not login and "@" in address and colon and not port.isdigit() and not name.startswith("["):
+        login, _, tail = address.rpartition("@")  # a password with a / ? or # that is not quoted
         host = re.match(r"[^/?#]*", tail)[0]
         return login, host, tail[len(host) :]
-    return login, host, rest[len(authority) :]
-
-
-def _is_name(scheme: str, login: str) -> bool:
-    return scheme in _REPOSITORIES or (scheme in _CONTAINERS and ":" not in login)
-
-
-def _cut_at(text: str, marks: str) -> tuple[str, str, str]:
-    """Return what is before the first of the marks, the mark, and what is after it."""
-    match = re.search(f"[{re.escape(marks)}]", text)
-    if match is None:
-        return text, "", ""
-    return text[: match.start()], match[0], text[match.end() :]
+    return login, host, address[len(authority) :]
 
 
 def is_cut(url: str) -> bool:
-    """Return whether a URL was written by :func:`shown_url`, and lacks a part."""
+    """Tell whether a URL was written by :func:`shown_url`, and lacks a part."""
     return bool(re.search(r"://…@|://[^?#]*[?#]…$", url))
 
 
@@ -80,7 +70,7 @@ def without_secrets(text: str) -> str:
 def cut_urls(value: Any) -> list[str]:
     """Return the URLs in the value of an option that lack a part."""
     if isinstance(value, (tuple, list)):
-        return [url for one in value for url in cut_urls(one)]
+        return [url for item in value for url in cut_urls(item)]
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if is_cut(part)]
     return []
@@ -92,9 +82,8 @@ def shown_value(value: Any) -> Any:
         return type(value)(map(shown_value, value))
     if not isinstance(value, str) or "://" not in value:
         return shown_object(value)
-    return ",".join(
-        shown_url(part) if URL.fullmatch(part.strip()) else part for part in value.split(",")
-    )
+    parts = value.split(",")
+    return ",".join(shown_url(part) if URL.fullmatch(part.strip()) else part for part in parts)
 
 
 # -- in a terminal ----------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Iterable
+from functools import cache, partial
 
 BOUND = 0.5  # share of words that two names have in common, below which nothing is suggested
 MOST = 3  # names in one suggestion; more of them are no help
@@ -363,7 +363,7 @@ flash flash_attn flash_attention fa fa2 flash2 | flash_attention_2
 
 
 def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
-    """What an unknown name may have meant, such as ``" (did you mean 'x'?)"``; an empty string if nothing is close.
+    """Return what an unknown name may have meant, such as ``" (did you mean 'x'?)"``; an empty string if nothing is close.
 
     Args:
         name: as the user wrote it.
@@ -374,7 +374,7 @@ def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
 
 
 def meant(name: str, known: Collection[str], kind: str) -> str:
-    """What the table of this kind says about the name, as the end of a message; an empty string if nothing."""
+    """Return what the table of this kind says about the name, as the end of a message; an empty string if nothing."""
     answer = answer_of(name, known, kind)
     if answer.startswith(":"):
         return answer
@@ -383,60 +383,60 @@ def meant(name: str, known: Collection[str], kind: str) -> str:
 
 
 def answer_of(name: str, known: Collection[str], kind: str) -> str:
-    """The table's answer: names that are known, with a space between, a flag and its value, or ``": a sentence"``."""
+    """Return the table's answer: names that are known, with a space between, a flag and its value, or ``": a sentence"``."""
     for answer in _table(kind).get(name.lstrip("-").lower().replace(" ", "_"), ()):
         first, *others = answer.split()
-        is_flag_with_value = first.startswith("--") and not any(
-            word.startswith("--") for word in others
-        )
-        if first == ":" or (
-            first in known and (is_flag_with_value or all(word in known for word in others))
-        ):
+        # A flag may have its value behind it.
+        flags = [word for word in others if word.startswith("--")]
+        names = others if flags or not first.startswith("--") else []
+        if first == ":" or all(word in known for word in (first, *names)):
             return answer
     return ""
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that share the most words with this one, mistyped ones too; none below :data:`BOUND`."""
-    scores = {other: likeness(name, other) for other in known}
+    """Return the known names that share the most words with this one, mistyped ones too; none below :data:`BOUND`."""
+    scores = {candidate: likeness(name, candidate) for candidate in known}
     best = max(scores.values(), default=0.0)
-    found = [other for other, score in scores.items() if score == best]
-    return found if best >= BOUND and len(found) <= MOST else []
+    nearest_names = [candidate for candidate, score in scores.items() if score == best]
+    return nearest_names if best >= BOUND and len(nearest_names) <= MOST else []
 
 
 def likeness(name: str, other: str) -> float:
-    """From 0 to 1: the share of whole words that two names have in common; a mistyped word counts nine tenths."""
-    ours = _words(name)
-    theirs = _words(other)
-    whole = "".join(ours)
-    whole_other = "".join(theirs)
-    if whole == whole_other:
+    """Return from 0 to 1 the share of whole words that two names have in common; a mistyped word counts nine tenths."""
+    words = _words(name)
+    remaining = _words(other)
+    letters = "".join(words)
+    other_letters = "".join(remaining)
+    if letters == other_letters:
         return 1.0
-    left = list(theirs)
+    total = len(words) + len(remaining)
     common = 0.0
-    for word in ours:
-        closest = max(left, key=lambda candidate: _word_likeness(word, candidate), default="")
-        if worth := _word_likeness(word, closest):
-            common += worth
-            left.remove(closest)
-    of_words = common / (len(ours) + len(theirs) - common) if common else 0.0
-    is_one_letter_off = _is_typo(whole, whole_other) and typing_errors(whole, whole_other) == 1
-    return max(of_words, 0.9 if is_one_letter_off else 0.0)
+    for word in words:
+        closest = max(remaining, key=partial(_word_likeness, word), default="")
+        if score := _word_likeness(word, closest):
+            common += score
+            remaining.remove(closest)
+    share = common / (total - common) if common else 0.0
+    if _is_typo(letters, other_letters) and typing_errors(letters, other_letters) == 1:
+        return max(share, 0.9)
+    return share
 
 
 def typing_errors(typed: str, known: str) -> int:
-    """The fewest letters to add, drop, replace, or swap with their neighbour, that make ``b`` of ``a``."""
-    before: list[int] = []
+    """Count the fewest letters to add, drop, replace, or swap with their neighbour, that make one of the other."""
     row = list(range(len(known) + 1))
+    previous: list[int] = []
     for i, letter in enumerate(typed, start=1):
-        earlier = before
-        before = row
+        before_previous = previous
+        previous = row
         row = [i]
         for j, other in enumerate(known, start=1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            replaced = previous[j - 1] + (letter != other)
+            row.append(min(previous[j] + 1, row[j - 1] + 1, replaced))
             is_swapped = i > 1 and j > 1 and letter == known[j - 2] and other == typed[i - 2]
             if is_swapped:
-                row[j] = min(row[j], earlier[j - 2] + 1)
+                row[j] = min(row[j], before_previous[j - 2] + 1)
     return row[-1]
 
 
@@ -449,14 +449,12 @@ def _word_likeness(typed: str, known: str) -> float:
 
 
 def _is_typo(typed: str, known: str) -> bool:
-    """One mistake in a word of three letters or more, two from six on."""
-    longest = max(len(typed), len(known))
+    """Tell whether there is one mistake in a word of three letters or more, two from six on."""
+    allowed = 2
     if min(len(typed), len(known)) < 3:
         allowed = 0
-    elif longest < 6:
+    elif max(len(typed), len(known)) < 6:
         allowed = 1
-    else:
-        allowed = 2
     return abs(len(typed) - len(known)) <= allowed and typing_errors(typed, known) <= allowed
 
 
@@ -467,9 +465,9 @@ _SAME |= dict.fromkeys(("interval", "freq", "frequency", "every"), "step")
 
 
 def _words(name: str) -> list[str]:
-    """Without endings: ``gradient_checkpoints`` is ``gradient_checkpointing``."""
-    found = re.split(r"[-_.\s]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name.strip("-_ ")).lower())
-    stems = (re.sub(r"(?<=\w{3})(ing|(?<!s)s)$", "", word) for word in found)
+    """Return words without endings: ``gradient_checkpoints`` is ``gradient_checkpointing``."""
+    words = re.split(r"[-_.\s]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name.strip("-_ ")).lower())
+    stems = (re.sub(r"(?<=\w{3})(ing|(?<!s)s)$", "", word) for word in words)
     return [_SAME.get(word, word) for word in stems]
 
 
@@ -479,8 +477,8 @@ def _question(names: Collection[str]) -> str:
     return ""
 
 
-@functools.cache
+@cache
 def _table(kind: str) -> dict[str, list[str]]:
-    """Name in small letters → answers."""
+    """Return name in small letters → answers."""
     lines = [line.split(" | ") for line in _MEANT.get(kind, "").strip().splitlines()]
     return {name: answers for names, *answers in lines for name in names.split()}

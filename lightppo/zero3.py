@@ -7,7 +7,7 @@ other module sits inside its engine. Uses private parts of DeepSpeed 0.19 (``ds_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -171,9 +171,8 @@ def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
     )
 
 
-@contextmanager
-def gathered_parameters(model: Any) -> Iterator[nn.Module]:
-    """Hold the whole model on every rank, gathered once instead of per layer and token; yields it without its engine.
+def gathered_parameters(model: Any) -> AbstractContextManager[nn.Module]:
+    """Hold the whole model on every rank, gathered once instead of per layer and token; gives it without its engine.
 
     ZeRO-3's hooks are off meanwhile, so ranks may run different numbers of forwards, as in generation, but no training
     step. They come back at the end, even after an error. Changes nothing below stage 3 or inside itself.
@@ -181,9 +180,12 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
     module = unwrap_model(model)
     engine = find_engine(model)
     if zero_stage_of(engine) != 3 or getattr(engine, "_lightppo_gathered", False):
-        yield module
-        return
+        return nullcontext(module)
+    return _gathered(engine, module)
 
+
+@contextmanager
+def _gathered(engine: Any, module: nn.Module) -> Iterator[nn.Module]:
     import deepspeed
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 

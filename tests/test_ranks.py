@@ -15,11 +15,11 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 from lightppo.data.prepared_rows import Encoded, PreparedRows, prepare_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import BadRowError, DataError
-from lightppo.logging.samples import SampleRecord, write_step
+from lightppo.logging.samples import Samples, write_step
 from lightppo.logging.step_metrics import optimizer_status
 from lightppo.rollout.balancing import balance_ranks
-from lightppo.rollout.dynamic_sampling import deal
 from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampler import deal
 from lightppo.trainer.evaluation import Evaluator
 
 RANKS = 4
@@ -69,9 +69,9 @@ def evaluation(strategy, length: int, folder) -> dict[str, float]:
 
 
 def record(strategy, length: int, folder) -> None:
-    samples = SampleRecord(folder, 2 * RANKS, 2, strategy, lambda ids: "x" * len(ids), torch.sub)
+    samples = Samples(folder, 2 * RANKS, 2, strategy, lambda ids: "x" * len(ids), torch.sub)
     samples.pick(0, rollouts_of(strategy.rank, length), [])
-    samples.write(0)
+    samples.on_step_end(None, 0, {})
 
 
 JOBS = {

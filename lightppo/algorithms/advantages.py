@@ -47,6 +47,38 @@ calls it, even one without samples (B = 0). A function names the keyword argumen
 
 
 @torch.no_grad()
+def compute_token_rewards(
+    scores: Tensor,
+    action_mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    token_scores: Tensor | None = None,
+) -> Tensor:
+    """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token: (B, A).
+
+    Source: the KL-in-reward form of RLHF, Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, spread over the tokens.
+    """
+    require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
+    require_same_shape(scores=scores, rows=action_mask.any(dim=1))
+    if kl is None and kl_coef != 0.0:
+        raise ValueError(
+            f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0"
+        )
+    mask = action_mask.bool()
+    scores = at_least_float32(scores)
+    rewards = scores.new_zeros(mask.shape)  # (B, A)
+    if kl is not None:
+        rewards = rewards - kl_coef * at_least_float32(kl)
+    if token_scores is not None:
+        rewards = rewards + at_least_float32(token_scores)
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    # (B, A), one True a row
+    last = mask & (positions == torch.where(mask, positions, -1).amax(dim=1, keepdim=True))
+    return (rewards + torch.where(last, scores.unsqueeze(1), 0.0)).masked_fill(~mask, 0.0)
+
+
+@torch.no_grad()
 def gae(
     *,
     token_rewards: Tensor,
@@ -88,12 +120,13 @@ def gae(
 
 @torch.no_grad()
 def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """R_t (B, A), 0 at masked positions: GAE with V = 0 and λ = 1. Holes in the mask are not discounted."""
+    """Return R_t (B, A), 0 at masked positions: GAE with V = 0 and λ = 1. Holes in the mask are not discounted."""
     if gamma == 1.0:  # no step for each token
         require_same_shape(token_rewards=token_rewards, action_mask=action_mask)
         rewards = zero_where_masked(token_rewards, action_mask)
-        sums = rewards.double().cpu().flip(1).cumsum(1).flip(1)  # a GPU has no deterministic one
-        return sums.to(rewards).masked_fill(~action_mask.bool(), 0.0)
+        # On the CPU: a GPU has no deterministic sum.
+        returns = rewards.double().cpu().flip(1).cumsum(1).flip(1)
+        return returns.to(rewards).masked_fill(~action_mask.bool(), 0.0)
     zeros = torch.zeros_like(token_rewards)
     return gae(
         token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0
@@ -160,7 +193,7 @@ class Groups:
         return lowest.scatter_reduce(0, self.index, values, "amax")[self.index]
 
     def deviation(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Each value minus the weighted mean Σ w·x / Σ w of its group, w > 0; exactly 0 if all values are equal."""
+        """Return each value minus the weighted mean Σ w·x / Σ w of its group, w > 0; exactly 0 if all values are equal."""
         relative = values - self.max(values)
         return relative - self.sum(weights * relative) / self.sum(weights)
 
@@ -177,52 +210,47 @@ class ScoreGroups(Groups):
     def from_batch(
         cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None
     ) -> ScoreGroups:
-        """The N of B rows that have a trained token, in their order; the scores of the others are ignored."""
+        """Take the N of B rows that have a trained token, in their order; the scores of the others are ignored."""
         index, count = number_groups(group_ids, action_mask, min_size=2)
         tokens = action_mask.bool().sum(dim=1)  # (B,)
         require_same_shape(scores=scores, rows=action_mask.any(dim=1))
-        member = tokens > 0
-        return cls(
-            index=index[member],
-            count=count,
-            scores=scores[member].double(),
-            tokens=tokens[member].double(),
-        )
+        trained = tokens > 0
+        return cls(index[trained], count, scores[trained].double(), tokens[trained].double())
 
     @property
     def size(self) -> Tensor:
-        """(N,) number of samples in each sample's group."""
+        """Count the samples in each sample's group (N,)."""
         return self.sum(torch.ones_like(self.scores))
 
     @property
     def advantage(self) -> Tensor:
-        """(N,) s - mean_G."""
+        """Return s - mean_G (N,)."""
         return self.deviation(self.scores, torch.ones_like(self.scores))
 
     @property
     def std(self) -> Tensor:
-        """(N,) unbiased (G - 1) standard deviation of each sample's group, 0 for a group of one; or ``batch_std``."""
+        """Return the unbiased (G - 1) deviation of each sample's group (N,), 0 in a group of one; or ``batch_std``."""
         if self.batch_std is not None:
             return self.batch_std
         return (self.sum(self.advantage.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
     def over_std(self, advantage: Tensor, std_eps: float) -> Tensor:
-        """``advantage`` / (std_G + std_eps), 0 where both are 0."""
+        """Return ``advantage`` / (std_G + std_eps), 0 where both are 0."""
         return advantage / (self.std + std_eps).clamp(min=torch.finfo(advantage.dtype).tiny)
 
 
 def number_groups(
     group_ids: Tensor | None, action_mask: Tensor, min_size: int = 1
 ) -> tuple[Tensor, int]:
-    """Group numbers 0 … count - 1 of the rows (B,), and count."""
+    """Return the group numbers 0 … count - 1 of the rows (B,), and count."""
     if group_ids is None:
         raise ValueError("this estimator compares the samples of one prompt: give group_ids")
     require_same_shape(group_ids=group_ids, rows=action_mask.any(dim=1))
     ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    small = sizes < min_size
-    if small.any():
+    too_small = sizes < min_size
+    if too_small.any():
         raise ValueError(
-            f"group {ids[small][0].item()} has {sizes[small][0].item()} sample(s): this estimator needs "
+            f"group {ids[too_small][0].item()} has {sizes[too_small][0].item()} sample(s): this estimator needs "
             f"--n_samples_per_prompt {min_size} or more"
         )
     return index, len(ids)
@@ -243,21 +271,17 @@ class OnEveryToken:
         action_mask: Tensor,
         scores: Tensor,
         group_ids: Tensor | None,
-        **more: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        returns = reward_to_go(token_rewards, action_mask, more.get("gamma", 1.0))
+        returns = reward_to_go(token_rewards, action_mask, options.get("gamma", 1.0))
         groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
-        if more.get("batch_std"):
-            groups = replace(
-                groups, batch_std=_unbiased_std(groups.scores, more.get("all_reduce_sum", identity))
-            )
-        of_samples = self.sequence_fn(groups, **more)
+        if options.get("batch_std"):
+            std = _unbiased_std(groups.scores, options.get("all_reduce_sum", identity))
+            groups = replace(groups, batch_std=std)
+        advantages = self.sequence_fn(groups, **options).to(returns.dtype)  # (N,)
         mask = action_mask.bool()
-        # (B,)
-        per_row = returns.new_zeros(len(mask)).masked_scatter(
-            mask.any(dim=1), of_samples.to(returns.dtype)
-        )
-        return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
+        rows = returns.new_zeros(len(mask)).masked_scatter(mask.any(dim=1), advantages)  # (B,)
+        return torch.where(mask, rows.unsqueeze(1), 0.0), returns
 
 
 def _unbiased_std(values: Tensor, all_reduce_sum: AllReduceSum) -> Tensor:
@@ -285,13 +309,13 @@ def group_normalize(
     index, count = number_groups(group_ids, action_mask, min_size)
     mask = action_mask.bool()
     groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
-    tokens = at_least_float32(advantages)[mask].double()
+    advantages = at_least_float32(advantages)
+    tokens = advantages[mask].double()
     ones = torch.ones_like(tokens)
     deviation = groups.deviation(tokens, ones)
     std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
     normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
-    result = torch.zeros_like(at_least_float32(advantages))
-    return result.masked_scatter(mask, normalized.to(result.dtype))
+    return torch.zeros_like(advantages).masked_scatter(mask, normalized.to(advantages.dtype))
 
 
 def group_adv_norm(
@@ -360,7 +384,7 @@ def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
 
 
 def dr_grpo(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - mean_G (arXiv:2503.20783, §3.2): GRPO without the division, which favours prompts whose scores agree.
+    """Compute A = s - mean_G (arXiv:2503.20783, §3.2): GRPO without the division, which favours prompts whose scores agree.
 
     The other half of the method is ``--loss_agg_mode seq-mean-token-sum-norm``: divide by a constant, not by lengths.
     """
@@ -376,14 +400,13 @@ def opo(groups: ScoreGroups, **_) -> Tensor:
 
 
 def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) -> Tensor:
-    """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 if every s is 0.
+    """Compute A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 if every s is 0.
 
     α makes up for samples without a signal. Source: Chu et al. 2025 (arXiv:2504.02546), §2.2, which counts groups
     instead: B/(B - M) with M groups of equal scores.
     """
-    counts = torch.stack(
-        [torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()]
-    )
+    scores = groups.scores
+    counts = torch.stack([torch.ones_like(scores).sum(), scores.count_nonzero().double()])
     samples, nonzero = all_reduce_sum(counts).tolist()
     alpha = samples / nonzero if nonzero else 1.0  # the same on every rank
     return groups.advantage * alpha
@@ -392,23 +415,23 @@ def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) ->
 def grpo_passk(
     groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_
 ) -> Tensor:
-    """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
+    """Compute A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
 
     The best sample gets max - second and all others 0; if several share the maximum, all get 0.
     Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max, undivided.
     """
     best = groups.max(groups.scores)
     is_best = groups.scores == best
-    alone = is_best & (groups.sum(is_best.double()) == 1)
-    second = groups.max(groups.scores.masked_fill(alone, -torch.inf))
-    advantage = best - torch.where(alone & (groups.size > 1), second, best)
+    only_best = is_best & (groups.sum(is_best.double()) == 1)
+    second = groups.max(groups.scores.masked_fill(only_best, -torch.inf))
+    advantage = best - torch.where(only_best & (groups.size > 1), second, best)
     if divide_std:
         return groups.over_std(advantage, std_eps)
     return advantage
 
 
 def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps) or 1 (arXiv:2505.12504, §4.3, eq. 2); for ``--policy_loss cpgd``."""
+    """Compute A = ω·(s - mean_G),  ω = 1/(std_G + std_eps) or 1 (arXiv:2505.12504, §4.3, eq. 2); for the loss cpgd."""
     return group_norm(groups, std_eps=std_eps, divide_std=divide_std)
 
 
@@ -424,9 +447,9 @@ def gdpo(
     part_scores: Tensor | None = None,
     part_weights: Sequence[float] = (1.0,),
     gamma: float = 1.0,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward k is normalised in its group before they are added.
+    """Compute A = Σ_k w_k · (s_k - mean_G) / (std_G + std_eps): each reward is normalised, then all are added.
 
     In a sum, rewards of a small spread would disappear beside others, and different mixtures with one sum would be
     alike. Expects the whitening of the batch. Source: Liu et al. 2026 (arXiv:2601.05242), eq. 4 to 6.
@@ -438,11 +461,12 @@ def gdpo(
     parts = scores.unsqueeze(1) if part_scores is None else part_scores  # (B, K)
     require_same_shape(part_scores=parts[:, 0], rows=action_mask.any(dim=1))
     normalise = OnEveryToken(group_norm)
-    advantages = [
-        weight
-        * normalise(token_rewards=token_rewards, action_mask=action_mask, scores=part, **more)[0]
-        for weight, part in zip(part_weights, parts.unbind(1), strict=True)
-    ]
+    advantages = []
+    for weight, part in zip(part_weights, parts.unbind(1), strict=True):
+        part_advantages, _ = normalise(
+            token_rewards=token_rewards, action_mask=action_mask, scores=part, **options
+        )
+        advantages.append(weight * part_advantages)
     return torch.stack(advantages).sum(0), reward_to_go(token_rewards, action_mask, gamma)
 
 
@@ -456,10 +480,10 @@ def parts_of_rewards(config: Any) -> Callable[[Sequence[Rollout], Any], dict[str
         rows = [[rollout.extras.get(name) for name in weights] for rollout in rollouts]
         for rollout, row in zip(rollouts, rows):
             if missing := [name for name, score in zip(weights, row) if score is None]:
-                known = ", ".join(sorted(rollout.extras)) or "none"
+                names = ", ".join(sorted(rollout.extras)) or "none"
                 raise ValueError(
                     f"--gdpo_rewards {missing[0]}: prompt {rollout.prompt.index}, sample {rollout.sample_index} has "
-                    f"no such reward; its source gives: {known}"
+                    f"no such reward; its source gives: {names}"
                 )
         scores = torch.tensor(rows, dtype=torch.float64, device=device)
         return {
@@ -477,10 +501,11 @@ def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
     """Return the :data:`AdvantageFn` of an entry, whose function is one of tokens or of samples."""
     function = estimator.fn
     if not is_of_lightppo(function):
-        problem_of = problem_of_samples if estimator.per_sample else problem_of_tokens
         if estimator.per_sample:
+            problem_of = problem_of_samples
             called_with = "it is called with ScoreGroups and named arguments: take the rest as **_"
         else:
+            problem_of = problem_of_tokens
             called_with = (
                 "it is called with token_rewards, action_mask and others by name: take the rest as **_. For a function "
                 "of ScoreGroups, write @estimator(per_sample=True)"
@@ -494,7 +519,7 @@ def advantage_fn(estimator: EstimatorEntry) -> AdvantageFn:
 def problem_of_tensor(value: Any, shape: tuple[int, ...], what: str, meaning: str) -> str:
     """Return what is wrong with a tensor that a function of the user's gives; empty if nothing."""
     if not isinstance(value, Tensor):
-        return f"must return {what}, a tensor of shape {shape}, {meaning}, not {_named(value)}"
+        return f"must return {what}, a tensor of shape {shape}, {meaning}, not {_type_name(value)}"
     if tuple(value.shape) != shape:
         return f"must return {what} of shape {shape}, {meaning}, not {tuple(value.shape)}"
     if not value.is_floating_point():
@@ -502,7 +527,7 @@ def problem_of_tensor(value: Any, shape: tuple[int, ...], what: str, meaning: st
     return ""
 
 
-def _named(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
@@ -514,45 +539,12 @@ def problem_of_samples(result: Any, groups: ScoreGroups, **_: Any) -> str:
 def problem_of_tokens(result: Any, *, action_mask: Tensor, **_: Any) -> str:
     """Return what is wrong with the result of an :data:`AdvantageFn`; empty if nothing."""
     if not isinstance(result, tuple) or len(result) != 2:
-        got = _named(result) if not isinstance(result, tuple) else f"{len(result)} values"
+        got = f"{len(result)} values" if isinstance(result, tuple) else _type_name(result)
         return f"must return a pair (advantages, returns), not {got}"
-    for value, what in zip(result, ("advantages", "returns"), strict=True):
-        if problem := problem_of_tensor(
-            value, tuple(action_mask.shape), what, "one number per token"
-        ):
+    shape = tuple(action_mask.shape)
+    for value, name in zip(result, ("advantages", "returns"), strict=True):
+        if problem := problem_of_tensor(value, shape, name, "one number per token"):
             return problem
         if value.requires_grad:
-            return f"returns {what} with a gradient: compute them under torch.no_grad()"
+            return f"returns {name} with a gradient: compute them under torch.no_grad()"
     return ""
-
-
-@torch.no_grad()
-def compute_token_rewards(
-    scores: Tensor,
-    action_mask: Tensor,
-    *,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    token_scores: Tensor | None = None,
-) -> Tensor:
-    """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token: (B, A).
-
-    Source: the KL-in-reward form of RLHF, Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, spread over the tokens.
-    """
-    require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
-    require_same_shape(scores=scores, rows=action_mask.any(dim=1))
-    if kl is None and kl_coef != 0.0:
-        raise ValueError(
-            f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0"
-        )
-    mask = action_mask.bool()
-    scores = at_least_float32(scores)
-    rewards = scores.new_zeros(mask.shape)  # (B, A)
-    if kl is not None:
-        rewards = rewards - kl_coef * at_least_float32(kl)
-    if token_scores is not None:
-        rewards = rewards + at_least_float32(token_scores)
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    # (B, A), one True a row
-    last = mask & (positions == torch.where(mask, positions, -1).amax(dim=1, keepdim=True))
-    return (rewards + torch.where(last, scores.unsqueeze(1), 0.0)).masked_fill(~mask, 0.0)

@@ -19,7 +19,6 @@ from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS
 from lightppo.algorithms.kl import k3, limited, log_ratio_of, row_mean, row_product
 from lightppo.algorithms.masking import (
     AllReduceSum,
-    at_least_float32,
     identity,
     masked_mean,
     require_same_shape,
@@ -57,7 +56,7 @@ def seq_tis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
 def geo_tis(
     log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, agg: str = "mean"
 ) -> Tensor:
-    """The geometric mean of the row's ρ, within low (0) and high where :func:`row_within` says that the row is not.
+    """Return the geometric mean of the row's ρ, within low (0) and high where :func:`row_within` says that the row is not.
 
     Source: level ``sequence`` of AReaL (arXiv:2505.24298).
     """
@@ -93,7 +92,7 @@ def seq_mis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
 def geo_mis(
     log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, agg: str = "mean"
 ) -> Tensor:
-    """The geometric mean of the row's ρ if :func:`row_within`, else 0, on each token: as :func:`geo_tis`."""
+    """Return the geometric mean of the row's ρ if :func:`row_within`, else 0, on each token: as :func:`geo_tis`."""
     within = row_within(log_ratio, action_mask, low, high, agg)
     return torch.where(within, row_mean(log_ratio, action_mask), 0.0)
 
@@ -138,19 +137,19 @@ def correction_weights(
         agg: what of a row is bounded, mean, sum or max, for corrections that bound rows; ``None``: the mean.
     """
     correction = CORRECTIONS.find(name)
-    low, high = (
-        own if x is None else x for x, own in ((low, correction.low), (high, correction.high))
-    )
-    mask = kept = action_mask.bool()
+    mask = action_mask.bool()
+    bounds = {
+        "low": correction.low if low is None else low,
+        "high": correction.high if high is None else high,
+    }
+    if agg is not None:
+        bounds["agg"] = agg
     log_ratio = log_ratio_of(log_probs, rollout_log_probs, mask)
+    weights = correction.fn(limited(log_ratio), action_mask=mask, **bounds)
     if veto is not None:
-        kept = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
-    more = {} if agg is None else {"agg": agg}
-    weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high, **more)
-    dtype = torch.promote_types(
-        at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype
-    )
-    return torch.where(kept, weights, 0.0).to(dtype)
+        mask = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
+    dtype = torch.promote_types(log_probs.dtype, rollout_log_probs.dtype)
+    return torch.where(mask, weights, 0.0).to(torch.promote_types(dtype, torch.float32))
 
 
 RejectionFn = Callable[..., Tensor]
@@ -159,38 +158,42 @@ RejectionFn = Callable[..., Tensor]
 
 
 def of_tokens(values: Tensor, *, low: float | None, high: float | None, **_) -> Tensor:
-    """Tokens whose value is in [low, high]."""
-    below = torch.zeros_like(values, dtype=torch.bool) if low is None else values < low
-    return ~(below if high is None else below | (values > high))
+    """Return the tokens whose value is in [low, high]."""
+    outside = torch.zeros_like(values, dtype=torch.bool)
+    if low is not None:
+        outside = values < low
+    if high is not None:
+        outside = outside | (values > high)
+    return ~outside
 
 
 def of_sums(values: Tensor, **bounds: Any) -> Tensor:
-    """Rows whose sum of values is within the bounds: of log ρ, the ratio of whole responses."""
+    """Return the rows whose sum of values is within the bounds: of log ρ, the ratio of whole responses."""
     return of_tokens(values.sum(dim=1, keepdim=True), **bounds)
 
 
 def of_means(values: Tensor, *, action_mask: Tensor, **bounds: Any) -> Tensor:
-    """Rows whose mean value is within the bounds: of log ρ, the geometric mean of the ratios."""
+    """Return the rows whose mean value is within the bounds: of log ρ, the geometric mean of the ratios."""
     return of_tokens(masked_mean(values, action_mask, dim=1).unsqueeze(1), **bounds)
 
 
 def of_worst_tokens(values: Tensor, *, action_mask: Tensor, **bounds: Any) -> Tensor:
-    """Rows whose tokens are all within the bounds."""
+    """Return the rows whose tokens are all within the bounds."""
     return (of_tokens(values, **bounds) | ~action_mask).all(dim=1, keepdim=True)
 
 
-def opsm(values: Tensor, *, advantages: Tensor, **more: Any) -> Tensor:
-    """All but tokens of A < 0 in rows whose mean log(π_rollout / π) is above high: off-policy sequence masking.
+def opsm(values: Tensor, *, advantages: Tensor, **options: Any) -> Tensor:
+    """Return all but tokens of A < 0 in rows whose mean log(π_rollout / π) is above high: off-policy sequence masking.
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556), §3.1.
     """
-    return (advantages >= 0) | of_means(values, **more)
+    return (advantages >= 0) | of_means(values, **options)
 
 
 def m2po(
     values: Tensor, *, action_mask: Tensor, high: float, all_reduce_sum: AllReduceSum, **_
 ) -> Tensor:
-    """The tokens of the smallest d², as many as have a mean of at most high over all ranks; equal ones stay together.
+    """Return the tokens of the smallest d², as many as have a mean of at most high over all ranks; equal ones together.
 
     ``values`` are d²/2. Source: Zheng et al. 2025 (arXiv:2510.01161), whose threshold is 0.04; AReaL.
     """
@@ -221,34 +224,35 @@ def rejection_mask(
     require_same_shape(
         log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=action_mask
     )
-    kept = mask = action_mask.bool()
+    mask = action_mask.bool()
     log_ratio = limited((log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0))
-    context = {"action_mask": mask, "advantages": advantages, "all_reduce_sum": all_reduce_sum}
+    accepted = mask
     for rejection in rejections:
         measure = rejection.entry.measure
-        low = rejection.low
-        high = rejection.high
+        bounds = {"low": rejection.low, "high": rejection.high}
         if measure == "ratio":  # compared as logs, which add up
             values = log_ratio
-            (low, high) = (None if x is None else math.log(x) for x in (low, high))
+            bounds = {side: None if x is None else math.log(x) for side, x in bounds.items()}
         elif measure == "k3r":
             values = k3(log_ratio)
         else:
             values = KL_ESTIMATORS[measure].fn(-log_ratio)
-        kept = kept & rejection.entry.fn(values, low=low, high=high, **context)
-    return kept
+        accepted = accepted & rejection.entry.fn(
+            values, action_mask=mask, advantages=advantages, all_reduce_sum=all_reduce_sum, **bounds
+        )
+    return accepted
 
 
 @torch.no_grad()
 def normalize_weights(
     weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity
 ) -> Tensor:
-    """Weights (B, A) divided by their mean over the trained tokens of all ranks, to keep the step size the same."""
+    """Divide weights (B, A) by their mean over the trained tokens of all ranks, to keep the step size the same."""
     require_same_shape(weights=weights, mask=mask)
-    kept = zero_where_masked(weights, mask)
-    total, count = all_reduce_sum(
-        torch.stack([kept.double().sum(), mask.bool().sum().double()])
-    ).tolist()
+    weights = zero_where_masked(weights, mask)
+    exact = weights.double()
+    sums = torch.stack([exact.sum(), mask.bool().sum().double()])
+    total, count = all_reduce_sum(sums).tolist()
     if total == 0:
-        return kept
-    return (kept.double() * (count / total)).to(kept.dtype)
+        return weights
+    return (exact * (count / total)).to(weights.dtype)

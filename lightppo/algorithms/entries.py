@@ -90,7 +90,7 @@ class CorrectionEntry(Entry):
 
 @dataclass(frozen=True)
 class RejectionEntry(Entry):
-    """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
+    """A rejection, which takes tokens out of the policy loss; the function is a :data:`.correction.RejectionFn`."""
 
     home = _CORRECTION
     # What is bounded at a token: "ratio", or the estimate of KL(π_rollout ‖ π_old) by one of KL_ESTIMATORS; "k3r"

@@ -36,7 +36,7 @@ LOG_RATIO_LIMIT = 20.0  # e^20 = 4.9e8: far outside any sane update, far inside 
 
 
 def limited(log_ratio: Tensor) -> Tensor:
-    """A log ratio limited to ±20, safe to exponentiate."""
+    """Return a log ratio limited to ±20, safe to exponentiate."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -63,8 +63,8 @@ def absolute(log_ratio: Tensor) -> Tensor:
 
 def with_gradient_of_k2(kl: Tensor, log_ratio: Tensor, change: Tensor | None) -> Tensor:
     """Return the value of the estimate with the gradient of k2 (straight-through)."""
-    carrier = k2(log_ratio)
-    return kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
+    estimate = k2(log_ratio)
+    return kl.detach() + (estimate - estimate.detach())  # the bracket is an exact 0
 
 
 def times_ratio(kl: Tensor, log_ratio: Tensor, change: Tensor | None) -> Tensor:
@@ -72,12 +72,10 @@ def times_ratio(kl: Tensor, log_ratio: Tensor, change: Tensor | None) -> Tensor:
     return kl if change is None else kl * limited(change).exp()
 
 
-def token_log_ratio(log_probs: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """d (B, A) in float32 or float64, 0 at masked positions."""
-    log_ratio = at_least_float32(log_probs) - at_least_float32(others)
-    if mask is None:
-        return log_ratio
-    return zero_where_masked(log_ratio, mask)
+def token_log_ratio(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None) -> Tensor:
+    """Return d (B, A) in float32 or float64, 0 at masked positions."""
+    log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)
+    return log_ratio if mask is None else zero_where_masked(log_ratio, mask)
 
 
 class KLEstimate:
@@ -110,12 +108,12 @@ class KLEstimate:
         kl = self.value(log_ratio)
         if self.clip is not None:
             kl = kl.clamp(-self.clip, self.clip)
-        if self.as_loss is not None:
-            change = None
-            if old_log_probs is not None:
-                change = token_log_ratio(log_probs, old_log_probs.detach(), action_mask)
-            kl = self.as_loss(kl, log_ratio, change)
-        return kl
+        if self.as_loss is None:
+            return kl
+        change = None
+        if old_log_probs is not None:
+            change = token_log_ratio(log_probs, old_log_probs.detach(), action_mask)
+        return self.as_loss(kl, log_ratio, change)
 
 
 def approx_kl(
@@ -147,13 +145,13 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p d and d; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
+    """Return Σ p d and d; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
     d = (log_p - log_q).masked_fill(p == 0, 0.0)
     return (p * d).sum(-1), d
 
 
 def kl_of_rows(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q), a :data:`Divergence`."""
+    """Return KL(p || q), a :data:`Divergence`."""
     p = log_p.exp()
     kl, d = mean_log_ratio(p, log_p, log_q)
     return kl, p, d - kl.unsqueeze(-1)
@@ -207,10 +205,10 @@ class _FullKL(torch.autograd.Function):
         for start in range(0, len(logits), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             log_q = log_softmax(ref_logits[rows], ctx.temperature)
-            _, p, change = ctx.divergence(log_softmax(logits[rows], ctx.temperature), log_q)
+            _, p, slope = ctx.divergence(log_softmax(logits[rows], ctx.temperature), log_q)
             scale = (upstream[rows] / ctx.temperature).unsqueeze(-1)  # (n, 1)
             # Rows that the loss leaves out stay at 0 where the KL is inf or NaN.
-            gradient[rows] = (scale * p * change).masked_fill(scale == 0, 0.0).to(logits.dtype)
+            gradient[rows] = (scale * p * slope).masked_fill(scale == 0, 0.0).to(logits.dtype)
         return gradient, None, None, None, None
 
 
@@ -223,22 +221,22 @@ def divergence_of_models(
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence from a frozen model, with gradient, and the frozen model's log probs: (B, A) each."""
     with torch.no_grad():
-        other = frozen.score_actions(
+        frozen_scores = frozen.score_actions(
             experience.sequences, experience.num_actions, experience.attention_mask, logits=True
         )
-    per_token = full_kl(
-        cast(Tensor, scores.logits), other.logits, actor.temperature, divergence=divergence
+    token_kl = full_kl(
+        cast(Tensor, scores.logits), frozen_scores.logits, actor.temperature, divergence=divergence
     )  # (K,)
-    spread = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
-    return spread, other.log_probs
+    kl = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, token_kl)
+    return kl, frozen_scores.log_probs
 
 
 def kl_of_models(
     actor: Any, reference: Any, scores: ActionScores, experience: Experience, clip: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`full_kl` from the reference within ±clip (``--kl_estimator full``), and the reference's log probs."""
-    kl, of_reference = divergence_of_models(actor, reference, scores, experience)
-    return kl if clip is None else kl.clamp(-clip, clip), of_reference
+    kl, ref_log_probs = divergence_of_models(actor, reference, scores, experience)
+    return kl if clip is None else kl.clamp(-clip, clip), ref_log_probs
 
 
 # -- the coefficient of the KL ---------------------------------------------------------------------------------------
@@ -272,17 +270,17 @@ class FixedKLController(KLController):
     kind = "fixed"
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the flag's value; a different value in the checkpoint is logged."""
-        flag = self.value
+        coef = self.value
         super().load_state_dict(state)
-        if self.value != flag:
+        if self.value != coef:
             logger.warning(
-                "--init_kl_coef is %g; the checkpoint was made with %g", flag, self.value
+                "--init_kl_coef is %g; the checkpoint was made with %g", coef, self.value
             )
-        self.value = flag
+        self.value = coef
 
 
 class AdaptiveKLController(KLController):
@@ -318,7 +316,7 @@ class AdaptiveKLController(KLController):
 def make_kl_controller(
     init: float, target: float | None, horizon: float
 ) -> FixedKLController | AdaptiveKLController:
-    """Adaptive if ``--kl_target`` is set, fixed otherwise."""
+    """Make the controller: adaptive if ``--kl_target`` is set, fixed otherwise."""
     if target is None:
         return FixedKLController(init)
     return AdaptiveKLController(init, target, horizon)
@@ -337,20 +335,21 @@ def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     mask = mask.bool()
     log_ratio = log_ratio_of(log_probs, rollout_log_probs, mask)
     rows = mask.any(dim=1)
-    of_tokens, within = log_ratio[mask], limited(log_ratio)  # (N,), (B, A)
+    token_ratios = log_ratio[mask]  # (N,)
+    log_ratio = limited(log_ratio)  # (B, A)
     return {
-        "kl": -of_tokens,  # mean: KL(π_rollout ‖ π_old), unbiased
+        "kl": -token_ratios,  # mean: KL(π_rollout ‖ π_old), unbiased
         # e^d - d - 1; mean: the same KL, never negative (joschu.net/blog/kl-approx.html)
-        "k3_kl": k3(-of_tokens),
-        "logp_diff": of_tokens.abs(),
-        "ratio": within[mask].exp(),  # ρ
-        "ppl_ratio": 1 / row_mean(within, mask)[rows, 0],  # e^(-mean d) = ppl_old / ppl_rollout
-        "seq_ratio": row_product(within)[rows, 0],  # Π ρ
+        "k3_kl": k3(-token_ratios),
+        "logp_diff": token_ratios.abs(),
+        "ratio": log_ratio[mask].exp(),  # ρ
+        "ppl_ratio": 1 / row_mean(log_ratio, mask)[rows, 0],  # e^(-mean d) = ppl_old / ppl_rollout
+        "seq_ratio": row_product(log_ratio)[rows, 0],  # Π ρ
     }
 
 
 def log_ratio_of(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """d (B, A) in float64, where differences of float32 numbers are exact; 0 at masked positions."""
+    """Return d (B, A) in float64, where differences of float32 numbers are exact; 0 at masked positions."""
     require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=mask)
     log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0)
     if broken := int(log_ratio.isnan().sum()):  # a bound would drop these tokens without a word
@@ -361,12 +360,12 @@ def log_ratio_of(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> 
 
 
 def row_product(log_ratio: Tensor) -> Tensor:
-    """Π ρ over the row, (B, 1)."""
+    """Return Π ρ over the row, (B, 1)."""
     return limited(log_ratio.sum(dim=1, keepdim=True)).exp()
 
 
 def row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
+    """Return the geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
     return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
 
 
@@ -377,7 +376,7 @@ REST_FLOOR = 1e-8  # least probability of the tokens beside the k, so that its l
 
 
 def divergence_of(beta: float) -> Divergence:
-    """The generalised Jensen-Shannon divergence (1 - β) KL(p || m) + β KL(q || m) of m = (1 - β) p + β q.
+    """Return the generalised Jensen-Shannon divergence (1 - β) KL(p || m) + β KL(q || m) of m = (1 - β) p + β q.
 
     With β = 1 it is KL(p || q), with β = 0 KL(q || p). Source: GKD, Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
     """
@@ -389,25 +388,25 @@ def divergence_of(beta: float) -> Divergence:
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(q || p), a :data:`Divergence`."""
+    """Return KL(q || p), a :data:`Divergence`."""
     p = log_p.exp()
     q = log_q.exp()
     return mean_log_ratio(q, log_q, log_p)[0], p - q, torch.ones_like(p)
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The generalised divergence for 0 < β < 1, a :data:`Divergence`."""
+    """Return the generalised divergence for 0 < β < 1, a :data:`Divergence`."""
     log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
     p = log_p.exp()
-    of_p, d = mean_log_ratio(p, log_p, log_m)
-    of_q, _ = mean_log_ratio(log_q.exp(), log_q, log_m)
-    return (1 - beta) * of_p + beta * of_q, (1 - beta) * p, d - of_p.unsqueeze(-1)
+    kl_of_p, d = mean_log_ratio(p, log_p, log_m)
+    kl_of_q, _ = mean_log_ratio(log_q.exp(), log_q, log_m)
+    return (1 - beta) * kl_of_p + beta * kl_of_q, (1 - beta) * p, d - kl_of_p.unsqueeze(-1)
 
 
 def top_divergence(
     log_probs: Tensor, top_log_probs: Tensor, beta: float = 1.0, tail: str = "rest"
 ) -> Tensor:
-    """The divergence of :func:`divergence_of` over a teacher's k best tokens alone, (N, k) -> (N,).
+    """Return the divergence of :func:`divergence_of` over a teacher's k best tokens alone, (N, k) -> (N,).
 
     ``tail`` says what becomes of all other tokens:
 

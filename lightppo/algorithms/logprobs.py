@@ -20,7 +20,7 @@ EVEN = 128
 
 
 def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) -> int:
-    """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers, a multiple of ``EVEN``."""
+    """Return ``chunk_size``, or for ``None`` how many rows make up ``CHUNK_ELEMENTS`` numbers, a multiple of ``EVEN``."""
     if not temperature > 0:
         raise ValueError(
             f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none"
@@ -29,7 +29,7 @@ def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) 
 
 
 def evened(count: int) -> int:
-    """The multiple of ``EVEN`` below; fewer stay as they are."""
+    """Round down to a multiple of ``EVEN``; fewer stay as they are."""
     return count - count % EVEN if count > EVEN else count
 
 
@@ -71,10 +71,9 @@ def log_probs_and_entropy(
 
     check_labels(logits, labels)
     chunk_size = rows_per_chunk(logits.shape[-1], chunk_size, temperature)
-    log_probs, entropy = (
-        x.contiguous() for x in in_chunks(both, chunk_size, logits, labels).unbind(-1)
-    )
-    return log_probs, entropy if entropy_grad else entropy.detach()
+    log_probs, entropy = in_chunks(both, chunk_size, logits, labels).unbind(-1)
+    entropy = entropy.contiguous()
+    return log_probs.contiguous(), entropy if entropy_grad else entropy.detach()
 
 
 @torch.no_grad()
@@ -110,33 +109,31 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (log_probs,) = ctx.saved_tensors
-        return -grad.unsqueeze(-1) * (
-            log_probs.exp() * (log_probs.clamp(min=lowest(log_probs)) + 1)
-        )
+        slope = log_probs.exp() * (log_probs.clamp(min=lowest(log_probs)) + 1)
+        return -grad.unsqueeze(-1) * slope
 
 
 def lowest(log_probs: Tensor) -> float:
-    """A floor that prevents 0 · -inf = NaN for a forbidden token."""
+    """Return a floor that prevents 0 · -inf = NaN for a forbidden token."""
     return torch.finfo(log_probs.dtype).min
 
 
 def in_chunks(
-    fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor
+    function: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor
 ) -> Tensor:
-    """Apply ``fn`` to chunks of at most ``chunk_size`` tokens; the result has the leading shape of ``logits``."""
+    """Apply it to chunks of at most ``chunk_size`` tokens; the result has the leading shape of ``logits``."""
     shape = logits.shape[:-1]
     if shape.numel() <= chunk_size:
-        return fn(logits, *aligned)
+        return function(logits, *aligned)
     # Along the first dimension nothing is copied, whatever the strides (logits[:, :-1] cannot be flattened for free).
     # split, not slices: its backward concatenates once instead of filling a whole gradient per chunk.
-    per_row = shape[1:].numel()
-    group = max(1, chunk_size // per_row)
-    parts = zip(logits.split(group), *(tensor.split(group) for tensor in aligned))
-    if per_row <= chunk_size:
-        return torch.cat([fn(*part) for part in parts])
-    return torch.stack(
-        [in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts]
-    )
+    row_tokens = shape[1:].numel()
+    chunk_rows = max(1, chunk_size // row_tokens)
+    chunks = zip(*(tensor.split(chunk_rows) for tensor in (logits, *aligned)))
+    if row_tokens <= chunk_size:
+        return torch.cat([function(*chunk) for chunk in chunks])
+    rows = ([tensor.squeeze(0) for tensor in chunk] for chunk in chunks)
+    return torch.stack([in_chunks(function, chunk_size, *row) for row in rows])
 
 
 # -- several tokens at each place -------------------------------------------------------------------------------------
@@ -144,7 +141,7 @@ def in_chunks(
 
 @torch.no_grad()
 def top_log_probs(logits: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The k largest log softmax(logits / temperature), and their ids: (N, V) -> (N, k) each, largest first."""
+    """Return the k largest log softmax(logits / temperature), and their ids: (N, V) -> (N, k) each, largest first."""
 
     def largest(chunk: Tensor) -> Tensor:
         values, ids = log_softmax(chunk, temperature).topk(k)
@@ -187,8 +184,7 @@ class _LogProbsAt(torch.autograd.Function):
         for start in range(0, len(logits), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             p = log_softmax(logits[rows], ctx.temperature).exp()
-            slope = (-p * upstream[rows].sum(1, keepdim=True)).scatter_add(
-                1, ids[rows], upstream[rows]
-            )
+            slope = -p * upstream[rows].sum(1, keepdim=True)
+            slope = slope.scatter_add(1, ids[rows], upstream[rows])
             gradient[rows] = (slope / ctx.temperature).to(logits.dtype)
         return gradient, None, None, None

@@ -24,7 +24,6 @@ from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import (
     Aggregation,
     LossNormalizer,
-    aggregate_loss,
     require_same_shape,
     token_mean,
     zero_where_masked,
@@ -41,7 +40,7 @@ DRIFT_SLOPE_LIMIT = 2.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss sees of a micro batch: (B, A) each, 0 at masked positions."""
+    """The tensors of a micro batch that a policy loss gets: (B, A) each, 0 at masked positions."""
 
     log_probs: Tensor  # of the current policy; the only input with a gradient
     old_log_probs: Tensor  # of the policy in the ratio's denominator
@@ -54,52 +53,52 @@ class LossInputs:
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """d."""
+        """Return d."""
         return self.log_probs - self.old_log_probs
 
     @property
     def ratio(self) -> Tensor:
-        """ρ."""
+        """Return ρ."""
         return limited(self.log_ratio).exp()
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """(B, 1), mean of each row over its trained tokens; ``values`` are 0 elsewhere."""
-        return values.sum(dim=1, keepdim=True) / self.action_mask.sum(dim=1, keepdim=True).clamp(
-            min=1
-        )
+        """Return the mean of each row over its trained tokens, (B, 1); ``values`` are 0 elsewhere."""
+        counts = self.action_mask.sum(dim=1, keepdim=True)
+        return values.sum(dim=1, keepdim=True) / counts.clamp(min=1)
 
     def clipped_surrogate(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and the tokens that lose their gradient to the clip."""
+        """Return -min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and the tokens that lose their gradient to the clip."""
         loss = -ratio * self.advantages
         clipped_loss = -ratio.clamp(1.0 - self.eps_low, 1.0 + self.eps_high) * self.advantages
         return torch.maximum(loss, clipped_loss), clipped_loss > loss
 
     def with_dual_clip(
-        self, loss: Tensor, lost: Tensor, dual_clip: float | None, **own: Tensor
+        self, loss: Tensor, clipped: Tensor, dual_clip: float | None, **metrics: Tensor
     ) -> TokenLoss:
-        """``loss``, at most -cA where A < 0, and its metrics; ``dual_clip`` is c, ``lost`` as of :meth:`metrics`."""
+        """Return ``loss``, at most -cA where A < 0, and its metrics; ``dual_clip`` is c."""
         if dual_clip is None:
-            return loss, self.metrics(lost, **own)
+            return loss, self.metrics(clipped, **metrics)
         bound = -dual_clip * self.advantages
         dual_clipped = (self.advantages < 0) & (loss > bound)
-        metrics = self.metrics(lost | dual_clipped, dual_clip_ratio=dual_clipped, **own)
-        return torch.where(dual_clipped, bound, loss), metrics
+        loss = torch.where(dual_clipped, bound, loss)
+        return loss, self.metrics(clipped | dual_clipped, dual_clip_ratio=dual_clipped, **metrics)
 
     def beyond_limit(self, log_ratio: Tensor) -> Tensor:
-        """The tokens that lose their gradient to the limit on log ratios."""
+        """Return the tokens that lose their gradient to the limit on log ratios."""
         return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
 
     def metrics(
         self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor
     ) -> Metrics:
-        """Metrics (B, A) without gradient: clipping hit the ``lost`` tokens, ``ratio`` is from before clipping."""
-        within = limited(self.log_ratio.detach())
+        """Return metrics (B, A) without gradient: clipping hit the ``lost`` tokens, ``ratio`` is from before clipping."""
+        log_ratio = limited(self.log_ratio.detach())
         metrics = {
-            "clip_ratio": torch.zeros_like(within) if lost is None else lost,
-            "ratio": within.exp() if ratio is None else ratio,
-            "approx_kl": within.expm1() - within,  # k3 of old to new, nats
-        } | own
-        return {name: x.detach().to(within.dtype) for name, x in metrics.items()}
+            "clip_ratio": torch.zeros_like(log_ratio) if lost is None else lost,
+            "ratio": log_ratio.exp() if ratio is None else ratio,
+            "approx_kl": log_ratio.expm1() - log_ratio,  # k3 of old to new, nats
+        }
+        metrics |= own
+        return {name: x.detach().to(log_ratio.dtype) for name, x in metrics.items()}
 
 
 PolicyLossFn = Callable[..., TokenLoss]
@@ -118,8 +117,9 @@ def ppo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> To
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
-    loss, lost = inputs.clipped_surrogate(inputs.ratio)
-    return inputs.with_dual_clip(loss, lost | inputs.beyond_limit(inputs.log_ratio), dual_clip)
+    loss, clipped = inputs.clipped_surrogate(inputs.ratio)
+    clipped = clipped | inputs.beyond_limit(inputs.log_ratio)
+    return inputs.with_dual_clip(loss, clipped, dual_clip)
 
 
 def gspo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
@@ -131,9 +131,9 @@ def gspo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> T
     """
     log_row_ratio = inputs.row_mean(inputs.log_ratio.detach())  # (B, 1)
     ratio = limited(log_row_ratio + (inputs.log_probs - inputs.log_probs.detach())).exp()  # (B, A)
-    loss, lost = inputs.clipped_surrogate(ratio)
-    lost = lost | inputs.beyond_limit(log_row_ratio)
-    return inputs.with_dual_clip(loss, lost, dual_clip, ratio=ratio)
+    loss, clipped = inputs.clipped_surrogate(ratio)
+    clipped = clipped | inputs.beyond_limit(log_row_ratio)
+    return inputs.with_dual_clip(loss, clipped, dual_clip, ratio=ratio)
 
 
 def cispo_policy_loss(inputs: LossInputs) -> TokenLoss:
@@ -143,9 +143,8 @@ def cispo_policy_loss(inputs: LossInputs) -> TokenLoss:
     """
     ratio = inputs.ratio.detach()
     weight = ratio.clamp(1.0 - inputs.eps_low, 1.0 + inputs.eps_high)
-    return -weight * inputs.advantages * inputs.log_probs, inputs.metrics(
-        weight_clip_ratio=weight != ratio
-    )
+    loss = -weight * inputs.advantages * inputs.log_probs
+    return loss, inputs.metrics(weight_clip_ratio=weight != ratio)
 
 
 def gmpo_policy_loss(inputs: LossInputs) -> TokenLoss:
@@ -156,18 +155,15 @@ def gmpo_policy_loss(inputs: LossInputs) -> TokenLoss:
     alone. With one advantage per row and ``seq-mean-token-mean``, this is the gradient of the paper's loss.
     Source: Zhao et al. 2025 (arXiv:2507.20673).
     """
-    within = limited(inputs.log_ratio)
+    log_ratio = limited(inputs.log_ratio)
     sign = inputs.advantages.sign()
-    # (B, A)
-    clipped = sign * torch.minimum(
-        sign * within, sign * within.clamp(-inputs.eps_low, inputs.eps_high)
-    )
-    row = inputs.row_mean(clipped.detach())  # (B, 1)
-    loss = -(row + (clipped - clipped.detach())).exp() * inputs.advantages
-    lost = (clipped != inputs.log_ratio) & (inputs.advantages != 0)
-    return loss, inputs.metrics(
-        lost, ratio=limited(inputs.row_mean(inputs.log_ratio)).exp().expand_as(loss)
-    )
+    bounded = log_ratio.clamp(-inputs.eps_low, inputs.eps_high)
+    bounded = sign * torch.minimum(sign * log_ratio, sign * bounded)  # (B, A)
+    row_mean = inputs.row_mean(bounded.detach())  # (B, 1)
+    loss = -(row_mean + (bounded - bounded.detach())).exp() * inputs.advantages
+    clipped = (bounded != inputs.log_ratio) & (inputs.advantages != 0)
+    row_ratio = limited(inputs.row_mean(inputs.log_ratio)).exp()  # (B, 1)
+    return loss, inputs.metrics(clipped, ratio=row_ratio.expand_as(loss))
 
 
 def sapo_policy_loss(inputs: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float) -> TokenLoss:
@@ -175,15 +171,12 @@ def sapo_policy_loss(inputs: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: f
 
     Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster for larger τ; ``sapo_gate`` logs it.
     """
-    # (B, A)
-    tau = torch.full_like(inputs.log_ratio, sapo_tau_neg).masked_fill(
-        inputs.advantages > 0, sapo_tau_pos
-    )
+    tau = torch.full_like(inputs.log_ratio, sapo_tau_neg)
+    tau = tau.masked_fill(inputs.advantages > 0, sapo_tau_pos)  # (B, A)
     gate = torch.sigmoid(tau * (inputs.ratio - 1.0))
-    metrics = inputs.metrics(
-        inputs.beyond_limit(inputs.log_ratio), sapo_gate=4.0 * gate * (1.0 - gate)
-    )
-    return -(4.0 / tau) * gate * inputs.advantages, metrics
+    loss = -(4.0 / tau) * gate * inputs.advantages
+    slope = 4.0 * gate * (1.0 - gate)
+    return loss, inputs.metrics(inputs.beyond_limit(inputs.log_ratio), sapo_gate=slope)
 
 
 def clip_cov_policy_loss(inputs: LossInputs, **_: Any) -> TokenLoss:
@@ -191,13 +184,11 @@ def clip_cov_policy_loss(inputs: LossInputs, **_: Any) -> TokenLoss:
 
     Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; see ``selection.select_clip_cov``.
     """
-    loss, lost = inputs.clipped_surrogate(inputs.ratio)
-    lost = (
-        lost | (inputs.selected & (inputs.advantages != 0)) | inputs.beyond_limit(inputs.log_ratio)
-    )
-    return loss.masked_fill(inputs.selected, 0.0), inputs.metrics(
-        lost, selected_ratio=inputs.selected
-    )
+    loss, clipped = inputs.clipped_surrogate(inputs.ratio)
+    clipped = clipped | (inputs.selected & (inputs.advantages != 0))
+    clipped = clipped | inputs.beyond_limit(inputs.log_ratio)
+    loss = loss.masked_fill(inputs.selected, 0.0)
+    return loss, inputs.metrics(clipped, selected_ratio=inputs.selected)
 
 
 def kl_cov_policy_loss(inputs: LossInputs, *, kl_cov_coef: float, **_: Any) -> TokenLoss:
@@ -206,9 +197,9 @@ def kl_cov_policy_loss(inputs: LossInputs, *, kl_cov_coef: float, **_: Any) -> T
     The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
     """
     penalty = (kl_cov_coef * inputs.log_ratio.abs()).masked_fill(~inputs.selected, 0.0)
-    return -inputs.ratio * inputs.advantages + penalty, inputs.metrics(
-        inputs.beyond_limit(inputs.log_ratio), selected_ratio=inputs.selected
-    )
+    loss = -inputs.ratio * inputs.advantages + penalty
+    clipped = inputs.beyond_limit(inputs.log_ratio)
+    return loss, inputs.metrics(clipped, selected_ratio=inputs.selected)
 
 
 def gpg_policy_loss(inputs: LossInputs) -> TokenLoss:
@@ -224,9 +215,9 @@ def cpgd_policy_loss(inputs: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss
     ln π in place of d: another value, the same gradient.) Nothing with a gradient is exponentiated, so d has no limit.
     Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
     """
-    lowest = math.log1p(-inputs.eps_low) if inputs.eps_low < 1 else -math.inf
+    low = math.log1p(-inputs.eps_low) if inputs.eps_low < 1 else -math.inf
     loss = -inputs.log_ratio * inputs.advantages
-    clipped_loss = -inputs.log_ratio.clamp(lowest, math.log1p(inputs.eps_high)) * inputs.advantages
+    clipped_loss = -inputs.log_ratio.clamp(low, math.log1p(inputs.eps_high)) * inputs.advantages
     drift = (inputs.ratio.detach() - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * inputs.log_ratio
     metrics = inputs.metrics(clipped_loss > loss, cpgd_drift=drift)
     return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics
@@ -242,50 +233,52 @@ def dppo_tv_policy_loss(
     Sources: Qi et al. 2026 (arXiv:2602.04879), DPPO-Binary-TV; the square, prime-rl's: Kimi K2.5 (arXiv:2602.02276).
     """
     change = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()  # (B, A)
-    return _trusted(
-        inputs, change > inputs.eps_high, change < -inputs.eps_low, dppo_ratio_max, dppo_drift_coef
-    )
+    too_high = change > inputs.eps_high
+    too_low = change < -inputs.eps_low
+    return _trust_region_loss(inputs, too_high, too_low, dppo_ratio_max, dppo_drift_coef)
 
 
 def dppo_kl_policy_loss(
     inputs: LossInputs, *, dppo_ratio_max: float, dppo_drift_coef: float
 ) -> TokenLoss:
-    """As :func:`dppo_tv_policy_loss`, with epsilons in nats that bound KL(π_old ‖ π) of {this token, any other}."""
+    """:func:`dppo_tv_policy_loss` with epsilons in nats that bound KL(π_old ‖ π) of {this token, any other}."""
     divergence = binary_kl(inputs.old_log_probs, inputs.log_probs.detach())
-    d = inputs.log_ratio.detach()
-    too_high = (d > 0) & (divergence > inputs.eps_high)
-    too_low = (d < 0) & (divergence > inputs.eps_low)
-    return _trusted(inputs, too_high, too_low, dppo_ratio_max, dppo_drift_coef)
+    log_ratio = inputs.log_ratio.detach()
+    too_high = (log_ratio > 0) & (divergence > inputs.eps_high)
+    too_low = (log_ratio < 0) & (divergence > inputs.eps_low)
+    return _trust_region_loss(inputs, too_high, too_low, dppo_ratio_max, dppo_drift_coef)
 
 
 def binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     """q·ln(q/p) + (1 - q)·ln((1 - q)/(1 - p)) in nats, of log probs; inf where p is 1 and q is not."""
-    rest_q, rest_p = (-log_prob.expm1().clamp(max=0.0) for log_prob in (log_q, log_p))
-    of_rest = torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p)
-    return log_q.exp() * (log_q - log_p) + of_rest
+    rest_q = -log_q.expm1().clamp(max=0.0)
+    rest_p = -log_p.expm1().clamp(max=0.0)
+    rest_kl = torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p)
+    return log_q.exp() * (log_q - log_p) + rest_kl
 
 
-def _trusted(
+def _trust_region_loss(
     inputs: LossInputs, too_high: Tensor, too_low: Tensor, ratio_max: float, drift_coef: float
 ) -> TokenLoss:
-    """The loss of DPPO, whose policy has gone too far up or down at some tokens."""
-    lost = torch.where(inputs.advantages > 0, too_high, too_low) & (inputs.advantages != 0)
+    """Return the loss of DPPO, whose policy has gone too far up or down at some tokens."""
+    masked = torch.where(inputs.advantages > 0, too_high, too_low) & (inputs.advantages != 0)
     ratio = inputs.ratio.detach()
     loss = -ratio.clamp(max=ratio_max) * inputs.advantages * inputs.log_probs
-    loss = loss.masked_fill(lost, 0.0)
+    loss = loss.masked_fill(masked, 0.0)
     if drift_coef > 0:
         loss = loss + drift_coef * inputs.log_ratio.square()
-    return loss, inputs.metrics(lost, dppo_truncated_ratio=ratio > ratio_max)
+    return loss, inputs.metrics(masked, dppo_truncated_ratio=ratio > ratio_max)
 
 
 def problem_of_loss(result: Any, inputs: LossInputs, **_: Any) -> str:
     """Return what is wrong with the result of a policy loss of the user's; empty if nothing."""
     if not isinstance(result, tuple) or len(result) != 2:
-        got = type(result).__name__ if not isinstance(result, tuple) else f"{len(result)} values"
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
         return (
             f"must return a pair (loss of each token, metrics), as (loss, x.metrics()), not {got}"
         )
-    (loss, metrics), shape = result, tuple(inputs.log_probs.shape)
+    loss, metrics = result
+    shape = tuple(inputs.log_probs.shape)
     if problem := problem_of_tensor(loss, shape, "losses", "one per token: without a mean"):
         return problem
     if inputs.log_probs.requires_grad and not loss.requires_grad:
@@ -325,13 +318,15 @@ class PolicyLoss:
         entry = self.entry
         name = shown_object(self.policy_loss)
         aggregate = LOSS_AGG_MODES.find(self.loss_agg_mode).fn
-        sides = (self.clip_eps_low, self.clip_eps_high)
-        given = tuple(clip_eps if side is None else side for side in sides)
-        if entry.eps_clip is None and given != (None, None):
+        low = clip_eps if self.clip_eps_low is None else self.clip_eps_low
+        high = clip_eps if self.clip_eps_high is None else self.clip_eps_high
+        if entry.eps_clip is not None:
+            low = entry.eps_clip[0] if low is None else low
+            high = entry.eps_clip[1] if high is None else high
+        elif (low, high) != (None, None):
             raise ValueError(
                 f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out"
             )
-        low, high = (own if x is None else x for x, own in zip(given, entry.eps_clip or given))
         if low is not None and high is not None and not (0 < low <= 1 and high > 0):
             raise ValueError(
                 f"--eps_clip_low must be above 0 and at most 1, --eps_clip_high above 0, not {low}, {high}"
@@ -349,12 +344,12 @@ class PolicyLoss:
 
     @cached_property
     def entry(self) -> PolicyLossEntry:
-        """What the tables know of it."""
+        """Return the entry of the loss in the tables."""
         return POLICY_LOSSES.find(self.policy_loss)
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether it singles out tokens of the rollout."""
+        """Tell whether it singles out tokens of the rollout."""
         return self.entry.selection is not None
 
     def __call__(
@@ -369,7 +364,7 @@ class PolicyLoss:
         selected: Tensor | None = None,
         entropy_mask: Tensor | None = None,
     ) -> tuple[Tensor, Metrics] | Tensor:
-        """Loss, and detached shares of the step's token means, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
+        """Return the loss, and detached shares of the step's token means: ``clip_ratio``, ``ratio``, ``approx_kl``, …
 
         Only ``log_probs`` gets a gradient, so ``old_log_probs`` may be ``log_probs`` itself in the first step.
 
@@ -381,30 +376,29 @@ class PolicyLoss:
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
             entropy_mask: (B, A), weights of 0 and 1 of scripts, which also have it in the place of ``normalizer``.
         """
-        if isinstance(normalizer, Tensor):
-            normalizer, entropy_mask = None, normalizer
-        if action_mask is None:
-            action_mask = torch.ones_like(log_probs, dtype=torch.bool)
-        if entropy_mask is not None:
-            of_script = entropy_mask.to(log_probs.dtype)
-            weights = of_script if weights is None else weights * of_script
-        if normalizer is None:
-            normalizer = LossNormalizer.from_masks([action_mask], scale=self.horizon)
-            loss, metrics = self(
+        if (
+            normalizer is None
+            or isinstance(normalizer, Tensor)
+            or action_mask is None
+            or entropy_mask is not None
+        ):
+            return self._loss_of_script(
                 log_probs,
                 old_log_probs,
                 advantages,
                 action_mask,
                 normalizer,
-                weights=weights,
-                selected=selected,
+                weights,
+                selected,
+                entropy_mask,
             )
-            self.last_metrics.clear()
-            self.last_metrics.update(metrics)
-            return loss
-        require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
         require_same_shape(
-            log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            action_mask=action_mask,
+            weights=weights,
+            selected=selected,
         )
         if self.selects_tokens != (selected is not None):
             raise ValueError(
@@ -426,15 +420,44 @@ class PolicyLoss:
             # A weight of 0 removes a token even if its loss is not finite.
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)
         loss = self.aggregate(token_loss, mask, normalizer)
-        return loss, _token_means(token_metrics, mask, normalizer)
+        return loss, token_means(token_metrics, mask, normalizer)
+
+    def _loss_of_script(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None,
+        normalizer: LossNormalizer | Tensor | None,
+        weights: Tensor | None,
+        selected: Tensor | None,
+        entropy_mask: Tensor | None,
+    ) -> tuple[Tensor, Metrics] | Tensor:
+        """Return the loss of a call without masks or normalizer, or with an entropy mask."""
+        if isinstance(normalizer, Tensor):
+            entropy_mask = normalizer
+            normalizer = None
+        if action_mask is None:
+            action_mask = torch.ones_like(log_probs, dtype=torch.bool)
+        if entropy_mask is not None:
+            entropy_weights = entropy_mask.to(log_probs.dtype)
+            weights = entropy_weights if weights is None else weights * entropy_weights
+        counts = normalizer or LossNormalizer.from_masks([action_mask], scale=self.horizon)
+        inputs = (log_probs, old_log_probs, advantages, action_mask, counts)
+        loss, metrics = self(*inputs, weights=weights, selected=selected)
+        if normalizer is not None:
+            return loss, metrics
+        self.last_metrics.clear()
+        self.last_metrics.update(metrics)
+        return loss
 
     def get_last_stats(self) -> dict[str, float]:
         """Return the metrics of the last call without a ``normalizer``."""
         return {name: float(value) for name, value in self.last_metrics.items()}
 
 
-def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
-    """This micro batch's share of the step's token means, without gradient."""
+def token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
+    """Return this micro batch's share of the step's token means, without gradient."""
     return {name: token_mean(x.detach(), mask, normalizer) for name, x in token_metrics.items()}
 
 
@@ -471,7 +494,7 @@ class ValueLoss:
         action_mask: Tensor | None = None,
         normalizer: LossNormalizer | None = None,
     ) -> tuple[Tensor, Metrics] | Tensor:
-        """Loss, and ``value_clip_ratio``, the share of the step's tokens whose clipped error is the larger one.
+        """Return the loss, and the share of the step's tokens whose clipped error is the larger one.
 
         All (B, A): ``old_values`` are the critic's at rollout time. Without a ``normalizer``, this is the whole step, and
         the loss is returned alone.
@@ -485,21 +508,23 @@ class ValueLoss:
             values=values, old_values=old_values, returns=returns, action_mask=action_mask
         )
         mask = action_mask.bool()
-        values, old_values, returns = (
-            zero_where_masked(x, mask) for x in (values, old_values.detach(), returns.detach())
-        )
+        values = zero_where_masked(values, mask)
+        old_values = zero_where_masked(old_values.detach(), mask)
+        returns = zero_where_masked(returns.detach(), mask)
         error = self._error(values - returns)
         clipped = torch.zeros_like(error)
         if self.value_clip is not None:
-            near_old = values.clamp(old_values - self.value_clip, old_values + self.value_clip)
-            clipped_error = self._error(near_old - returns)
+            clipped_values = values.clamp(
+                old_values - self.value_clip, old_values + self.value_clip
+            )
+            clipped_error = self._error(clipped_values - returns)
             clipped = (clipped_error > error).to(error.dtype)
             error = torch.maximum(error, clipped_error)
         loss = self.aggregate(error, mask, normalizer)
-        return loss, _token_means({"value_clip_ratio": clipped}, mask, normalizer)
+        return loss, token_means({"value_clip_ratio": clipped}, mask, normalizer)
 
     def _error(self, difference: Tensor) -> Tensor:
-        """½e², or Huber's, of each token."""
+        """Return ½e², or Huber's, of each token."""
         if self.huber_delta is None:
             return 0.5 * difference.square()
         zeros = torch.zeros_like(difference)
@@ -523,7 +548,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None =
 
 
 def answer_log_probs(log_probs: Tensor, mask: Tensor, mean: bool) -> Tensor:
-    """(B,), the log prob of each answer: the sum, or the mean, over its tokens ``mask`` of ``log_probs`` (B, A)."""
+    """Return the log prob of each answer (B,): the sum, or the mean, of ``log_probs`` (B, A) over its tokens ``mask``."""
     total = log_probs.masked_fill(~mask, 0).sum(-1)
     return total / mask.sum(-1).clamp(min=1) if mean else total
 
@@ -535,9 +560,8 @@ def dpo_loss(lead: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tens
     βh = log[(1 - ε) / ε], which it does not run past. Sources: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; cDPO:
     Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
     """
-    return -(1 - label_smoothing) * logsigmoid(beta * lead) - label_smoothing * logsigmoid(
-        -beta * lead
-    )
+    loss = -(1 - label_smoothing) * logsigmoid(beta * lead)
+    return loss - label_smoothing * logsigmoid(-beta * lead)
 
 
 def ipo_loss(lead: Tensor, *, beta: float) -> Tensor:
@@ -550,14 +574,13 @@ def ipo_loss(lead: Tensor, *, beta: float) -> Tensor:
 
 
 def pair_mean(pair_loss: Tensor, pairs: float, dp_size: int = 1) -> Tensor:
-    """One micro batch's share of the mean of ``pair_loss`` (B,) over the ``pairs`` of the optimizer step on all ranks.
+    """Return a micro batch's share of the mean of ``pair_loss`` (B,) over the step's ``pairs`` on all ranks.
 
     Derivation: :func:`~lightppo.algorithms.masking.aggregate_loss`.
     """
     normalizer = LossNormalizer(tokens=pairs, sequences=pairs, dp_size=dp_size)
-    return aggregate_loss(
-        pair_loss[:, None], pair_loss.new_ones(len(pair_loss), 1), "token-mean", normalizer
-    )
+    losses = pair_loss[:, None]
+    return token_mean(losses, torch.ones_like(losses), normalizer)
 
 
 # -- language models on text ------------------------------------------------------------------------------------------
@@ -572,7 +595,7 @@ class GPTLMLoss:
     IGNORE_INDEX = IGNORE_INDEX
 
     def num_tokens(self, labels: Tensor) -> int:
-        """Tokens of ``labels`` (B, S) that the loss counts; their sum over the step is ``normalizer_tokens``."""
+        """Count the tokens of ``labels`` (B, S) with a loss; their sum over the step is ``normalizer_tokens``."""
         return int((labels[:, 1:] != self.IGNORE_INDEX).sum())
 
     def __call__(
@@ -582,7 +605,7 @@ class GPTLMLoss:
         normalizer_tokens: float | None = None,
         dp_size: int = 1,
     ) -> Tensor:
-        """Loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
+        """Return the loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
 
         ``normalizer_tokens`` counts the whole optimizer step over all ranks; ``None``: this micro batch is the step.
         """
@@ -597,9 +620,6 @@ class GPTLMLoss:
 def pretrain_loss(
     model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int
 ) -> Tensor:
-    """Language-model loss of a batch: its share of the mean over the ``tokens`` with labels of all ranks."""
-    # (B, S, V)
-    logits = model(
-        batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True
-    ).logits
-    return loss_fn(logits, batch["labels"], tokens, dp_size)
+    """Return the language-model loss of a batch: its share of the mean over the labelled ``tokens`` of all ranks."""
+    output = model(batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True)
+    return loss_fn(output.logits, batch["labels"], tokens, dp_size)  # of logits (B, S, V)

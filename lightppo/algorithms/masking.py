@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,28 +19,26 @@ AllReduceSum = Callable[[Tensor], Tensor]
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """The all-reduce of a single process."""
+    """Return the tensor: the all-reduce of a single process."""
     return tensor
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """``tensor`` in float32; float64 stays."""
+    """Return ``tensor`` in float32; float64 stays."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def zero_where_masked(tensor: Tensor, mask: Tensor) -> Tensor:
-    """float32 or float64, 0 at masked positions, so that a NaN or -inf there cannot reach a gradient as 0 · NaN."""
+    """Return ``tensor`` in float32 or float64, 0 at masked positions: a NaN there must not become 0 · NaN in a gradient."""
     return at_least_float32(tensor).masked_fill(~mask.bool(), 0.0)
 
 
 def require_same_shape(**tensors: Tensor | None) -> None:
-    """ValueError for tensors that would broadcast against each other unnoticed; ``None`` is skipped."""
+    """Raise ValueError for tensors that would broadcast against each other unnoticed; ``None`` is skipped."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
-        raise ValueError(
-            "shapes must be equal: "
-            + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        )
+        texts = (f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"shapes must be equal: {', '.join(texts)}")
 
 
 def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
@@ -48,13 +47,9 @@ def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     It is 0 where no value counts. Masked values may be anything.
     """
     if mask is None:
-        return values.mean() if dim is None else values.mean(dim)
+        return values.mean(dim)
     require_same_shape(values=values, mask=mask)
-    unmasked = zero_where_masked(values, mask)
-    counts = mask.bool()
-    if dim is None:
-        return unmasked.sum() / counts.sum().clamp(min=1)
-    return unmasked.sum(dim) / counts.sum(dim).clamp(min=1)
+    return zero_where_masked(values, mask).sum(dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 @torch.no_grad()
@@ -68,7 +63,7 @@ def whiten(
     unbiased: bool = False,
     eps: float = 1e-8,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks, (B, A); masked positions become 0.
+    """Return (x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks, (B, A); masked positions become 0.
 
     In float64 and two passes. With fewer than two unmasked tokens, values stay as they are. ``shift_mean=False`` adds
     the mean back, so that only the scale changes; ``unbiased`` divides the variance by n - 1 instead of n.
@@ -118,24 +113,13 @@ class LossNormalizer:
         return cls(tokens=tokens, sequences=sequences, dp_size=dp_size, scale=scale)
 
 
-def all_tokens(normalizer: LossNormalizer) -> float:
-    return normalizer.tokens
-
-
-def all_sequences(normalizer: LossNormalizer) -> float:
-    return normalizer.sequences
-
-
-def scaled_sequences(normalizer: LossNormalizer) -> float:
-    return normalizer.sequences * normalizer.scale
-
-
 @dataclass(frozen=True)
 class Aggregation:
-    """How token losses become one number; called as :func:`aggregate_loss`, without the mode."""
+    """A way in which token losses become one number; called as :func:`aggregate_loss`, without the mode."""
 
-    divisor: Callable[[LossNormalizer], float]
+    unit: Literal["tokens", "sequences"]  # what the sum is divided by the number of
     mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first
+    scaled: bool = False  # the sum is divided by the normalizer's scale, too
 
     def __call__(
         self, token_loss: Tensor, mask: Tensor, normalizer: LossNormalizer | None = None
@@ -143,30 +127,32 @@ class Aggregation:
         require_same_shape(token_loss=token_loss, mask=mask)
         mask = mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
-        kept = zero_where_masked(token_loss, mask)  # (B, A)
+        losses = zero_where_masked(token_loss, mask)  # (B, A)
         if self.mean_of_rows:
-            kept = kept / mask.sum(dim=1, keepdim=True).clamp(min=1)
-        count = self.divisor(normalizer)
+            losses = losses / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        count = normalizer.tokens if self.unit == "tokens" else normalizer.sequences
+        if self.scaled:
+            count = count * normalizer.scale
         if count == 0:
             if mask.any():
                 raise ValueError(
                     f"the mask has {int(mask.sum())} tokens but the normalizer counts none: {normalizer}"
                 )
-            return kept.sum()
-        return kept.sum() * (normalizer.dp_size / count)
+            return losses.sum()
+        return losses.sum() * (normalizer.dp_size / count)
 
 
-token_mean = Aggregation(all_tokens)
+token_mean = Aggregation("tokens")
 """``token-mean``, which the means of metrics are, too."""
-mean_of_sums = Aggregation(all_sequences)
-mean_of_means = Aggregation(all_sequences, mean_of_rows=True)
-mean_of_scaled_sums = Aggregation(scaled_sequences)
+mean_of_sums = Aggregation("sequences")
+mean_of_means = Aggregation("sequences", mean_of_rows=True)
+mean_of_scaled_sums = Aggregation("sequences", scaled=True)
 
 
 def aggregate_loss(
     token_loss: Tensor, mask: Tensor, mode: str, normalizer: LossNormalizer | None = None
 ) -> Tensor:
-    """One micro batch's share of the loss of the whole optimizer step; 0 with a grad_fn if everything is masked.
+    """Return a micro batch's share of the loss of the whole optimizer step; 0 with a grad_fn if everything is masked.
 
     The loss of a step is a sum over all ranks r and micro batches k, divided by a global count N:
     L = 1/N · Σ_r Σ_k S_rk,  S_rk = Σ m·token_loss. From the returned scalars L_rk the engine makes

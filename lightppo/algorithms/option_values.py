@@ -30,23 +30,21 @@ class Rejection:
         entry = REJECTIONS.find(name)
         low, colon, high = bounds.rpartition(":")
         try:
-            rejection = cls(
-                name, low=float(low) if low else None, high=float(high) if high else None
-            )
+            rejection = cls(name, float(low) if low else None, float(high) if high else None)
         except ValueError:
             raise ConfigError(
                 f"--rollout_rejection {text!r}: write NAME=HIGH or NAME=LOW:HIGH, in numbers"
             ) from None
-        known = [bound for bound in (rejection.low, rejection.high) if bound is not None]
+        limits = [bound for bound in (rejection.low, rejection.high) if bound is not None]
         if colon and not entry.two_sided:
             raise ConfigError(
                 f"--rollout_rejection {text!r}: {name} has an upper bound alone: {name}=HIGH"
             )
-        if not known or not all(map(math.isfinite, known)) or known != sorted(set(known)):
+        if not limits or not all(map(math.isfinite, limits)) or limits != sorted(set(limits)):
             raise ConfigError(
                 f"--rollout_rejection {text!r}: write {name}=HIGH or {name}=LOW:HIGH, the lower one first"
             )
-        if entry.measure != "k1" and min(known) <= 0:
+        if entry.measure != "k1" and min(limits) <= 0:
             raise ConfigError(f"--rollout_rejection {text!r}: a bound of {name} must be above 0")
         return rejection
 
@@ -83,34 +81,34 @@ class Norm:
     @classmethod
     def parse(cls, words: Sequence[str]) -> Norm:
         """Read ``mean=group std=batch leave_one_out unbiased eps=1e-6``, in any order; ConfigError for anything else."""
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for word in words:
             name, equals, value = word.partition("=")
-            if name in given:
+            if name in values:
                 raise ConfigError(f"{name!r} stands twice: write it once")
             if name in ("mean", "std") and value in ("batch", "group"):
-                given[name] = value
+                values[name] = value
             elif name in ("leave_one_out", "unbiased") and not equals:
-                given[name] = True
-            elif name == "eps" and _above_zero(value):
-                given[name] = float(value)
+                values[name] = True
+            elif name == "eps" and _is_above_zero(value):
+                values[name] = float(value)
             else:
                 raise ConfigError(
                     f"{word!r} is none of mean=batch, mean=group, std=batch, std=group, leave_one_out, unbiased and "
                     "eps=NUMBER above 0"
                 )
-        norm = cls(**given)
+        norm = cls(**values)
         if norm.mean is None and norm.std is None:
             raise ConfigError(
                 "it names neither a mean nor a std: write mean=group std=batch, for example"
             )
         for name, needs in (("leave_one_out", "mean"), ("unbiased", "std"), ("eps", "std")):
-            if name in given and needs not in given:
+            if name in values and needs not in values:
                 raise ConfigError(f"{name} needs {needs}=batch or {needs}=group")
         return norm
 
 
-def _above_zero(text: str) -> bool:
+def _is_above_zero(text: str) -> bool:
     try:
         return 0 < float(text) < math.inf
     except ValueError:

@@ -27,14 +27,14 @@ class Rule(NamedTuple):
 RULES: list[Rule] = []
 
 
-def rule(trainer: str, names: str, commands: str = "ppo") -> Callable[[Any], Any]:
+def rule(trainer: str, option_names: str, commands: str = "ppo") -> Callable[[Any], Any]:
     """Add a function of the values of these names, which yields our options with their values.
 
     It takes their place in other_trainers.txt where one of them is given, in these commands.
     """
 
     def register(function: Any) -> Any:
-        RULES.append(Rule(trainer, commands.split(), names.split(), function))
+        RULES.append(Rule(trainer, commands.split(), option_names.split(), function))
         return function
 
     return register
@@ -49,44 +49,44 @@ class Arguments:
         self.ranks = command.ranks
         self.command = PROGRAMS[command.program].command  # ours
 
-    def value(self, *names: str) -> Any:
+    def value(self, *option_names: str) -> Any:
         """Return the value of the first of these names that is given and not null."""
-        values = (self.values.get(name) for name in names)
+        values = (self.values.get(option_name) for option_name in option_names)
         return next((value for value in values if not is_none(value)), None)
 
-    def text(self, *names: str) -> str | None:
-        value = self.value(*names)
+    def text(self, *option_names: str) -> str | None:
+        value = self.value(*option_names)
         return None if value is None else str(value)
 
-    def items(self, *names: str) -> list[str]:
+    def items(self, *option_names: str) -> list[str]:
         """Return the values of a list."""
-        value = self.value(*names)
+        value = self.value(*option_names)
         return [] if value is None else items_of(value)
 
-    def words(self, *names: str) -> list[str]:
+    def words(self, *option_names: str) -> list[str]:
         """Return the values of a list, which may have blanks between them."""
-        return [word for item in self.items(*names) for word in item.split()]
+        return [word for list_item in self.items(*option_names) for word in list_item.split()]
 
-    def on(self, *names: str) -> bool:
-        return truth(self.value(*names))
+    def on(self, *option_names: str) -> bool:
+        return truth(self.value(*option_names))
 
-    def number(self, *names: str) -> float | None:
+    def number(self, *option_names: str) -> float | None:
         """Return a number; ValueError for what is none, such as a variable of the shell."""
-        text = self.text(*names)
+        text = self.text(*option_names)
         return None if text is None else float(text)
 
-    def whole(self, *names: str, default: int = 1) -> int:
-        number = self.number(*names)
+    def whole(self, *option_names: str, default: int = 1) -> int:
+        number = self.number(*option_names)
         return default if number is None else math.ceil(number)
 
-    def copied(self, option: str, *names: str) -> Converted:
+    def copied(self, option: str, *option_names: str) -> Converted:
         """Yield an option with the value of these names, if there is one."""
-        if (text := self.text(*names)) is not None:
+        if (text := self.text(*option_names)) is not None:
             yield option, text
 
-    def counted(self, option: str, *names: str, above: float = -math.inf) -> Converted:
+    def counted(self, option: str, *option_names: str, above: float = -math.inf) -> Converted:
         """Yield an option with the whole number of these names, if there is one above this."""
-        number = self.number(*names)
+        number = self.number(*option_names)
         if number is not None and number > above:
             yield option, int(number)
 
@@ -102,18 +102,20 @@ def is_none(value: Any) -> bool:
 def items_of(value: Any) -> list[str]:
     """Return a list, also where it is written as text."""
     if isinstance(value, (list, tuple)):
-        return [str(item) for item in value]
-    text = str(value).strip()
-    if text[:1] in ("[", "("):
-        text = text[1:-1]
-    return [item.strip().strip("'\"") for item in text.split(",") if item.strip()]
+        return [str(list_item) for list_item in value]
+    list_text = str(value).strip()
+    if list_text[:1] in ("[", "("):
+        list_text = list_text[1:-1]
+    return [
+        list_item.strip().strip("'\"") for list_item in list_text.split(",") if list_item.strip()
+    ]
 
 
 def precision(text: str | None) -> Converted:
-    kind = (text or "").lower().removeprefix("torch.")
-    if kind in ("bf16", "bfloat16"):
+    precision_name = (text or "").lower().removeprefix("torch.")
+    if precision_name in ("bf16", "bfloat16"):
         yield "bf16", True
-    elif kind in ("fp16", "float16", "half"):
+    elif precision_name in ("fp16", "float16", "half"):
         yield "fp16", True
 
 
@@ -121,40 +123,45 @@ def adam_betas(arguments: Arguments, option: str, first: str, second: str) -> Co
     yield option, (arguments.text(first) or 0.9, arguments.text(second) or 0.999)
 
 
-def clip_range(low: str, high: str | None) -> Converted:
-    if high in (None, low):
-        yield "eps_clip", low
+def clip_range(lower_bound: str, upper_bound: str | None) -> Converted:
+    if upper_bound in (None, lower_bound):
+        yield "eps_clip", lower_bound
     else:
-        yield "eps_clip_low", low
-        yield "eps_clip_high", high
+        yield "eps_clip_low", lower_bound
+        yield "eps_clip_high", upper_bound
 
 
-def trackers(names: Iterable[str], folder: str | None, project: str | None) -> Converted:
+def trackers(tracker_names: Iterable[str], folder: str | None, project: str | None) -> Converted:
     options = {
         "wandb": ("use_wandb", True),
         "tensorboard": ("use_tensorboard", folder or "runs"),
         "trackio": ("use_trackio", project or "lightppo"),
     }
-    for name in names:
-        if name in options:
-            yield options[name]
-        elif name in ("mlflow", "swanlab", "clearml", "comet_ml", "all"):
-            yield LOOK, f"{name}: see --use_wandb, --use_tensorboard, --use_trackio, --use_mlflow"
+    for tracker in tracker_names:
+        if tracker in options:
+            yield options[tracker]
+        elif tracker in ("mlflow", "swanlab", "clearml", "comet_ml", "all"):
+            yield (
+                LOOK,
+                f"{tracker}: see --use_wandb, --use_tensorboard, --use_trackio, --use_mlflow",
+            )
 
 
-def correction(kind: str | None, low: float | None, high: float | None) -> Converted:
-    if kind is not None:
-        yield "rollout_correction", kind
-        if low:
-            yield "correction_low", low
-        if high is not None:
-            yield "correction_high", high
+def correction(
+    correction_kind: str | None, lower_bound: float | None, upper_bound: float | None
+) -> Converted:
+    if correction_kind is not None:
+        yield "rollout_correction", correction_kind
+        if lower_bound:
+            yield "correction_low", lower_bound
+        if upper_bound is not None:
+            yield "correction_high", upper_bound
 
 
 KL_ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs"}
 
 
-def kl_estimator(name: str) -> Converted:
-    yield "kl_estimator", KL_ESTIMATORS.get(name, name)
-    if name in ("low_var_kl", "k3"):
+def kl_estimator(estimator: str) -> Converted:
+    yield "kl_estimator", KL_ESTIMATORS.get(estimator, estimator)
+    if estimator in ("low_var_kl", "k3"):
         yield "kl_clip", 10

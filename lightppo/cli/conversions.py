@@ -38,12 +38,12 @@ _OF_LAUNCHER = {  # ranks per node: nodes
 
 def read_ranks(command: OtherCommand) -> None:
     """Read the ranks of programs whose own options say how many there are."""
-    for per_node, nodes in _OF_LAUNCHER.items():
-        ranks = str(command.values.get(per_node, ""))
-        if ranks.isdigit():
-            count = str(command.values.get(nodes))
-            command.nodes = max(1, int(count)) if count.isdigit() else 1
-            command.ranks = max(1, int(ranks)) * command.nodes
+    for per_node, nodes_option in _OF_LAUNCHER.items():
+        rank_count = str(command.values.get(per_node, ""))
+        if rank_count.isdigit():
+            node_count = str(command.values.get(nodes_option))
+            command.nodes = max(1, int(node_count)) if node_count.isdigit() else 1
+            command.ranks = max(1, int(rank_count)) * command.nodes
 
 
 def convert(
@@ -59,22 +59,28 @@ def convert(
     conversion = Conversion(PROGRAMS[command.program])
     program = conversion.program
     read_names = {*_OF_LAUNCHER, *_OF_LAUNCHER.values()}
-    for rule in RULES:
-        names = tuple(name for name in rule.names if name in values)
-        if rule.trainer != program.trainer or program.command not in rule.commands or not names:
+    for conversion_rule in RULES:
+        given_names = tuple(
+            option_name for option_name in conversion_rule.names if option_name in values
+        )
+        if (
+            conversion_rule.trainer != program.trainer
+            or program.command not in conversion_rule.commands
+            or not given_names
+        ):
             continue
-        read_names.update(names)
+        read_names.update(given_names)
         try:
-            options = list(rule.convert(Arguments(values, command)))
+            options = list(conversion_rule.convert(Arguments(values, command)))
         except (ValueError, IndexError) as error:
-            conversion.look[names] = f"lightppo cannot read a value: {error}"
+            conversion.look[given_names] = f"lightppo cannot read a value: {error}"
             continue
-        for name, value in options:
-            conversion.take(name, value, names)
-    for name, value in values.items():
-        if name not in read_names:
-            is_default = name in defaults and str(defaults[name]) == str(value)
-            conversion.take_by_table(name, value, is_default)
+        for option_name, value in options:
+            conversion.take(option_name, value, given_names)
+    for option_name, value in values.items():
+        if option_name not in read_names:
+            is_default = option_name in defaults and str(defaults[option_name]) == str(value)
+            conversion.take_by_table(option_name, value, is_default)
     return conversion
 
 
@@ -104,33 +110,33 @@ class Conversion:
             title for title in parts_of(program.command) if title.split()[0] == program.trainer
         ]
 
-    def take(self, name: str, value: Any, names: tuple[str, ...]) -> None:
+    def take(self, name: str, value: Any, source_names: tuple[str, ...]) -> None:
         """Take a value of one of our options; a value that it does not take is for a person to look at."""
         if name == NOT_HERE:
-            self.not_here[names] = value
+            self.not_here[source_names] = value
             return
         if name == LOOK:
-            self.look[names] = value
+            self.look[source_names] = value
             return
         if name not in self.options:
-            self.not_here[names] = f"lightppo {self.program.command} has no --{name}"
+            self.not_here[source_names] = f"lightppo {self.program.command} has no --{name}"
             return
-        for title in self.titles:
-            if answers := meanings(f"{name}={value}", [title]):
+        for table_title in self.titles:
+            if answers := meanings(f"{name}={value}", [table_title]):
                 if answers[0].text.startswith("not here"):
-                    self.look[names] = answers[0].text
+                    self.look[source_names] = answers[0].text
                     return
                 value = re.match(r"`([^`]+)`", answers[0].text)[1]
         option = self.options[name]
         try:
             self.values[name] = option.conform(_in_type(value, option))
-            self.sources[name] = names
+            self.sources[name] = source_names
         except ConfigError as error:
-            self.look[names] = str(error)
+            self.look[source_names] = str(error)
 
     def take_by_table(self, name: str, value: Any, is_default: bool) -> None:
         """Take what other_trainers.txt says of a name that no rule has read."""
-        own_titles = [title for title in self.titles if " " in title]
+        own_titles = [table_title for table_title in self.titles if " " in table_title]
         answers = meanings(name, own_titles) or meanings(name, self.titles)
         if not answers and name.startswith("no_") and value is True:
             return self.take_by_table(name.removeprefix("no_"), False, is_default)
@@ -147,29 +153,29 @@ class Conversion:
 
     def _take_by_text(self, name: str, value: Any, text: str) -> None:
         """Take what a text says, at best a flag: with the value there, with the flag's own, or for one value alone."""
-        match = _FLAG.match(text)
-        if match is None:
+        flag_match = _FLAG.match(text)
+        if flag_match is None:
             if str(value).lower() != "false":
                 self.look[name,] = text
             return
-        negated, option, own_value, if_false, one_value = match.groups()
-        kind = self.options[option].kind if option in self.options else None
+        negated, option, own_value, if_false, one_value = flag_match.groups()
+        option_type = self.options[option].kind if option in self.options else None
         is_switch = str(value).lower() in ("true", "false", "0", "1")
         if one_value:
             if str(value) != one_value:
                 self.look[name,] = text
-            elif own_value or kind is bool:
+            elif own_value or option_type is bool:
                 self.take(option, own_value or True, (name,))
-        elif _CHANGES.match(text, match.end()) or re.search(r"[A-Z=…]|--", own_value or ""):
+        elif _CHANGES.match(text, flag_match.end()) or re.search(r"[A-Z=…]|--", own_value or ""):
             if str(value).lower() != "false":
                 self.look[name,] = text
         elif own_value:
             if (truth(value) or not is_switch) != bool(if_false):
                 self.take(option, own_value, (name,))
-        elif kind is bool and is_switch:
+        elif option_type is bool and is_switch:
             is_on = truth(value) != bool(negated)
             self.take(option, is_on != bool(if_false), (name,))
-        elif kind is bool or (value is True and kind is not None):
+        elif option_type is bool or (value is True and option_type is not None):
             self.look[name,] = text
         else:
             self.take(option, value, (name,))

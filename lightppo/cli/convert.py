@@ -27,10 +27,10 @@ _BASE_KEY = "base_model_name_or_path"  # of an adapter's config
 PARTS = ("actor", "critic", "ema", "reference")
 
 
-def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
-    """Exit code 2 if there is no such checkpoint, or if it is damaged."""
+def convert(arguments: Sequence[str], program: str = "lightppo convert") -> None:
+    """Write a model of a checkpoint; exit code 2 if there is no such checkpoint, or if it is damaged."""
     parser = CommandParser(
-        prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
+        program, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
         "folder with its tokenizer. LoRA is merged; the folder also holds the adapter. Needs one process and no GPU."
     )  # fmt: skip
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
@@ -48,29 +48,30 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     add_base(parser, "initial model of training, for config and tokenizer, with LoRA also for weights; "
              "default: the one that the checkpoint names, if it is no URL")  # fmt: skip
     add_override(parser)
-    args = parser.parse_args(argv)
-    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
-        if "://" not in args.checkpoint and not Path(args.checkpoint).expanduser().is_dir():
-            raise _no_such_run(args.checkpoint)
+    options = parser.parse_args(arguments)
+    with exit_on_mistakes(program, UserError):  # before anything heavy is imported
+        if "://" not in options.checkpoint and not Path(options.checkpoint).expanduser().is_dir():
+            raise _no_such_run(options.checkpoint)
 
     def model_and_tokenizer() -> tuple[Any, Any]:
         from lightppo.files import stage_to_local
 
-        folder = find_checkpoint(
-            Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step
+        run_folder = Path(stage_to_local(options.checkpoint)).expanduser()
+        folder = find_checkpoint(run_folder, options.part, options.step)
+        base_model = options.base or checkpoint_state(folder).get("config", {}).get(
+            _base_option(folder)
         )
-        start = args.base or checkpoint_options(folder).get(_base_option(folder))
-        check_output(args.output, {"CHECKPOINT": str(folder), "--base": start})
-        print(plain(f"reading {folder}; base: {start}"), flush=True)
-        return open_checkpoint(folder, Base.of(args))
+        check_output(options.output, {"CHECKPOINT": str(folder), "--base": base_model})
+        print(plain(f"reading {folder}; base: {base_model}"), flush=True)
+        return open_checkpoint(folder, BaseOptions.of(options))
 
-    _write(args.output, model_and_tokenizer, prog)
+    _write(options.output, model_and_tokenizer, program)
 
 
-def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
-    """Exit code 2 if the adapter does not fit."""
+def merge(arguments: Sequence[str], program: str = "lightppo merge") -> None:
+    """Merge an adapter into its base; exit code 2 if the adapter does not fit."""
     parser = CommandParser(
-        prog, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
+        program, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
         "and generation config. Weights keep their type; they are added in float32."
     )  # fmt: skip
     parser.add_argument(
@@ -78,28 +79,27 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     )
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
     add_base(parser, "dense base model; default: the one that the adapter's config names")
-    args = parser.parse_args(argv)
-
-    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
-        _check_adapter(args.adapter)
-        if args.base is not None:
-            check_model(args.base, "--base")
+    options = parser.parse_args(arguments)
+    adapter = options.adapter
+    with exit_on_mistakes(program, UserError):  # before anything heavy is imported
+        _check_adapter(adapter)
+        if options.base is not None:
+            check_model(options.base, "--base")
 
     def model_and_tokenizer() -> tuple[Any, Any]:
-        start = args.base or json.loads((args.adapter / "adapter_config.json").read_text()).get(
-            _BASE_KEY
-        )
-        check_output(args.output, {"ADAPTER": str(args.adapter), "--base": start})
-        run = args.adapter.absolute().parent
-        if options_of(run).get("load_in_4bit"):
+        settings = json.loads((adapter / "adapter_config.json").read_text())
+        base_model = options.base or settings.get(_BASE_KEY)
+        check_output(options.output, {"ADAPTER": str(adapter), "--base": base_model})
+        run_folder = adapter.absolute().parent
+        if options_of(run_folder).get("load_in_4bit"):
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
-            print(f"note: this adapter was {note}, which {run} is", flush=True)
-        model, tokenizer = open_adapter(args.adapter, Base.of(args))
+            print(f"note: this adapter was {note}, which {run_folder} is", flush=True)
+        model, tokenizer = open_adapter(adapter, BaseOptions.of(options))
         if model.untrainable is not None:  # it may lack a tower
             raise ModelLoadError(model.untrainable)
         return model, tokenizer
 
-    _write(args.output, model_and_tokenizer, prog)
+    _write(options.output, model_and_tokenizer, program)
 
 
 def _check_adapter(folder: Path) -> None:
@@ -109,13 +109,16 @@ def _check_adapter(folder: Path) -> None:
         raise ConfigError(
             f"{folder}: no such folder{mistyped_path(str(folder))}. Name the folder of an adapter"
         )
-    inside = sorted(str(path.parent) for path in folder.glob("**/adapter_config.json"))
-    what = f"name {' or '.join(inside[:3])}" if inside else "it is no folder of an adapter"
-    raise ConfigError(f"{folder} has no adapter_config.json: {what}")
+    remedy = "it is no folder of an adapter"
+    if adapters := sorted(
+        str(config_path.parent) for config_path in folder.glob("**/adapter_config.json")
+    ):
+        remedy = f"name {' or '.join(adapters[:3])}"
+    raise ConfigError(f"{folder} has no adapter_config.json: {remedy}")
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseOptions:
     """What the command line says of the model that a checkpoint or an adapter belongs to.
 
     A checkpoint may be somebody else's: what can run code is taken from here alone.
@@ -127,18 +130,19 @@ class Base:
     override_config: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Base:
-        """Of :func:`add_base` and :func:`add_override`."""
-        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
+    def of(cls, options: argparse.Namespace) -> BaseOptions:
+        """Return what options of :func:`add_base` and :func:`add_override` say."""
+        names = [field.name for field in fields(cls) if hasattr(options, field.name)]
+        return cls(**{name: getattr(options, name) for name in names})
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Options of :class:`lightppo.models.pretrained.LoadOptions`."""
+        """Return options of :class:`lightppo.models.pretrained.LoadOptions`."""
         return {"trust_remote_code": self.trust_remote_code, "external_lib": self.external_lib}
 
 
 def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """The options of what a checkpoint or an adapter belongs to."""
+    """Add the options of what a checkpoint or an adapter belongs to."""
     parser.add_argument("--base", metavar="MODEL", help=meaning)
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run Python code that comes with the base"
@@ -151,7 +155,7 @@ def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def add_override(parser: argparse.ArgumentParser) -> None:
-    """The option of a base whose config the run has changed."""
+    """Add the option of a base whose config the run has changed."""
     parser.add_argument("--override_config", metavar="JSON", type=_json_object,
                         help="changes of the base's config, as in the run; default: none")  # fmt: skip
 
@@ -166,8 +170,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
-    with exit_on_mistakes(prog, UserError):
+def _write(output: Path, read_model: Callable[[], tuple[Any, Any]], program: str) -> None:
+    with exit_on_mistakes(program, UserError):
         check_writable(output, "OUT")
         if output.exists() and any(output.iterdir()):
             raise ConfigError(f"{output} is there already: name a new folder")
@@ -175,14 +179,16 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
         from lightppo.checkpoint.export import save_model
         from lightppo.ranks import Alone
 
-        save_model(Alone(), *read(), output)
-        size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-        print(f"{output}: {size / 1e6:,.1f} MB")
+        save_model(Alone(), *read_model(), output)
+        total_bytes = sum(
+            file_path.stat().st_size for file_path in output.rglob("*") if file_path.is_file()
+        )
+        print(f"{output}: {total_bytes / 1e6:,.1f} MB")
 
 
-def _no_such_run(path: str) -> CheckpointError:
+def _no_such_run(run_path: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: no such folder{mistyped_path(path)}. Name the --save_path of a run"
+        f"{run_path}: no such folder{mistyped_path(run_path)}. Name the --save_path of a run"
     )
 
 
@@ -190,22 +196,23 @@ def _no_such_run(path: str) -> CheckpointError:
 
 
 def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) -> Path:
-    """The folder of one model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
+    """Return the folder of a model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
     if layout.is_checkpoint(path):
         return path
-    root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
-    is_root = Path(layout.part_folder(root)).is_dir()
-    folder = Path(layout.part_folder(root, part)) if is_root else root
+    checkpoint_root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
+    is_root = Path(layout.part_folder(checkpoint_root)).is_dir()
+    folder = Path(layout.part_folder(checkpoint_root, part)) if is_root else checkpoint_root
+    checkpoint_tags = layout.list_tags(folder) if folder.is_dir() else ()
     if folder.is_dir():
-        tag = layout.latest_tag(folder) if step is None else layout.tag_of(step)
-        if tag is not None and layout.is_checkpoint(folder / tag):
-            return folder / tag
+        checkpoint_tag = layout.latest_tag(folder) if step is None else layout.tag_of(step)
+        if checkpoint_tag is not None and layout.is_checkpoint(folder / checkpoint_tag):
+            return folder / checkpoint_tag
     if not path.is_dir():
         raise _no_such_run(str(path))
-    wanted = "" if step is None else f" of step {step}"
-    if there := layout.list_tags(folder) if folder.is_dir() else ():
+    if checkpoint_tags:
+        of_step = "" if step is None else f" of step {step}"
         raise CheckpointError(
-            f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}"
+            f"{path} holds no checkpoint{of_step} of the {part}; it has {', '.join(checkpoint_tags)}"
         )
     if (path / "config.json").is_file() and not is_root:
         raise CheckpointError(
@@ -218,28 +225,23 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
 
 
 def checkpoint_state(folder: Path) -> dict[str, Any]:
-    """What a run kept in a checkpoint beside its models; empty if nothing says it."""
+    """Return what a run kept in a checkpoint beside its models; empty if nothing says it."""
     from lightppo.checkpoint.engine_state import read_client_state
 
     # The actor's part has it, the other parts do not.
-    states = [
-        read_client_state(one)
-        for one in (folder, layout.beside(folder))
-        if (one / layout.CLIENT_STATE).is_file()
-    ]
-    return next((state for state in states if "config" in state), {})
-
-
-def checkpoint_options(folder: Path) -> dict[str, Any]:
-    """The options of the run that saved a checkpoint."""
-    return checkpoint_state(folder).get("config", {})
+    for part_folder in (folder, layout.beside(folder)):
+        if (part_folder / layout.CLIENT_STATE).is_file():
+            state = read_client_state(part_folder)
+            if "config" in state:
+                return state
+    return {}
 
 
 # -- models out of them ----------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
-    """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
+def open_checkpoint(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
+    """Return model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
     from lightppo.checkpoint.damage import damage
     from lightppo.checkpoint.engine_state import read_meta
     from lightppo.checkpoint.reshape import load_weights, saved_names
@@ -248,38 +250,47 @@ def open_checkpoint(folder: Path, given: Base) -> tuple[Any, Any]:
     from lightppo.models.loading import check_trainable, get_tokenizer
     from lightppo.ranks import Alone
 
-    meta = read_meta(folder)
-    if found := damage(Alone(), folder):
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
+    metadata = read_meta(folder)
+    if problems := damage(Alone(), folder):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}")
     state = checkpoint_state(folder)
     options = state.get("config", {})
-    _check_repeated(folder, options, given)
+    _check_repeated(folder, options, base_options)
     # Value heads of transformers' classifiers, in our wrapper. They always train.
-    heads = ("model.score.", "model.classifier.")
-    has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
-    start = given.base or _named(folder, options, _base_option(folder))
-    if start is None:
+    head_prefixes = ("model.score.", "model.classifier.")
+    has_value_head = any(
+        weight_name.startswith(head_prefixes) for weight_name in saved_names(folder, metadata)
+    )
+    base_model = base_options.base or _recorded_model(folder, options, _base_option(folder))
+    if base_model is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
-    words = given.base or _named(folder, options, "tokenizer_path") or start
+    tokenizer_path = (
+        base_options.base or _recorded_model(folder, options, "tokenizer_path") or base_model
+    )
     has_towers = False
     if not options.get("init_from_scratch"):
-        has_towers = check_trainable(stage_to_local(start), flag="--base", **given.loading)
-    model = _model_for(meta, options, stage_to_local(start), has_value_head, given, has_towers)
-    load_weights(model, folder, meta)
+        has_towers = check_trainable(
+            stage_to_local(base_model), flag="--base", **base_options.loading
+        )
+    model = _model_for(
+        metadata, options, stage_to_local(base_model), has_value_head, base_options, has_towers
+    )
+    load_weights(model, folder, metadata)
     if has_value_head and state.get(ROWS_ENTRY):
         setattr(model.hf_model.config, ROWS_ENTRY, state[ROWS_ENTRY])
-    return model, get_tokenizer(
-        stage_to_local(words), model, trust_remote_code=given.trust_remote_code, flag="--base"
+    trust = base_options.trust_remote_code
+    tokenizer = get_tokenizer(
+        stage_to_local(tokenizer_path), model, trust_remote_code=trust, flag="--base"
     )
+    return model, tokenizer
 
 
-def _check_repeated(folder: Path, options: Mapping[str, Any], given: Base) -> None:
-    """ConfigError for what the run imported or changed in the config, unless the command line repeats it."""
-    kept = {name: options.get(name) for name in ("external_lib", "override_config")}
+def _check_repeated(folder: Path, options: Mapping[str, Any], base_options: BaseOptions) -> None:
+    """Raise ConfigError for what the run imported or changed in the config, unless the command line repeats it."""
     missing = [
-        f"--{name} {shlex.quote(str(value))}"
-        for name, value in kept.items()
-        if value and getattr(given, name) is None
+        f"--{option_name} {shlex.quote(str(options[option_name]))}"
+        for option_name in ("external_lib", "override_config")
+        if options.get(option_name) and getattr(base_options, option_name) is None
     ]
     if missing:
         raise ConfigError(
@@ -289,14 +300,14 @@ def _check_repeated(folder: Path, options: Mapping[str, Any], given: Base) -> No
 
 
 def _base_option(folder: Path) -> str:
-    """Which option of the run names the base of a checkpoint's part."""
+    """Return which option of the run names the base of a checkpoint's part."""
     if layout.part_of(folder) == "critic":
         return "critic_pretrain"
     return "pretrain"
 
 
-def _named(folder: Path, options: Mapping[str, Any], name: str) -> str | None:
-    """The folder or hub id that the options of a checkpoint name; it fetches nothing from elsewhere."""
+def _recorded_model(folder: Path, options: Mapping[str, Any], name: str) -> str | None:
+    """Return the folder or hub id that the options of a checkpoint name; it fetches nothing from elsewhere."""
     path = options.get(name)
     if path is not None and "://" in path:
         raise CheckpointError(
@@ -310,13 +321,11 @@ def _model_for(
     options: Mapping[str, Any],
     start: str,
     has_value_head: bool,
-    given: Base,
+    base_options: BaseOptions,
     has_towers: bool,
 ) -> Any:
-    """A model that a checkpoint's weights fit; its own are the base's under adapters and beside towers, else of no
+    """Return a model that a checkpoint's weights fit; its own are the base's under adapters and beside towers, else of no
     meaning."""
-    from contextlib import nullcontext
-
     import torch
     from transformers.initialization import no_init_weights
 
@@ -324,24 +333,27 @@ def _model_for(
     from lightppo.models.adapters.lora import LoraOptions, add_adapters
     from lightppo.models.critic import Critic
 
+    settings = {"dtype": torch.float32, "flag": "--base", **base_options.loading}
     if meta["bf16"]:
-        dtype = torch.bfloat16
+        settings["dtype"] = torch.bfloat16
     elif meta.get("fp16"):
-        dtype = torch.float16
-    else:
-        dtype = torch.float32
-    settings = {"dtype": dtype, "flag": "--base", **given.loading}
-    settings |= {name: options[name] for name in ("init_from_scratch", "seed") if name in options}
-    reads_weights = bool(meta["adapters"]) or has_towers
-    if not reads_weights:
-        settings["init_from_scratch"] = True
-    settings["override_config"] = given.override_config
+        settings["dtype"] = torch.float16
+    settings |= {
+        option_name: options[option_name]
+        for option_name in ("init_from_scratch", "seed")
+        if option_name in options
+    }
+    settings["override_config"] = base_options.override_config
     if has_value_head:
         settings["init_value_head"] = True  # the trained head is in the checkpoint
     if meta["adapters"]:
         settings["load_in_4bit"] = options.get("load_in_4bit", False)
-    with nullcontext() if reads_weights else no_init_weights():
-        model = (Critic if has_value_head else Actor)(start, **settings)
+    model_class = Critic if has_value_head else Actor
+    if not meta["adapters"] and not has_towers:
+        settings["init_from_scratch"] = True
+        with no_init_weights():
+            return model_class(start, **settings)
+    model = model_class(start, **settings)
     if meta["adapters"]:
         alpha = options.get("lora_alpha") or 16.0
         targets = tuple(options.get("target_modules", ()))
@@ -349,21 +361,21 @@ def _model_for(
     return model
 
 
-def open_adapter(folder: Path, given: Base) -> tuple[Any, Any]:
-    """Merged model and tokenizer; the tokenizer is the base's if the folder has none."""
+def open_adapter(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
+    """Return merged model and tokenizer; the tokenizer is the base's if the folder has none."""
     from lightppo.models.adapters.lora import load_merged
     from lightppo.models.loading import get_tokenizer
 
-    model = load_merged(folder, given.base, **given.loading)
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    path = str(folder) if has_tokenizer else model.config.name_or_path
-    return model, get_tokenizer(
-        path, model, trust_remote_code=given.trust_remote_code, flag="--base"
-    )
+    model = load_merged(folder, base_options.base, **base_options.loading)
+    tokenizer_path = model.config.name_or_path
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer_path = str(folder)
+    trust = base_options.trust_remote_code
+    return model, get_tokenizer(tokenizer_path, model, trust_remote_code=trust, flag="--base")
 
 
-def open_model(name: str, given: Base) -> tuple[Any, Any, dict[str, Any]]:
-    """Causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
+def open_model(name: str, base_options: BaseOptions) -> tuple[Any, Any, dict[str, Any]]:
+    """Return causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
     from lightppo.files import stage_to_local
     from lightppo.models.adapters.lora import is_adapter
     from lightppo.models.loading import get_tokenizer, load_causal_lm
@@ -371,23 +383,23 @@ def open_model(name: str, given: Base) -> tuple[Any, Any, dict[str, Any]]:
     path = Path(name).expanduser()
     options = {}
     if is_adapter(path):
-        return *open_adapter(path, given), options_of(path.absolute().parent)
+        return *open_adapter(path, base_options), options_of(path.absolute().parent)
     if path.is_dir() and not (path / "config.json").is_file():
         folder = find_checkpoint(path)
         # What --save_hf_ckpt wrote.
         path = layout.export_of(folder)
-        options = checkpoint_options(folder)
+        options = checkpoint_state(folder).get("config", {})
         if not (path / "config.json").is_file():
-            model, tokenizer = open_checkpoint(folder, given)
+            model, tokenizer = open_checkpoint(folder, base_options)
             return model.hf_model, tokenizer, options
         name = str(path)
-    for flag in ("base", "override_config"):
-        if (value := getattr(given, flag)) is not None:
+    for option_name in ("base", "override_config"):
+        if (value := getattr(base_options, option_name)) is not None:
             raise ConfigError(
-                f"--{flag} {value}: {name} is a whole model, and needs none: leave --{flag} out"
+                f"--{option_name} {value}: {name} is a whole model, and needs none: leave --{option_name} out"
             )
-    model = load_causal_lm(
-        local := stage_to_local(name), dtype="auto", flag="MODEL", **given.loading
-    )
-    tokenizer = get_tokenizer(local, model, flag="MODEL", trust_remote_code=given.trust_remote_code)
+    local_path = stage_to_local(name)
+    model = load_causal_lm(local_path, dtype="auto", flag="MODEL", **base_options.loading)
+    trust = base_options.trust_remote_code
+    tokenizer = get_tokenizer(local_path, model, flag="MODEL", trust_remote_code=trust)
     return model, tokenizer, options or options_of(path)

@@ -17,39 +17,22 @@ from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
 from lightppo.redaction import plain
 
-_NAMES = (
-    "pretrain",
-    "tokenizer_path",
-    "trust_remote_code",
-    "prompt_data",
-    "prompt_data_probs",
-    "prompt_split",
+_PPO_NAMES = (
+    "pretrain tokenizer_path trust_remote_code prompt_data prompt_data_probs prompt_split prompt_metadata input_key "
+    "label_key input_template apply_chat_template system_prompt chat_template_kwargs data_source_key max_samples "
+    "prompt_max_len truncation filter_overlong_prompts seed"
 )
-_NAMES += (
-    "prompt_metadata",
-    "input_key",
-    "label_key",
-    "input_template",
-    "apply_chat_template",
-    "system_prompt",
-    "chat_template_kwargs",
-)
-_NAMES += (
-    "data_source_key",
-    "max_samples",
-    "prompt_max_len",
-    "truncation",
-    "filter_overlong_prompts",
-    "seed",
-)
-_OF_OTHERS = [
-    option for kind in COMMANDS.values() for option in type(kind().data).options().values()
+_OTHER_OPTIONS = [
+    option
+    for kind in COMMANDS.values()
+    for option in type(kind().data).options().values()
+    if not option.name.startswith(("eval_", "on_", "data_"))
 ]
-_OF_OTHERS = [
-    option for option in _OF_OTHERS if not option.name.startswith(("eval_", "on_", "data_"))
-]
-_SHARED = {option.name: replace(option, required=False) for option in (*_OF_OTHERS, *all_options())}
-_SHARED = {name: _SHARED[name] for name in (*_NAMES, *(option.name for option in _OF_OTHERS))}
+_OPTIONS = {option.name: option for option in (*_OTHER_OPTIONS, *all_options())}
+_SHARED = {
+    name: replace(_OPTIONS[name], required=False)
+    for name in (*_PPO_NAMES.split(), *(option.name for option in _OTHER_OPTIONS))
+}
 _SHARED["for"] = Option(
     "for", Literal[("ppo", *COMMANDS)], "ppo", "The command that will train on the rows."
 )
@@ -73,158 +56,183 @@ class RowsConfig(_RowsConfig, declared=_RowsConfig.options() | _SHARED):
     """Show rows as a model will see them, and the lengths and problems of all; exit code 1 if a row has a problem."""
 
 
-def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo data") -> None:
     """Show rows, or write them in our form; exit code 2 if the data cannot be read."""
 
     def problems(config: RowsConfig, _: int) -> list[str]:
-        source = "prompt_data" if kind_of(config) == "ppo" else "dataset"
-        needed = [source] if config.write else [source, "pretrain"]
-        return [f"--{name} is required" for name in needed if not getattr(config, name)]
+        option_names = [rows_option(config)]
+        if not config.write:
+            option_names.append("pretrain")
+        return [
+            f"--{option_name} is required"
+            for option_name in option_names
+            if not getattr(config, option_name)
+        ]
 
-    config = parse_section(RowsConfig, problems, argv, prog)
+    config = parse_section(RowsConfig, problems, arguments, program)
     logger = logging.getLogger("lightppo")
     level = logger.level
     logger.setLevel(logging.ERROR)  # what it would warn of is printed
     try:
-        with exit_on_mistakes(prog, UserError):
+        with exit_on_mistakes(program, UserError):
             check(config)
-            found = write(config) if config.write else show(config)
+            bad_rows = write(config) if config.write else show(config)
     finally:
         logger.setLevel(level)
-    if found:
+    if bad_rows:
         raise SystemExit(1)
 
 
-def kind_of(config: RowsConfig) -> str:
-    """The command that will train on the rows."""
+def command_of(config: RowsConfig) -> str:
+    """Return the command that will train on the rows."""
     return getattr(config, "for")
 
 
+def rows_option(config: RowsConfig) -> str:
+    """Return the option that names the rows."""
+    return {"ppo": "prompt_data"}.get(command_of(config), "dataset")
+
+
 def check(config: RowsConfig) -> None:
-    """Refuses what is not there, before anything heavy is imported."""
+    """Refuse what is not there, before anything heavy is imported."""
     from lightppo.data.blends import check_data_paths
     from lightppo.data.folders import check_tokenizer
 
-    flag = "prompt_data" if kind_of(config) == "ppo" else "dataset"
+    flag = rows_option(config)
     check_data_paths(getattr(config, flag), flag=f"--{flag}")
     if not config.write:
-        name = "tokenizer_path" if config.tokenizer_path else "pretrain"
-        check_tokenizer(getattr(config, name), f"--{name}")
+        option_name = "tokenizer_path" if config.tokenizer_path else "pretrain"
+        check_tokenizer(getattr(config, option_name), f"--{option_name}")
 
 
-def read(config: RowsConfig) -> tuple[Any, str]:
-    """The rows, and the flag that names them."""
+def read(config: RowsConfig) -> Any:
+    """Return the rows."""
     from lightppo.data.blends import blending_datasets, with_metadata
 
-    paths = config.prompt_data
-    probs = config.prompt_data_probs
-    split = config.prompt_split
-    flag = "--prompt_data"
-    if kind_of(config) != "ppo":
-        paths = config.dataset
-        probs = None
-        split = config.dataset_split
-        flag = "--dataset"
-    rows = blending_datasets(paths, probs, None, config.seed, train_split=split, flag=flag)
-    rows = with_metadata(rows, config.prompt_metadata)
-    return rows.select(range(min(len(rows), config.max_samples))), flag
+    rows_flag = rows_option(config)
+    probabilities = None
+    data_split = config.dataset_split
+    if rows_flag == "prompt_data":
+        probabilities = config.prompt_data_probs
+        data_split = config.prompt_split
+    data_paths = getattr(config, rows_flag)
+    data_rows = blending_datasets(
+        data_paths, probabilities, None, config.seed, train_split=data_split, flag=f"--{rows_flag}"
+    )
+    data_rows = with_metadata(data_rows, config.prompt_metadata)
+    return data_rows.select(range(min(len(data_rows), config.max_samples)))
 
 
 # -- show ------------------------------------------------------------------------------------------------------------
 
 
 def show(config: RowsConfig) -> int:
-    """Print rows, lengths and problems; the number of rows with a problem."""
+    """Print rows, lengths and problems; return the number of rows with a problem."""
     from lightppo.data.rows import ORIGIN_COLUMN
     from lightppo.files import stage_to_local
     from lightppo.models.loading import get_tokenizer
     from lightppo.preflight.dry_run_report import described, lengths
 
-    rows, flag = read(config)
-    path = stage_to_local(config.tokenizer_path or config.pretrain)
-    tokenizer = get_tokenizer(path, trust_remote_code=config.trust_remote_code)
-    if late := [n for n in config.row if n > len(rows)]:
-        raise DataError(f"--row {late[0]}: there are {len(rows)} rows")
+    rows = read(config)
+    tokenizer_path = stage_to_local(config.tokenizer_path or config.pretrain)
+    tokenizer = get_tokenizer(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    for number in config.row:
+        if number > len(rows):
+            raise DataError(f"--row {number}: there are {len(rows)} rows")
     for number in config.row or range(1, min(config.rows, len(rows)) + 1):
         print(plain(f"-- row {number}: {rows[number - 1][ORIGIN_COLUMN]}"))
         try:
             print(*described(prepare(config, rows.select([number - 1]), tokenizer)), "", sep="\n")
         except DataError as error:
             print(plain(f"cannot be used: {error}\n"))
-    whole = prepare(config, rows, tokenizer, limited=False)
-    limit = limit_of(config)
-    kind = "drop" if config.filter_overlong_prompts else config.truncation
-    over = int((whole.lengths > getattr(config, limit)).sum())
-    print(plain(f"-- {flag}: {whole.report}"))
-    print(lengths(whole))
-    print(f"over --{limit} {getattr(config, limit)}: {over} (--truncation {kind})")
-    for text in whole.report.bad:
-        print(plain(text))
-    return len(whole.report.bad) + (over if kind == "error" else 0)
+    dataset = prepare(config, rows, tokenizer, limited=False)
+    limit_name = limit_option(config)
+    truncation = config.truncation
+    if config.filter_overlong_prompts:
+        truncation = "drop"
+    overlong_rows = int((dataset.lengths > getattr(config, limit_name)).sum())
+    print(plain(f"-- --{rows_option(config)}: {dataset.report}"))
+    print(lengths(dataset))
+    print(
+        f"over --{limit_name} {getattr(config, limit_name)}: {overlong_rows} (--truncation {truncation})"
+    )
+    for bad_row in dataset.report.bad:
+        print(plain(bad_row))
+    problems = len(dataset.report.bad)
+    if truncation == "error":
+        problems += overlong_rows
+    return problems
 
 
-def limit_of(config: RowsConfig) -> str:
-    """The option that limits the tokens of a row."""
-    if kind_of(config) == "ppo":
-        return "prompt_max_len"
-    return "max_len"
+def limit_option(config: RowsConfig) -> str:
+    """Return the option that limits the tokens of a row."""
+    return {"ppo": "prompt_max_len"}.get(command_of(config), "max_len")
 
 
 def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
-    """The data set that training makes; without its limit, bad rows are counted."""
-    options = {name: getattr(config, name) for name in _SHARED} | {
-        "on_bad_row": "error" if limited else "skip"
+    """Return the data set that training makes; without its limit, bad rows are counted."""
+    options = {option_name: getattr(config, option_name) for option_name in _SHARED} | {
+        "on_bad_row": "error"
     }
     if not limited:
         options |= {
-            limit_of(config): 2**31 - 1,
+            "on_bad_row": "skip",
+            limit_option(config): 2**31 - 1,
             "truncation": "error",
             "filter_overlong_prompts": False,
         }
-    if kind_of(config) == "ppo":
+    if command_of(config) == "ppo":
         from lightppo.data.datasets import PromptDataset
 
-        names = (
-            "input_key",
-            "label_key",
-            "data_source_key",
-            "input_template",
-            "apply_chat_template",
-            "system_prompt",
-            "chat_template_kwargs",
+        option_names = (
+            "input_key label_key data_source_key input_template apply_chat_template system_prompt "
+            "chat_template_kwargs prompt_max_len truncation on_bad_row"
         )
-        names += ("prompt_max_len", "truncation", "on_bad_row")
-        given = {name: options[name] for name in names}
         return PromptDataset(
-            rows, tokenizer, filter_overlong=options["filter_overlong_prompts"], **given
+            rows,
+            tokenizer,
+            filter_overlong=options["filter_overlong_prompts"],
+            **{option_name: options[option_name] for option_name in option_names.split()},
         )
     from lightppo.supervised.objectives import OBJECTIVES
 
-    kind = COMMANDS[kind_of(config)]
-    objective = next(one for one in OBJECTIVES if one.config_class is kind)
-    given = {name: options[name] for name in type(kind().data).options() if name in options}
-    return objective(kind().with_options(**given), None).build_dataset(rows, tokenizer)
+    config_class = COMMANDS[command_of(config)]
+    objective = next(
+        objective for objective in OBJECTIVES if objective.config_class is config_class
+    )
+    option_values = {
+        option_name: options[option_name]
+        for option_name in type(config_class().data).options()
+        if option_name in options
+    }
+    return objective(config_class().with_options(**option_values), None).build_dataset(
+        rows, tokenizer
+    )
 
 
 # -- write -----------------------------------------------------------------------------------------------------------
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``question``, ``answer`` with the number behind ####: input, output, label."""
+    """Read ``question``, ``answer`` with the number behind ####: input, output, label."""
     return _worked(row["question"], row["answer"], "####", "openai/gsm8k")
 
 
 def competition_math(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``problem``, ``solution`` with a boxed answer: input, output, label, level, type."""
-    more = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
-    return _worked(row["problem"], row["solution"], "\\boxed", "math") | more
+    """Read ``problem``, ``solution`` with a boxed answer: input, output, label, level, type."""
+    columns = {
+        column_name: row[column_name]
+        for column_name in ("level", "type")
+        if row.get(column_name) is not None
+    }
+    return _worked(row["problem"], row["solution"], "\\boxed", "math") | columns
 
 
-def _worked(problem: str, solution: str, mark: str, source: str) -> dict[str, Any]:
+def _worked(problem: str, solution: str, answer_mark: str, source: str) -> dict[str, Any]:
     from lightppo.verifiers.math import gold_answers
 
-    if mark not in solution:
-        raise ValueError(f"the solution has no {mark}")
+    if answer_mark not in solution:
+        raise ValueError(f"the solution has no {answer_mark}")
     return {
         "input": problem,
         "output": solution,
@@ -234,27 +242,35 @@ def _worked(problem: str, solution: str, mark: str, source: str) -> dict[str, An
 
 
 def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``instruction`` and scored ``completions``, or a ``prompt`` with ``chosen`` and ``rejected``: a pair with the
+    """Read ``instruction`` and scored ``completions``, or a ``prompt`` with ``chosen`` and ``rejected``: a pair with the
     margin of the scores; None where best and worst have the same score."""
+
+    def answer_text(answer: Any) -> str:
+        return answer if isinstance(answer, str) else answer[-1]["content"]
+
     if "completions" in row:
-        by_score = sorted(row["completions"], key=lambda one: float(one["overall_score"]))
-        worst, *_, best = [(one["response"], float(one["overall_score"])) for one in by_score]
+        by_score = sorted(row["completions"], key=lambda answer: float(answer["overall_score"]))
+        worst_answer, *_, best_answer = by_score
+        scores = (float(best_answer["overall_score"]), float(worst_answer["overall_score"]))
         prompt = row["instruction"]
+        chosen = best_answer["response"]
+        rejected = worst_answer["response"]
     else:
-        best, worst = ((row[name], row.get(f"score_{name}")) for name in ("chosen", "rejected"))
+        scores = (row.get("score_chosen"), row.get("score_rejected"))
         prompt = row["prompt"]
-    answers = [text if isinstance(text, str) else text[-1]["content"] for text, _ in (best, worst)]
-    pair = {
+        chosen = row["chosen"]
+        rejected = row["rejected"]
+    answer_pair = {
         "input": prompt,
-        "chosen": answers[0],
-        "rejected": answers[1],
+        "chosen": answer_text(chosen),
+        "rejected": answer_text(rejected),
         "data_source": "ultrafeedback",
     }
-    if best[1] is not None and worst[1] is not None:
-        pair["margin"] = best[1] - worst[1]
-    if pair.get("margin") == 0 or answers[0] == answers[1]:
+    if None not in scores:
+        answer_pair["margin"] = scores[0] - scores[1]
+    if answer_pair.get("margin") == 0 or answer_pair["chosen"] == answer_pair["rejected"]:
         return None
-    return pair
+    return answer_pair
 
 
 FORMS = {  # name → conversion of a row, and the columns that tell it
@@ -275,29 +291,33 @@ def write(config: RowsConfig) -> None:
 
     if Path(config.write).exists():
         raise ConfigError(f"--write {config.write}: is there already")
-    rows, flag = read(config)
-    fits = [
-        name
-        for name, (_, known) in FORMS.items()
-        if any(set(rows.column_names) >= one for one in known)
+    source_rows = read(config)
+    matching_forms = [
+        row_form
+        for row_form, (_, column_sets) in FORMS.items()
+        if any(set(source_rows.column_names) >= columns for columns in column_sets)
     ]
-    form = fits[0] if config.form == "auto" and fits else config.form
-    if form not in fits:
-        columns = ", ".join(name for name in rows.column_names if name != ORIGIN_COLUMN)
-        raise DataError(
-            f"{flag}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}"
+    row_form = matching_forms[0] if config.form == "auto" and matching_forms else config.form
+    if row_form not in matching_forms:
+        columns = ", ".join(
+            column_name for column_name in source_rows.column_names if column_name != ORIGIN_COLUMN
         )
-    lines = []
-    for number, row in enumerate(rows):
+        raise DataError(
+            f"--{rows_option(config)}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}"
+        )
+    convert, _ = FORMS[row_form]
+    json_lines = []
+    for number, source_row in enumerate(source_rows):
         try:
-            lines.append(FORMS[form][0](row))
+            converted = convert(source_row)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise DataError(
-                f"{origin_of(row, number)}: no row of {form}: {type(error).__name__}: {error}"
+                f"{origin_of(source_row, number)}: no row of {row_form}: {type(error).__name__}: {error}"
             ) from error
-    kept = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line is not None]
-    files_in_use().write_text(Path(config.write), "".join(kept))
-    left_out = f"; {len(lines) - len(kept)} pairs without a difference left out" * (
-        len(kept) < len(lines)
-    )
-    print(f"{config.write}: {len(kept)} rows of {form}{left_out}")
+        if converted is not None:
+            json_lines.append(json.dumps(converted, ensure_ascii=False) + "\n")
+    files_in_use().write_text(Path(config.write), "".join(json_lines))
+    result_line = f"{config.write}: {len(json_lines)} rows of {row_form}"
+    if len(json_lines) < len(source_rows):
+        result_line += f"; {len(source_rows) - len(json_lines)} pairs without a difference left out"
+    print(result_line)

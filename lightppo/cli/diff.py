@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,18 @@ _ORDER = (
     "rollout/",
     "train/",
 )
-_OF_GRADIENTS = ("_grad_norm", "_skipped", "_stopped", "_lr")
+_GRADIENT_ENDINGS = ("_grad_norm", "_skipped", "_stopped", "_lr")
 _CLOCK = ("step", "time", "perf/")  # what a clock measured, and the step's number
-_SHOWN = 20  # characters of two texts from where they differ
+_EXCERPT = 20  # characters of two texts from where they differ
 
 Values = dict[str, Any]
 Differences = dict[str, list[tuple[int, Any, Any]]]
 
 
-def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo diff") -> None:
     """Compare two runs: exit code 0 where all that both recorded is equal, else 1; 2 without two runs."""
     parser = CommandParser(
-        prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different."
+        program, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different."
     )
     parser.add_argument(
         "runs",
@@ -53,142 +54,145 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
     )
     parser.add_argument("--tolerance", type=float, default=0.0, help="largest difference, relative to the larger "
                         "number or to 1, that counts as equal; default: 0")  # fmt: skip
-    args = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
+    runs = options.runs
     try:
-        first, second = map(steps_of, args.runs)
-        common = sorted(first.keys() & second.keys())
-        found = differences([(step, first[step], second[step]) for step in common], args.tolerance)
-        sample = first_sample([recorded_path(run, "rollout_data_dir") for run in args.runs], common)
-        for letter, run, steps in zip("ab", args.runs, (first, second)):
+        first_steps, second_steps = map(steps_of, runs)
+        common = sorted(first_steps.keys() & second_steps.keys())
+        steps = [(step, first_steps[step], second_steps[step]) for step in common]
+        differing = differences(steps, options.tolerance)
+        sample = first_sample([recorded_path(run, "rollout_data_dir") for run in runs], common)
+        for letter, run, steps in zip("ab", runs, (first_steps, second_steps)):
             print(plain(f"{letter}: {run}, steps {min(steps)} to {max(steps)}"))
         lines = (
             f"{len(common)} steps in both",
-            *_verdict(found, sample),
-            *_table(found),
-            *_around(args.runs),
+            *_verdict(differing, sample),
+            *_table(differing),
+            *_options_and_facts(runs),
         )
         print(*map(plain, lines), sep="\n")
     except (ReportError, OSError) as error:
         parser.error(str(error))
-    raise SystemExit(1 if found or sample or not common else 0)
+    raise SystemExit(1 if differing or sample or not common else 0)
 
 
 # -- what runs recorded ----------------------------------------------------------------------------------------------
 
 
 def steps_of(run: Path) -> dict[int, Values]:
-    """All that a run recorded of each step, without what a clock measured."""
-    steps: dict[int, Values] = {}
-    for row in read_metrics(run / "metrics.jsonl"):
-        if values := {name: value for name, value in row.items() if not name.startswith(_CLOCK)}:
-            steps.setdefault(row["step"], {}).update(values)
-    return steps
+    """Return all that a run recorded of each step, without what a clock measured."""
+    values_by_step: dict[int, Values] = {}
+    for metric_row in read_metrics(run / "metrics.jsonl"):
+        if values := {
+            metric: value for metric, value in metric_row.items() if not metric.startswith(_CLOCK)
+        }:
+            values_by_step.setdefault(metric_row["step"], {}).update(values)
+    return values_by_step
 
 
 # -- where they differ -----------------------------------------------------------------------------------------------
 
 
 def differences(steps: Sequence[tuple[int, Values, Values]], tolerance: float = 0.0) -> Differences:
-    """By quantity, the steps at which two runs differ, with both values; the quantity that differs first is first.
+    """Return by quantity the steps at which two runs differ, with both values; the quantity that differs first is first.
 
     What one lacks is ``"missing"``; an evaluation that only one of them made is no difference.
     """
-    found: Differences = {}
-    for step, a, b in steps:
-        for name in sorted({**a, **b}, key=_place):
-            first = a.get(name, "missing")
-            second = b.get(name, "missing")
-            equal = first == second or _apart(first, second) <= tolerance * max(
-                [1.0, *(abs(v) for v in (first, second) if isinstance(v, float))]
-            )
-            if not equal and not ("missing" in (first, second) and name.startswith("eval/")):
-                found.setdefault(name, []).append((step, first, second))
-    return found
+    differing: Differences = {}
+    for step, first_values, second_values in steps:
+        for metric in sorted({**first_values, **second_values}, key=_order):
+            values = (first_values.get(metric, "missing"), second_values.get(metric, "missing"))
+            scale = max([1.0, *(abs(value) for value in values if isinstance(value, float))])
+            is_equal = values[0] == values[1] or _distance(*values) <= tolerance * scale
+            if not is_equal and not ("missing" in values and metric.startswith("eval/")):
+                differing.setdefault(metric, []).append((step, *values))
+    return differing
 
 
-def _place(name: str) -> tuple[int, bool]:
-    place = next((i for i, prefix in enumerate(_ORDER) if name.startswith(prefix)), len(_ORDER))
-    return place, name.endswith(_OF_GRADIENTS)
+def _order(metric: str) -> tuple[int, bool]:
+    positions = [position for position, prefix in enumerate(_ORDER) if metric.startswith(prefix)]
+    return min(positions, default=len(_ORDER)), metric.endswith(_GRADIENT_ENDINGS)
 
 
-def _apart(first: Any, second: Any) -> float:
-    """Infinity where one is missing, or null: it was not finite."""
+def _distance(first: Any, second: Any) -> float:
+    """Return how far two values are apart; infinity where one is missing, or null: it was not finite."""
     if isinstance(first, (int, float)) and isinstance(second, (int, float)):
         return abs(first - second)
     return math.inf
 
 
 def first_sample(folders: Sequence[Path | None], steps: Sequence[int]) -> str | None:
-    """The first sample that differs between two folders of ``--rollout_data_dir``: its step, itself, and in what."""
+    """Return the first sample that differs between two folders of ``--rollout_data_dir``: step, sample, and in what."""
     for step in steps if None not in folders else ():
-        files = [folder / f"step{step}.jsonl" for folder in folders]
-        if not all(map(Path.is_file, files)):
+        sample_files = [folder / f"step{step}.jsonl" for folder in folders]
+        if not all(map(Path.is_file, sample_files)):
             continue
-        for first, second in zip_longest(*map(read_jsonl, files), fillvalue={}):
-            for name in {**first, **second}:
-                if first.get(name) != second.get(name):
+        for first, second in zip_longest(*map(read_jsonl, sample_files), fillvalue={}):
+            for column in {**first, **second}:
+                values = (first.get(column), second.get(column))
+                if values[0] != values[1]:
                     sample = first or second
-                    which = f"prompt {sample['index']}, sample {sample['sample_index']}"
                     return (
-                        f"step {step}, {which}, {_in_what(name, first.get(name), second.get(name))}"
+                        f"step {step}, prompt {sample['index']}, sample {sample['sample_index']}, "
+                        f"{_in_column(column, *values)}"
                     )
     return None
 
 
-def _in_what(name: str, first: Any, second: Any) -> str:
-    """A column and its two values; texts from the first character in which they differ."""
-    if isinstance(first, str) and isinstance(second, str):
-        pairs = zip(first, second, strict=False)
+def _in_column(column: str, first_text: Any, second_text: Any) -> str:
+    """Return a column and its two values; texts from the first character in which they differ."""
+    if isinstance(first_text, str) and isinstance(second_text, str):
+        pairs = zip(first_text, second_text, strict=False)
         start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        first, second = (text[start : start + _SHOWN] for text in (first, second))
-        name = f"{name} from character {start} on"
-    return f"{name}: {first!r} and {second!r}"
+        first_text = first_text[start : start + _EXCERPT]
+        second_text = second_text[start : start + _EXCERPT]
+        column = f"{column} from character {start} on"
+    return f"{column}: {first_text!r} and {second_text!r}"
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
 
 
-def _verdict(found: Differences, sample: str | None) -> Iterator[str]:
+def _verdict(differing: Differences, sample: str | None) -> Iterator[str]:
     if sample:
         yield f"first sample that differs: {sample}"
-    if found:
-        name, ((step, first, second), *_) = next(iter(found.items()))
-        yield f"first number that differs: step {step}, {name}: {first} and {second}"
+    if differing:
+        metric, ((step, first, second), *_) = next(iter(differing.items()))
+        yield f"first number that differs: step {step}, {metric}: {first} and {second}"
     elif not sample:
         yield "all that both recorded is equal"
 
 
-def _table(found: Differences) -> Iterator[str]:
-    """How far apart the runs are, from the first difference on."""
-    if found:
+def _table(differing: Differences) -> Iterator[str]:
+    """Yield how far apart the runs are, from the first difference on."""
+    if differing:
         yield f"\n{'quantity':<32}{'from step':>9}{'a there':>14}{'b there':>14}{'most apart':>14}{'at step':>9}"
-    for name, steps in found.items():
-        step, *there = steps[0]
-        at, *most = max(steps, key=lambda difference: _apart(*difference[1:]))
-        there = "".join(
-            f"{x:>14.6g}" if isinstance(x, (int, float)) else f"{x or 'null':>14}" for x in there
-        )
-        yield f"{name:<32}{step:>9}{there}{_apart(*most):>14.4g}{at:>9}"
+    for metric, steps in differing.items():
+        first_step, *values = steps[0]
+        value_texts = ""
+        for value in values:
+            is_number = isinstance(value, (int, float))
+            value_texts += f"{value:>14.6g}" if is_number else f"{value or 'null':>14}"
+        distances = [(_distance(first, second), step) for step, first, second in steps]
+        distance, farthest_step = max(distances, key=itemgetter(0))
+        yield f"{metric:<32}{first_step:>9}{value_texts}{distance:>14.4g}{farthest_step:>9}"
 
 
-def _around(runs: Sequence[Path]) -> Iterator[str]:
-    for title, read in {"options": options_of, "versions, ranks, files": facts_of}.items():
-        first, second = map(read, runs)
-        names = [
-            name
-            for name in {**first, **second}
-            if first.get(name, "missing") != second.get(name, "missing")
+def _options_and_facts(runs: Sequence[Path]) -> Iterator[str]:
+    for title, read_entries in {"options": options_of, "versions, ranks, files": facts_of}.items():
+        first, second = map(read_entries, runs)
+        letters = [letter for letter, values in zip("ab", (first, second)) if not values]
+        if letters:
+            yield f"\n{title}: not recorded in {' and '.join(letters)}"
+            continue
+        difference_lines = [
+            f"  {entry_name}: {_json(first, entry_name)} and {_json(second, entry_name)}"
+            for entry_name in {**first, **second}
+            if first.get(entry_name, "missing") != second.get(entry_name, "missing")
         ]
-        lacking = " and ".join(
-            letter for letter, values in zip("ab", (first, second)) if not values
-        )
-        yield f"\n{title}: " + (f"not recorded in {lacking}" if lacking else f"{len(names)} differ")
-        yield from (
-            f"  {n}: {_json(first, n)} and {_json(second, n)}" for n in names if not lacking
-        )
+        yield f"\n{title}: {len(difference_lines)} differ"
+        yield from difference_lines
 
 
-def _json(values: Mapping[str, Any], name: str) -> str:
-    if name in values:
-        return json.dumps(values[name], ensure_ascii=False)
-    return "missing"
+def _json(values: Mapping[str, Any], entry_name: str) -> str:
+    return json.dumps(values[entry_name], ensure_ascii=False) if entry_name in values else "missing"

@@ -32,59 +32,78 @@ You may always set an option to its default or off value (`--lora_dropout 0`), e
 
 
 def flags_page() -> str:
-    """The page: one list per section."""
+    """Return the page: one list per section."""
     facts = [
-        f"`{name}`: {text}" for name, text in conditions().items() if not text.startswith("--")
+        f"`{condition_name}`: {condition_text}"
+        for condition_name, condition_text in conditions().items()
+        if not condition_text.startswith("--")
     ]
-    parts = [_HEAD, "; ".join(facts) + ".\n"]
+    page_parts = [_HEAD, "; ".join(facts) + ".\n"]
     for section in PPOConfig.sections().values():
-        lines = "\n".join(map(_line, section.options().values()))
-        parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
-    return "\n".join([*parts, *(_part_of_command(name) for name in trained_by() if name != "ppo")])
+        option_lines = "\n".join(map(_line, section.options().values()))
+        page_parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{option_lines}\n")
+    return "\n".join(
+        [
+            *page_parts,
+            *(
+                _part_of_command(condition_name)
+                for condition_name in trained_by()
+                if condition_name != "ppo"
+            ),
+        ]
+    )
 
 
 def _part_of_command(name: str) -> str:
-    """The options that no command before it has so, and the names of all others."""
-    kinds = {other: kind for other, kind in trained_by().items() if other != "ppo"}
-    earlier = takewhile(lambda other: other != name, kinds)
-    known = [reworded(one, kinds[name].words) for one in PPOConfig.all_options()]
-    known += [one for other in earlier for one in kinds[other].all_options()]
-    new = [one for one in kinds[name].all_options() if one not in known]
-    same = ", ".join(f"`--{one.name}`" for one in kinds[name].all_options() if one not in new)
-    lines = "\n".join(map(_line, new))
-    return f"## `lightppo {name}`\n\n{kinds[name].__doc__}\n\n{lines}\n\nAs above, for its own steps: {same}.\n"
+    """Return the options that no command before it has so, and the names of all others."""
+    kinds = {command: kind for command, kind in trained_by().items() if command != "ppo"}
+    listed = [reworded(option, kinds[name].words) for option in PPOConfig.all_options()]
+    for command in takewhile(lambda command: command != name, kinds):
+        listed += kinds[command].all_options()
+    options = list(kinds[name].all_options())
+    option_lines = "\n".join(_line(option) for option in options if option not in listed)
+    shared_options = ", ".join(f"`--{option.name}`" for option in options if option in listed)
+    title = f"## `lightppo {name}`\n\n{kinds[name].__doc__}"
+    return f"{title}\n\n{option_lines}\n\nAs above, for its own steps: {shared_options}.\n"
 
 
 def _line(option: Option) -> str:
-    needs = [" or ".join(map(_condition, text.split(" or "))) for text in option.needs]
+    needs = [
+        " or ".join(map(_condition, option_text.split(" or "))) for option_text in option.needs
+    ]
     brackets = "; ".join(filter(None, (_values(option), ", ".join(needs))))
-    brackets = "" if brackets == "`false`" else f" ({brackets})"
-    star = "*" * bool(option.resume_safe)
-    required = " Required." * option.required
-    return f"- `--{option.name}`{star}{brackets}: {option.help}{required}"
+    option_text = f"- `--{option.name}`"
+    if option.resume_safe:
+        option_text += "*"
+    if brackets != "`false`":
+        option_text += f" ({brackets})"
+    option_text += f": {option.help}"
+    return f"{option_text} Required." if option.required else option_text
 
 
-def _condition(text: str) -> str:
-    """As code, where the head does not explain it as a word."""
-    if text in conditions():
-        flag = conditions()[text].replace(" or ", "|").replace(" ", "=")
-    else:
-        flag = f"--{text}"
-    return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
+def _condition(condition: str) -> str:
+    """Return it as code, where the head does not explain it as a word."""
+    flag = f"--{condition}"
+    if condition in conditions():
+        flag = conditions()[condition].replace(" or ", "|").replace(" ", "=")
+    return f"`{flag}`" if flag.startswith("--") else f"`{condition}`"
 
 
 def _values(option: Option) -> str:
-    """The default as code, and what else may be given as far as the default does not say it."""
+    """Return the default as code, and what else may be given as far as the default does not say it."""
     default = shown_default(option.default)
-    kind = type_text(option).removesuffix(" or None").removeprefix("a ")
-    kind = kind.removeprefix("list of ").replace("whole number", "integer")
-    code = "" if option.default in (None, ()) else f"`{default}`"
-    if kind.startswith("one of "):
-        others = [name for name in kind.removeprefix("one of ").split(", ") if name != default]
-        value = ", ".join(filter(None, (code, *others)))
+    kind_text = type_text(option).removesuffix(" or None").removeprefix("a ")
+    kind_text = kind_text.removeprefix("list of ").replace("whole number", "integer")
+    default_code = "" if option.default in (None, ()) else f"`{default}`"
+    if kind_text.startswith("one of "):
+        choices = kind_text.removeprefix("one of ").split(", ")
+        value_texts = [default_code, *(choice for choice in choices if choice != default)]
     else:
-        value = f"{code or kind}{' or None' * (option.may_be_none and bool(code))} {range_text(option)}".strip()
-    return ", ".join(filter(None, (value, option.unit)))
+        value_text = default_code or kind_text
+        if option.may_be_none and default_code:
+            value_text += " or None"
+        value_texts = [f"{value_text} {range_text(option)}".strip()]
+    return ", ".join(filter(None, (*value_texts, option.unit)))
 
 
 def write_flags_page() -> None:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
 
 
-def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
     """Print the table; exit code 1 if the run does not fit."""
     parser = CommandParser(
-        prog,
+        program,
         description=__doc__,
         allow_abbrev=False,
         epilog="All options of lightppo ppo, too; only --pretrain is required.",
@@ -47,47 +47,50 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     parser.add_argument(
         "--json", action="store_true", help="parts, phases and peak as JSON, in bytes"
     )
-    args, flags = parser.parse_known_args(argv)
-    with exit_on_mistakes(prog):
-        for name, least in {"gpus": 0, "nodes": 1}.items():
-            if (given := getattr(args, name)) is not None and given < least:
-                raise ConfigError(f"--{name} {given}: must be at least {least}")
-        place = _place(args)
-        config = parse_args(flags, prog, world_size=place["world_size"], unfed=True)
+    request, run_flags = parser.parse_known_args(arguments)
+    with exit_on_mistakes(program):
+        for option_name, lower_limit in {"gpus": 0, "nodes": 1}.items():
+            count = getattr(request, option_name)
+            if count is not None and count < lower_limit:
+                raise ConfigError(f"--{option_name} {count}: must be at least {lower_limit}")
+        placement = _place(request)
+        config = parse_args(run_flags, program, world_size=placement["world_size"], unfed=True)
         _check_models(config.model)
         from lightppo.preflight import budget
 
         _import_as_a_rank()
-        machine = budget.Machine(**place, library_bytes=library_bytes(place["per_node"]))
+        machine = budget.Machine(**placement, library_bytes=library_bytes(placement["per_node"]))
+        advice = []
         try:
-            found = budget.estimate(config.resolved(), machine)
-            advice = [] if found.fits else budget.advice(config.resolved(), machine)
+            estimate = budget.estimate(config.resolved(), machine)
+            if not estimate.fits:
+                advice = budget.advice(config.resolved(), machine)
         except UserError as error:
             raise ConfigError(str(error)) from error
-    if args.json:
+    if request.json:
         phases = {
-            phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in budget.PHASES
+            phase: dict(zip(("gpu", "host"), estimate.of_phase(phase))) for phase in budget.PHASES
         }
-        shown = asdict(found) | {
+        content = asdict(estimate) | {
             "phases": phases,
-            "peak": found.peak(),
-            "fits": found.fits,
+            "peak": estimate.peak(),
+            "fits": estimate.fits,
             "advice": advice,
         }
-        print(json.dumps(shown, default=sorted, indent=1))
+        print(json.dumps(content, default=sorted, indent=1))
     else:
-        print("\n".join(budget.table(found)))
-        for line in masters_note(config.resolved(), machine, found):
-            print(line)
+        output_lines = [
+            *budget.table(estimate),
+            *masters_note(config.resolved(), machine, estimate),
+        ]
         if advice:
-            print(
-                "\n".join([f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice])
-            )
-    raise SystemExit(0 if found.fits else 1)
+            output_lines += [f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice]
+        print("\n".join(output_lines))
+    raise SystemExit(0 if estimate.fits else 1)
 
 
 def _import_as_a_rank() -> None:
-    """What a rank has imported before its models load; what that takes is counted."""
+    """Import what a rank has imported before its models load; what that takes is counted."""
     import datasets  # noqa: F401
 
     import lightppo.trainer.build  # noqa: F401
@@ -97,63 +100,65 @@ def _import_as_a_rank() -> None:
     import_deepspeed()
 
 
-def masters_note(config: PPOConfig, machine: Machine, found: Estimate) -> Iterator[str]:
-    """A line where one rank keeps weights twice, with what the peak would be less without."""
+def masters_note(config: PPOConfig, machine: Machine, estimate: Estimate) -> Iterator[str]:
+    """Yield a line where one rank keeps weights twice, with what the peak would be less without."""
     from lightppo.preflight import budget
 
     if roles := with_second_masters(config, machine.world_size):
-        flags = {"actor": "zero_stage", "critic": "critic_zero_stage"}
-        whole = config.with_options(**{flags[role]: 0 for role in roles}).resolved()
-        there = budget.estimate(whole, machine)
+        stage_options = {"actor": "zero_stage", "critic": "critic_zero_stage"}
+        changed = config.with_options(**{stage_options[role]: 0 for role in roles}).resolved()
         of_host = not machine.gpus
-        spared = found.peak(of_host=of_host)[1] - there.peak(of_host=of_host)[1]
-        yield f"note: {second_masters(config)} {budget.gigabytes(spared)} less"
+        _, peak = estimate.peak(of_host=of_host)
+        _, lower_peak = budget.estimate(changed, machine).peak(of_host=of_host)
+        yield f"note: {second_masters(config)} {budget.gigabytes(peak - lower_peak)} less"
 
 
-def _place(args: argparse.Namespace) -> dict[str, Any]:
-    """Where the run is to go, by the command line and this machine: fields of ``budget.Machine``."""
-    size, host = (
-        parse_size(vars(args)[name], f"--{name}") for name in ("gpu_memory", "host_memory")
-    )
+def _place(request: argparse.Namespace) -> dict[str, Any]:
+    """Return where the run is to go, by the command line and this machine: fields of ``budget.Machine``."""
+    gpu_memory = parse_size(request.gpu_memory, "--gpu_memory")
+    host_memory = parse_size(request.host_memory, "--host_memory")
     import torch
 
-    here = torch.cuda.device_count()
-    gpus = here if args.gpus is None else args.gpus
-    ranks = gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    place = {"world_size": ranks * args.nodes, "gpus": gpus > 0, "per_node": ranks}
+    local_gpus = torch.cuda.device_count()
+    gpus = local_gpus if request.gpus is None else request.gpus
+    ranks_per_node = gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    placement = {
+        "world_size": ranks_per_node * request.nodes,
+        "gpus": gpus > 0,
+        "per_node": ranks_per_node,
+    }
     if not gpus:
-        return place | {"host_bytes": host or host_bytes()}
-    if host is not None:
+        return placement | {"host_bytes": host_memory or host_bytes()}
+    if host_memory is not None:
         raise ConfigError("--host_memory is for ranks on the CPU: add --gpus 0, or leave it out")
-    if size is None:
-        size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
-    return place | {"device_bytes": size}
+    if gpu_memory is None and local_gpus:
+        gpu_memory = torch.cuda.get_device_properties(0).total_memory
+    return placement | {"device_bytes": gpu_memory or 80 * 10**9}
 
 
 def _check_models(models: ModelConfig) -> None:
-    """Their configs must be there; weights are not read."""
-    named = [("--pretrain", models.pretrain), ("--ref_pretrain", models.ref_pretrain)]
-    named += [("--critic_pretrain", models.critic_pretrain)]
-    named += [("--reward_pretrain", path) for path in models.reward_pretrain]
+    """Raise ConfigError where a config is not there; weights are not read."""
+    model_paths = [("--pretrain", models.pretrain), ("--ref_pretrain", models.ref_pretrain)]
+    model_paths += [("--critic_pretrain", models.critic_pretrain)]
+    model_paths += [("--reward_pretrain", model_path) for model_path in models.reward_pretrain]
     try:
-        for flag, path in named:
-            if path is not None:
-                check_model(path, flag, weights=False)
+        for flag, model_path in model_paths:
+            if model_path is not None:
+                check_model(model_path, flag, weights=False)
     except UserError as error:
         raise ConfigError(str(error)) from error
 
 
 def parse_size(text: str | None, flag: str = "--gpu_memory") -> int | None:
-    """Bytes of ``80GB`` (10^9) or ``24GiB`` (2^30)."""
+    """Return the bytes of ``80GB`` (10^9) or ``24GiB`` (2^30)."""
     if text is None:
         return None
-    form = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text.strip(), re.IGNORECASE)
-    size = 0 if form is None or not form[2] else int(float(form[1]) * _UNITS[form[2].upper()])
-    if size > 0:
-        return size
-    is_number = form is not None and not form[2]
-    if is_number:
-        example = f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit"
-    else:
-        example = "80GB, or 24GiB"
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text.strip(), re.IGNORECASE)
+    example = "80GB, or 24GiB"
+    if match and match[2]:
+        byte_count = int(float(match[1]) * _UNITS[match[2].upper()])
+        if byte_count > 0:
+            return byte_count
+    elif match:
+        example = f"{match[1]}GB, or {match[1]}GiB: a number alone has no unit"
     raise ConfigError(f"{flag} {text}: write {example}")

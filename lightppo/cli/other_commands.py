@@ -151,13 +151,13 @@ def read(text: str, program: str | None = None) -> OtherCommand:
     Raises:
         ConfigError: it names no program that lightppo knows, and no options that one alone has.
     """
-    path = Path(text)
-    if len(text) < 4096 and path.suffix and not re.search(r"\s", text):
-        content = _content(path)
-        if path.suffix in (".yaml", ".yml"):
-            values = file_values(path)
-            if name := program or _program_by_marks(values):
-                return OtherCommand(name, values)
+    file_path = Path(text)
+    if len(text) < 4096 and file_path.suffix and not re.search(r"\s", text):
+        content = _content(file_path)
+        if file_path.suffix in (".yaml", ".yml"):
+            values = file_values(file_path)
+            if program_name := program or _program_by_marks(values):
+                return OtherCommand(program_name, values)
             raise ConfigError(_unknown(text))
         text = content
     commands = [_read_command(words, program) for words in commands_of(text)]
@@ -173,47 +173,47 @@ def read(text: str, program: str | None = None) -> OtherCommand:
 
 def _read_command(words: Sequence[str], program: str | None) -> tuple[OtherCommand, bool]:
     """Return a command; and whether it names the program, in place of options that one alone has."""
-    line = " ".join(words)
-    named = [name for name in PROGRAMS if re.search(PROGRAMS[name].called, line)]
-    start = _first_argument(words, PROGRAMS[named[0]].called if named else "")
+    command_line = " ".join(words)
+    named_programs = [name for name in PROGRAMS if re.search(PROGRAMS[name].called, command_line)]
+    start = _first_argument(words, PROGRAMS[named_programs[0]].called if named_programs else "")
     command = OtherCommand("", {})
     _read_launcher(words[:start], command)
     _read_arguments(words[start:], command)
-    command.program = program or "".join(named[:1]) or _program_by_marks(command.values)
-    return command, bool(named)
+    command.program = program or "".join(named_programs[:1]) or _program_by_marks(command.values)
+    return command, bool(named_programs)
 
 
 def _first_argument(words: Sequence[str], called: str) -> int:
     """Return where the options of the program begin: behind its name, else behind the last script."""
-    for end in range(len(words), 0, -1):
-        if called and re.search(f"({called})$", " ".join(words[max(0, end - 2) : end])):
-            return end
+    for position in range(len(words), 0, -1):
+        if called and re.search(f"({called})$", " ".join(words[max(0, position - 2) : position])):
+            return position
     scripts = [number for number, word in enumerate(words, 1) if word.endswith(".py")]
     return max(scripts, default=0)
 
 
 def _program_by_marks(values: Mapping[str, Any]) -> str:
     """Return the program that alone has one of these options, or values; an empty text if there is none."""
-    texts = [*values, *(f"{name}={value}" for name, value in values.items())]
+    option_texts = [*values, *(f"{name}={value}" for name, value in values.items())]
     for name, program in PROGRAMS.items():
-        if any(re.fullmatch(program.marks, text) for text in texts):
+        if any(re.fullmatch(program.marks, option_text) for option_text in option_texts):
             return name
     return ""
 
 
 def _unknown(text: str) -> str:
-    line = " ".join(text.split())
-    if re.match(r"(python\S* -m )?lightppo\b", line):
-        return f"{line[:57]!r} is a command of lightppo: there is nothing to translate"
-    if len(line) >= 60:
-        line = f"{line[:57]}..."
-    return f"{line!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
+    single_line = " ".join(text.split())
+    if re.match(r"(python\S* -m )?lightppo\b", single_line):
+        return f"{single_line[:57]!r} is a command of lightppo: there is nothing to translate"
+    if len(single_line) >= 60:
+        single_line = f"{single_line[:57]}..."
+    return f"{single_line!r} names no program that lightppo knows: say which it is by --from, one of {', '.join(PROGRAMS)}"
 
 
 # -- the words of a script -------------------------------------------------------------------------------------------
 
 
-def commands_of(text: str) -> Iterator[list[str]]:
+def commands_of(script: str) -> Iterator[list[str]]:
     """Yield the words of each command, with the script's own variables and arrays in place; others stay as written."""
     inserted: list[str] = []  # what the shell would run and put there
 
@@ -221,25 +221,30 @@ def commands_of(text: str) -> Iterator[list[str]]:
         inserted.append(match[0])
         return f"\0{len(inserted) - 1}\0"
 
-    text = re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", text)
-    text = re.sub(r"\$\([^()]*\)|`[^`]*`", placeholder, text)
-    text = re.sub(r"(?m)(?<=\s)#[^'\"\n]*$", "", re.sub(r"\\\r?\n", " ", text))
+    script = re.sub(r"(?m)^\s*#.*$|\d?>&\d", "", script)
+    script = re.sub(r"\$\([^()]*\)|`[^`]*`", placeholder, script)
+    script = re.sub(r"(?m)(?<=\s)#[^'\"\n]*$", "", re.sub(r"\\\r?\n", " ", script))
     variables: dict[str, list[str]] = {}
 
     def define_array(match: re.Match[str]) -> str:
         variables.setdefault(match[1], []).extend(_split(match[2].replace("\n", " ")))
         return ""
 
-    text = re.sub(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", define_array, text)
-    for is_end, group in groupby(_split(text), lambda word: not word.strip(";&|\n")):
-        words = [] if is_end else list(group)
+    script = re.sub(r"(?ms)^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", define_array, script)
+    for is_end, word_group in groupby(
+        _split(script), lambda shell_word: not shell_word.strip(";&|\n")
+    ):
+        words = [] if is_end else list(word_group)
         words = words[words[:1] in (["export"], ["exec"]) :]
         while words and (assigned := re.fullmatch(r"(?s)([A-Za-z_]\w*)=(.*)", words[0])):
             variables[assigned[1]] = _expanded(assigned[2], variables)
             words = words[1:]
-        words = _without_files([part for word in words for part in _expanded(word, variables)])
+        words = _without_files(
+            [part for shell_word in words for part in _expanded(shell_word, variables)]
+        )
         words = [
-            re.sub(r"\0(\d+)\0", lambda match: inserted[int(match[1])], word) for word in words
+            re.sub(r"\0(\d+)\0", lambda match: inserted[int(match[1])], shell_word)
+            for shell_word in words
         ]
         if words:
             yield words
@@ -247,27 +252,27 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 def _without_files(words: Sequence[str]) -> Iterator[str]:
     """Yield the words without ``> file``."""
-    for previous, word in zip(["", *words], words):
-        if not re.match(r"\d?[<>]", word) and not re.fullmatch(r"\d?[<>]+", previous):
-            yield word
+    for previous, shell_word in zip(["", *words], words):
+        if not re.match(r"\d?[<>]", shell_word) and not re.fullmatch(r"\d?[<>]+", previous):
+            yield shell_word
 
 
 def _split(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    lexer.commenters = ""
+    shell_lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    shell_lexer.whitespace = " \t\r"
+    shell_lexer.whitespace_split = True
+    shell_lexer.commenters = ""
     try:
-        return list(lexer)
+        return list(shell_lexer)
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}") from error
 
 
 def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
     """Return a word with the variables that are known; an array alone is all of its words."""
-    array = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
-    if array and array[1] in variables:
-        return [part for item in variables[array[1]] for part in _expanded(item, variables)]
+    array_match = re.fullmatch(r"\$\{?(\w+)(\[[@*]\])?\}?", word)
+    if array_match and array_match[1] in variables:
+        return [part for item in variables[array_match[1]] for part in _expanded(item, variables)]
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -285,11 +290,18 @@ _RANKS = {"num_processes", "nproc_per_node", "num_gpus", "nproc"}
 
 def _read_launcher(words: Sequence[str], command: OtherCommand) -> None:
     """Read the number of ranks that torchrun, accelerate or deepspeed start."""
-    text = re.sub(r"(--[\w-]+)[= ]", r"\1 ", " ".join(words)).replace("-", "_")
-    counts = {name: int(count) for name, count in re.findall(r"__(\w+) (\d+)", text)}
-    command.ranks = next((counts[name] for name in _RANKS if name in counts), 1)
-    nodes = [counts[name] for name in ("nnodes", "num_nodes", "num_machines") if name in counts]
-    command.nodes = nodes[0] if nodes else 1
+    launcher_text = re.sub(r"(--[\w-]+)[= ]", r"\1 ", " ".join(words)).replace("-", "_")
+    counts = {
+        option_name: int(count)
+        for option_name, count in re.findall(r"__(\w+) (\d+)", launcher_text)
+    }
+    command.ranks = next(
+        (counts[option_name] for option_name in _RANKS if option_name in counts), 1
+    )
+    node_options = ("nnodes", "num_nodes", "num_machines")
+    command.nodes = next(
+        (counts[option_name] for option_name in node_options if option_name in counts), 1
+    )
     if "num_processes" not in counts:  # on each node
         command.ranks *= command.nodes
 
@@ -298,63 +310,66 @@ def _read_arguments(words: Sequence[str], command: OtherCommand) -> None:
     """Read ``--name value``, ``--name a b``, ``--name=value``, ``--name``, ``name=value`` and files of ``--config``."""
     name = ""  # of the option to which a value belongs
     values: dict[str, Any] = {}
-    for word in words:
-        option = re.fullmatch(r"(?s)--?([A-Za-z][\w.-]*)(?:=(.*))?", word)
-        override = re.fullmatch(r"(?s)[+~]{0,2}([A-Za-z_][\w.@/]*)=(.*)", word)
-        if word in ("--", "$@", "${@}"):
+    for argument in words:
+        option = re.fullmatch(r"(?s)--?([A-Za-z][\w.-]*)(?:=(.*))?", argument)
+        override = re.fullmatch(r"(?s)[+~]{0,2}([A-Za-z_][\w.@/]*)=(.*)", argument)
+        if argument in ("--", "$@", "${@}"):
             continue
         if option:
             name = option[1].replace("-", "_")
-            values[name] = True if option[2] is None else option[2]
+            values[name] = True
             if option[2] is not None:
+                values[name] = option[2]
                 name = ""
-        elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", word):
-            command.notes.append(f"{word} is set elsewhere: its options are missing here")
+        elif re.fullmatch(r"\$\{\w+\[[@*]\]\}", argument):
+            command.notes.append(f"{argument} is set elsewhere: its options are missing here")
         elif override and not (name and values[name] is True and "." not in override[1]):
             values[override[1]] = override[2]
             name = ""
         elif not name:
-            command.notes.append(f"{word!r} is no option: it was left out")
+            command.notes.append(f"{argument!r} is no option: it was left out")
         elif values[name] is True:
-            values[name] = word
+            values[name] = argument
         elif isinstance(values[name], list):
-            values[name].append(word)
+            values[name].append(argument)
         else:
-            values[name] = [values[name], word]
-    for key in ("config", "config_file"):
-        if isinstance(path := values.get(key), str) and path.endswith((".yaml", ".yml")):
-            del values[key]
+            values[name] = [values[name], argument]
+    for config_key in ("config", "config_file"):
+        if isinstance(config_path := values.get(config_key), str) and config_path.endswith(
+            (".yaml", ".yml")
+        ):
+            del values[config_key]
             try:
-                values = file_values(Path(path)) | values
+                values = file_values(Path(config_path)) | values
             except ConfigError as error:
                 command.notes.append(f"{error}: its options are missing here")
     command.values = values
 
 
-def file_values(path: Path) -> dict[str, Any]:
+def file_values(yaml_path: Path) -> dict[str, Any]:
     """Return the options of a YAML file, nested keys with dots between, and ``${other.key}`` in place."""
     try:
-        values = yaml.safe_load(_content(path))
+        values = yaml.safe_load(_content(yaml_path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{yaml_path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no options: it must be a mapping")
+        raise ConfigError(f"{yaml_path} holds no options: it must be a mapping")
     options = dotted(values)
     for _ in range(5):  # a reference to a reference
-        options = {name: _resolved(value, options) for name, value in options.items()}
+        options = {option_name: _resolved(value, options) for option_name, value in options.items()}
     return options
 
 
-def _content(path: Path) -> str:
+def _content(file_path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return file_path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise ConfigError(f"{path} cannot be read: {reason}") from error
+        raise ConfigError(f"{file_path} cannot be read: {reason}") from error
 
 
-def _resolved(value: Any, options: Mapping[str, Any]) -> Any:
-    reference = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:, *(.*))?\}", str(value))
+def _resolved(reference_text: Any, options: Mapping[str, Any]) -> Any:
+    reference = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)(?:, *(.*))?\}", str(reference_text))
     if reference is None:
-        return value
-    return options.get(reference[1], value if reference[2] is None else reference[2])
+        return reference_text
+    return options.get(reference[1], reference_text if reference[2] is None else reference[2])

@@ -9,9 +9,9 @@ from lightppo.config.help_page import section_help
 from lightppo.plugin import public
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     """Train, as the arguments say; those of this process, if ``None`` are given."""
-    config = parse_args(argv, prog)
+    config = parse_args(arguments, prog)
 
     from lightppo.trainer import run
 
@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     run(train, prog, debug=config.logging.debug)
 
 
-def evaluate(argv: Sequence[str], prog: str = "lightppo eval") -> None:
+def evaluate(arguments: Sequence[str], prog: str = "lightppo eval") -> None:
     """Score a model's answers to ``--eval_data``, and train nothing."""
-    if "-h" in argv or ("--help" in argv and "all" not in argv):
+    if "-h" in arguments or ("--help" in arguments and "all" not in arguments):
         usage = f"{prog} --pretrain MODEL --eval_data FILE --reward_fn FILE.py [flags]"
         return print(section_help(usage, EvaluationConfig) + "--help all shows all options.")
-    return main([*argv, "--val_only"], prog)
+    return main([*arguments, "--val_only"], prog)

@@ -22,8 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightppo import tensor_file
 from lightppo.checkpoint.layout import download_marks, has_checkpoints, part_folder, tag_of
 from lightppo.cli.diff import differences, first_sample, steps_of
@@ -33,13 +31,20 @@ from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.options import OptionSet
 from lightppo.errors import CheckpointError, ConfigError, ReportError
-from lightppo.logging.report_page import KINDS, command_of, named_run, recorded_path, starts_of
+from lightppo.logging.report_page import (
+    KINDS,
+    command_of,
+    named_run,
+    options_of,
+    recorded_path,
+    starts_of,
+)
 from lightppo.redaction import GIVE_WHOLE, cut_urls, plain, shown_url
 from lightppo.storage import is_url, local_folder, read_apart
 
-SHOWN_TOKENS = 24
+MAX_TOKENS = 24  # of a sample
 A_YEAR = 365 * 24 * 60.0  # minutes: nobody's wait for a person at a debugger ends
-SHOWN = (
+COLUMNS = (
     "rollout_log_probs",
     "action_log_probs",
     "base_action_log_probs",
@@ -49,10 +54,10 @@ SHOWN = (
 )
 
 
-def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo replay") -> None:
     """Replay a step: exit code 1 if it differs from what was recorded, 2 if there is no such run or step."""
     parser = CommandParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "run",
@@ -87,161 +92,176 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
         help="new folder for metrics.jsonl and rollouts/; default: they are not kept",
     )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
-    args = parser.parse_args(argv)
-    if args.step is None:
-        found = re.fullmatch(r"step(\d+)_rank\d+\.pt", args.batch.name if args.batch else "")
-        args.step = int(found[1]) if found else parser.error("--step is required")
-    with exit_on_mistakes(prog):
-        check_step(args.run, args.step)
-        flags = ["--config", str(args.run / "run_config.yaml"), *tape_flags(args)]
-        flags += address_flags(args)
-    recorded = parse_args(flags, prog, kind_of(args.run))
-    with exit_on_mistakes(prog):
-        if args.output is not None and args.output.is_dir() and any(args.output.iterdir()):
-            raise ConfigError(f"--output {args.output}: holds files: name a new folder")
-        config = replay_config(
-            args, recorded, args.output or Path(tempfile.gettempdir(), "lightppo-replay")
-        )
+    request = parser.parse_args(arguments)
+    if request.step is None:
+        match = request.batch and re.fullmatch(r"step(\d+)_rank\d+\.pt", request.batch.name)
+        if not match:
+            parser.error("--step is required")
+        request.step = int(match[1])
+    output = request.output
+    with exit_on_mistakes(program):
+        check_step(request.run, request.step)
+        run_flags = ["--config", str(request.run / "run_config.yaml")]
+        run_flags += [*tape_flags(request), *address_flags(request)]
+    recorded = parse_args(run_flags, program, KINDS[command_of(recorded_options(request.run))])
+    with exit_on_mistakes(program):
+        if output is not None and output.is_dir() and any(output.iterdir()):
+            raise ConfigError(f"--output {output}: holds files: name a new folder")
+        temporary = Path(tempfile.gettempdir(), "lightppo-replay")
+        config = replay_config(request, recorded, output or temporary)
 
     from lightppo.preflight.before_imports import before_imports, preflight, preflight_supervised
 
-    check = preflight if isinstance(config, PPOConfig) else preflight_supervised
-    before_imports(lambda: check(config.resolved()), prog)
+    check_run = preflight if isinstance(config, PPOConfig) else preflight_supervised
+    before_imports(lambda: check_run(config.resolved()), program)
 
     from lightppo.trainer import run
 
-    run(lambda: replay(args, config, recorded), prog)
+    run(lambda: replay(request, config, recorded), program)
 
 
 # -- the run that is replayed ----------------------------------------------------------------------------------------
 
 
 def check_step(run: Path, step: int) -> None:
-    """Raises ConfigError if there is no such run, or no such step; says which versions have changed since."""
+    """Raise ConfigError if there is no such run, or no such step; say which versions have changed since."""
     from lightppo.logging.run_folder import versions
 
     if not (run / "run_config.yaml").is_file():
         raise ConfigError(
             f"{run} has no run_config.yaml: name the --save_path of a run of `lightppo ppo`, sft, rm, dpo"
         )
-    if yaml.safe_load((run / "run_config.yaml").read_text()).get("val_only"):
+    if recorded_options(run).get("val_only"):
         raise ConfigError(
             f"{run} is an evaluation (lightppo eval): it has no training step to replay"
         )
-    last = max(recorded_steps(run), default=0)
-    if not 1 <= step <= last + 1:
+    last_step = max(recorded_steps(run), default=0)
+    if not 1 <= step <= last_step + 1:
         raise ConfigError(
-            f"--step {step}: {run} has recorded {last} steps; the next one, {last + 1}, can be tried too"
+            f"--step {step}: {run} has recorded {last_step} steps; the next one, {last_step + 1}, can be tried too"
         )
-    now = versions()
-    for name, version in starts_of(run)[-1]["versions"].items() if starts_of(run) else ():
-        if os.environ.get("RANK", "0") == "0" and now.get(name) != version:
-            print(f"note: {run} was made with {name} {version}, this is {now.get(name, 'none')}")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    present = versions()
+    for recorded_start in starts_of(run)[-1:]:
+        for package, version in recorded_start["versions"].items():
+            if present.get(package) != version:
+                print(
+                    f"note: {run} was made with {package} {version}, this is {present.get(package, 'none')}"
+                )
 
 
-def tape_flags(args: argparse.Namespace) -> list[str]:
-    """Flags by which the run's tape answers, if it has one."""
-    if args.ask_again or not (args.run / "tape").is_dir():
+def recorded_options(run: Path) -> dict[str, Any]:
+    return options_of(run, "run_config.yaml")
+
+
+def tape_flags(request: argparse.Namespace) -> list[str]:
+    """Return flags by which the run's tape answers, if it has one."""
+    if request.ask_again or not (request.run / "tape").is_dir():
         return []
-    return ["--tape_from", str(args.run), "--tape", "auto"]
-
-
-def kind_of(run: Path) -> type[OptionSet]:
-    """The command's options that the run's are the most like; other versions have some more or fewer."""
-    return KINDS[command_of(yaml.safe_load((run / "run_config.yaml").read_text()))]
+    return ["--tape_from", str(request.run), "--tape", "auto"]
 
 
 def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:
-    """What a run recorded of its training, by step."""
+    """Return what a run recorded of its training, by step."""
     try:
-        rows = steps_of(run) if (run / "metrics.jsonl").is_file() else {}
+        metric_rows = steps_of(run) if (run / "metrics.jsonl").is_file() else {}
     except ReportError as error:
         raise ConfigError(str(error)) from error
-    steps = {
-        step: {n: x for n, x in row.items() if not n.startswith("eval/")}
-        for step, row in rows.items()
-    }
-    return {step: row for step, row in steps.items() if row}
+    values_by_step = {}
+    for step, metric_row in metric_rows.items():
+        if values := {
+            metric: metric_row[metric] for metric in metric_row if not metric.startswith("eval/")
+        }:
+            values_by_step[step] = values
+    return values_by_step
 
 
-def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -> OptionSet:
-    """The options of the replay: no evaluation, no checkpoint, no other log, and all files in the output."""
-    saved = recorded_path(args.run, "ckpt_path")
-    if "://" in (url := recorded.resolved().checkpoint.ckpt_path) and saved is None:
-        saved = url
-    ours = (CheckpointConfig, EvaluationConfig, LoggingConfig)
+def replay_config(request: argparse.Namespace, recorded: OptionSet, output: Path) -> OptionSet:
+    """Return the options of the replay: no evaluation, checkpoint or other log, and all files in the output."""
     is_ppo = isinstance(recorded, PPOConfig)
-    sections = [section for section in recorded.sections().values() if issubclass(section, ours)]
-    changes = {one.name: one.default for section in sections for one in section.options().values()}
+    changes: dict[str, Any] = {}
+    for section in recorded.sections().values():
+        if issubclass(section, (CheckpointConfig, EvaluationConfig, LoggingConfig)):
+            changes |= {option.name: option.default for option in section.options().values()}
     changes |= {
         "save_path": str(output),
         "ckpt_path": str(output / "checkpoints"),
-        "benchmark_steps": args.step,
+        "benchmark_steps": request.step,
+        "reshape_ckpt": recorded.checkpoint.reshape_ckpt,
+        "eval_data" if is_ppo else "eval_dataset": None,
+        "resume": "never",
     }
-    changes["reshape_ckpt"] = recorded.checkpoint.reshape_ckpt
-    changes |= {"eval_data" if is_ppo else "eval_dataset": None}
-    there = saved is not None and (saved == url or has_checkpoints(saved))
-    changes["resume"] = str(saved) if there else "never"
-    if args.pdb:
+    checkpoints = recorded_path(request.run, "ckpt_path")
+    checkpoint_url = recorded.resolved().checkpoint.ckpt_path
+    if checkpoints is None and "://" in checkpoint_url:
+        changes["resume"] = checkpoint_url
+    elif checkpoints is not None and has_checkpoints(checkpoints):
+        changes["resume"] = str(checkpoints)
+    if request.pdb:
         changes["dist_timeout"] = A_YEAR
     if not is_ppo:
         return recorded.with_options(**changes)
     changes |= {"rollout_data_dir": str(output / "rollouts"), "num_examine": 0}
-    if args.ask_again:
+    if request.ask_again:
         changes["tape_from"] = None
-    if recorded.tape.tape_from is None or args.ask_again:
+    if recorded.tape.tape_from is None or request.ask_again:
         changes["tape"] = "off"  # nobody reads another one
     if recorded.sampling.skip_rollout is not None:
         changes["skip_rollout"] = str(output / "saved_rollouts")
     return recorded.with_options(**changes)
 
 
-def address_flags(args: argparse.Namespace) -> list[str]:
-    """Flags with the whole addresses of what the run has recorded in part, out of ``--remote_rm_url`` and ``--url``."""
-    recorded = yaml.safe_load((args.run / "run_config.yaml").read_text())
-    servers = recorded.get("remote_rm_url") or []
-    if args.remote_rm_url and list(map(shown_url, args.remote_rm_url)) != list(
-        map(shown_url, servers)
-    ):
-        raise ConfigError(f"--remote_rm_url: the run had {', '.join(map(shown_url, servers))}")
-    given = {shown_url(url): url for url in (*args.url, *args.remote_rm_url)}
+def address_flags(request: argparse.Namespace) -> list[str]:
+    """Return flags with the whole addresses of what the run has recorded in part, from ``--remote_rm_url`` and ``--url``."""
+    recorded = recorded_options(request.run)
+    servers = list(map(shown_url, recorded.get("remote_rm_url") or []))
+    if request.remote_rm_url and list(map(shown_url, request.remote_rm_url)) != servers:
+        raise ConfigError(f"--remote_rm_url: the run had {', '.join(servers)}")
+    addresses = {shown_url(url): url for url in (*request.url, *request.remote_rm_url)}
     flags: list[str] = []
-    for name, value in recorded.items():
-        if name == "remote_rm_url" and tape_flags(args):
+    for option_name, value in recorded.items():
+        if option_name == "remote_rm_url" and tape_flags(request):
             continue  # the tape answers
-        cut = cut_urls(value)
-        if missing := [url for url in cut if url not in given]:
-            flag = "remote_rm_url" if name == "remote_rm_url" else "url"
-            raise ConfigError(f"--{name} {missing[0]}: {GIVE_WHOLE}, by --{flag}")
-        if cut:
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *(_completed(text, given) for text in values)]
+        shortened_urls = cut_urls(value)
+        for shortened_url in shortened_urls:
+            if shortened_url not in addresses:
+                address_flag = "remote_rm_url" if option_name == "remote_rm_url" else "url"
+                raise ConfigError(
+                    f"--{option_name} {shortened_url}: {GIVE_WHOLE}, by --{address_flag}"
+                )
+        if shortened_urls:
+            recorded_texts = value if isinstance(value, list) else [value]
+            flags.append(f"--{option_name}")
+            for address in recorded_texts:  # also with commas between
+                parts = [
+                    addresses.get(address_part.strip(), address_part)
+                    for address_part in address.split(",")
+                ]
+                flags.append(",".join(parts))
     return flags
 
 
-def _completed(text: str, whole: Mapping[str, str]) -> str:
-    """A text, also with commas between, with the whole addresses."""
-    return ",".join(whole.get(part.strip(), part) for part in text.split(","))
-
-
 def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:
-    """What is at the URL of the checkpoints, in a folder of the replay's own. Collective."""
-    if not is_url(url := config.checkpoint.resume):
+    """Bring what is at the URL of the checkpoints to a folder of the replay's own. Collective."""
+    url = config.checkpoint.resume
+    if not is_url(url):
         return config
     from lightppo.preflight.run_checks import temporary_folder
 
     read_apart(temporary_folder(strategy))
     strategy.on_rank_0(lambda: download_marks(url), f"read {url}")
-    found = strategy.broadcast_object(has_checkpoints(local_folder(url)))
-    if found:
+    if strategy.broadcast_object(has_checkpoints(local_folder(url))):
         return config
     return config.with_options(resume="never")
 
 
 def link_rollouts(run: Path, folder: str | None, rank: int) -> None:
-    """Links to a rank's rollouts that ``--skip_rollout`` has saved; what lacks there is sampled and written beside."""
-    saved = recorded_path(run, "skip_rollout")
-    for path in saved.glob(f"*_rank{rank}of*.json") if folder and saved is not None else ():
+    """Link to a rank's rollouts that ``--skip_rollout`` has saved; what lacks there is sampled and written beside."""
+    saved_folder = recorded_path(run, "skip_rollout")
+    for path in (
+        saved_folder.glob(f"*_rank{rank}of*.json") if folder and saved_folder is not None else ()
+    ):
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, path.name).symlink_to(path.absolute())
 
@@ -254,15 +274,14 @@ class Replayed:
 
     request: argparse.Namespace
 
-    def tell(self, *lines: str) -> None:
+    def print_all(self, *lines: str) -> None:
         """Print what each rank says. Collective."""
-        for rank, of_rank in enumerate(self.strategy.all_gather_object("\n".join(lines))):
-            self.strategy.print(
-                f"-- rank {rank}, " * (self.strategy.world_size > 1) + plain(of_rank)
-            )
+        for rank, rank_text in enumerate(self.strategy.all_gather_object("\n".join(lines))):
+            prefix = f"-- rank {rank}, " if self.strategy.world_size > 1 else ""
+            self.strategy.print(prefix + plain(rank_text))
 
     def stop(self, rollouts: Sequence[Any], experience: Sequence[Any]) -> None:
-        """With ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
+        """Open with ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
         if not self.request.pdb:
             return
         quits = False
@@ -279,166 +298,168 @@ class Replayed:
             raise SystemExit(0)
 
     def batch_file(self) -> Path:
-        """Of this rank."""
+        """Return the file of this rank."""
         path = self.request.batch
         if self.strategy.world_size > 1:
-            path = path.with_name(
-                f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}"
-            )
+            prefix = path.stem.rpartition("_rank")[0]
+            path = path.with_name(f"{prefix}_rank{self.strategy.get_rank()}{path.suffix}")
         if not path.is_file():
             raise ConfigError(f"--batch {path}: no such file")
         return path
 
     def finish(self) -> None:
-        """Nothing is evaluated or saved."""
+        """Evaluate and save nothing."""
 
 
 class ReplayedOnData(Replayed):
-    """Of ``lightppo sft``, ``rm`` and ``dpo``."""
+    """A replay of ``lightppo sft``, ``rm`` and ``dpo``."""
 
     def training_step(self, micro_batches: Sequence[Any]) -> dict[str, float]:
         step = self.state.global_step + 1
-        texts = []
         if step != self.request.step:
             return super().training_step(micro_batches)
-        if self.request.batch is not None:
-            micro_batches, texts = self.kept()
+        if self.request.batch is None:
+            batches_of_ids = [
+                micro_batch.get("sequences", micro_batch.get("input_ids"))
+                for micro_batch in micro_batches
+            ]
+            row_texts = [
+                row_text
+                for rows in batches_of_ids
+                for row_text in self.tokenizer.batch_decode(rows)
+            ]
+        else:
+            path = self.batch_file()
+            saved_batch = tensor_file.read(path)
+            self.print_all(
+                "{}, of step {step} and rank {rank}".format(path, **saved_batch["facts"])
+            )
+            micro_batches = saved_batch["micro_batches"]
+            row_texts = [row_text for rows in saved_batch["texts"] for row_text in rows]
         lines = [
             f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"
         ]
-        ids = [part.get("sequences", part.get("input_ids")) for part in micro_batches]
-        texts = texts or [self.tokenizer.batch_decode(rows) for rows in ids]
-        for number, (part, found) in enumerate(
-            zip(micro_batches, self.looked_at(micro_batches)), start=1
-        ):
-            values = ", ".join(f"{name} {value:.6g}" for name, value in found.items())
-            lines += [f"  micro batch {number}: {len(part['attention_mask'])} rows, {values}"]
-        lines += [
-            f"  {text}"
-            for text in [text for part in texts for text in part][: self.request.samples]
-        ]
-        self.tell("\n".join(lines))
-        self.stop([text for part in texts for text in part], micro_batches)
+        means = self.means_of(micro_batches)
+        for number, (micro_batch, numbers) in enumerate(zip(micro_batches, means), start=1):
+            rows = len(micro_batch["attention_mask"])
+            lines.append(f"  micro batch {number}: {rows} rows, {_status_text(numbers)}")
+        lines += [f"  {row_text}" for row_text in row_texts[: self.request.samples]]
+        self.print_all(*lines)
+        self.stop(row_texts, micro_batches)
         status = super().training_step(micro_batches)
-        self.strategy.print(
-            "all together: " + ", ".join(f"{name} {value:.6g}" for name, value in status.items())
-        )
+        self.strategy.print(f"all together: {_status_text(status)}")
         if self.request.batch is not None:
             raise StopReplay
         return status
 
-    def kept(self) -> tuple[list[Any], list[list[str]]]:
-        """``--batch``."""
-        saved = tensor_file.read(self.batch_file())
-        self.tell("{}, of step {step} and rank {rank}".format(self.batch_file(), **saved["facts"]))
-        return saved["micro_batches"], saved["texts"]
-
-    def looked_at(self, micro_batches: Sequence[Any]) -> list[dict[str, float]]:
-        """Means of each micro batch, from passes that draw no random number. Collective."""
+    def means_of(self, micro_batches: Sequence[Any]) -> list[dict[str, float]]:
+        """Return the means of each micro batch, from passes that draw no random number. Collective."""
         import torch
 
         self.model.eval()
+        means = []
         with torch.no_grad():
-            found = [
-                {name: tensor.to(self.strategy.device) for name, tensor in part.items()}
-                for part in micro_batches
-            ]
-            passes = [
-                self.objective.loss(self.model, part, max(1, self.objective.count(part)), 1)
-                for part in found
-            ]
-        return [
-            {"loss": float(loss)} | {n: float(x) for n, x in means.items()}
-            for loss, means in passes
-        ]
+            for micro_batch in micro_batches:
+                micro_batch = {
+                    number_name: tensor.to(self.strategy.device)
+                    for number_name, tensor in micro_batch.items()
+                }
+                count = max(1, self.objective.count(micro_batch))
+                loss_share, numbers = self.objective.loss(self.model, micro_batch, count, 1)
+                numbers = {"loss": loss_share} | numbers
+                means.append(
+                    {number_name: float(number) for number_name, number in numbers.items()}
+                )
+        return means
 
 
 class ReplayedPPO(Replayed):
-    """Of ``lightppo ppo``."""
+    """A replay of ``lightppo ppo``."""
 
     optimizer_steps = 0  # of the step that is shown
 
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
         if step == self.request.step:
-            rows = list(self.replay_buffer.items)
+            experience_rows = list(self.replay_buffer.items)
             # --buffer_limit may have dropped the first ones.
-            first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))
-            self.shown = list(zip(collected.rollouts[first:], rows))[: self.request.samples]
-            self.tell(self.described(collected.rollouts))
+            dropped = max(
+                0, len(collected.rollouts) + len(collected.repeated) - len(experience_rows)
+            )
+            samples = list(zip(collected.rollouts[dropped:], experience_rows))
+            self.samples_shown = samples[: self.request.samples]
+            self.print_all(self.described(collected.rollouts))
             if self.request.batch is not None:
                 self.train_alone(collected.rollouts)
-            self.stop(collected.rollouts, rows)
+            self.stop(collected.rollouts, experience_rows)
 
     def described(self, rollouts: Sequence[Any]) -> str:
-        """This rank's samples: scores of all, then some with their tokens."""
+        """Return this rank's samples: scores of all, then some with their tokens."""
         from lightppo.logging.samples import examined
 
-        scores = " ".join(f"{r.prompt.index}.{r.sample_index}:{r.reward:.4g}" for r in rollouts)
-        lines = [
-            f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"
+        scores = [
+            f"{rollout.prompt.index}.{rollout.sample_index}:{rollout.reward:.4g}"
+            for rollout in rollouts
         ]
-        for rollout, row in self.shown:
-            lines.append(f"{_name(rollout)}: {examined(rollout)}")
-            tokens = [self.tokenizer.decode([i]) for i in rollout.response_ids[:SHOWN_TOKENS]]
-            lines.append(f"  {len(rollout.response_ids)} tokens: {' '.join(map(repr, tokens))}")
-            lines += [
-                f"  {name} {_numbers(x[0])}"
-                for name in SHOWN
-                if (x := getattr(row, name)) is not None
-            ]
-        return "\n".join(lines)
+        sample_lines = [
+            f"step {self.request.step}: {len(rollouts)} samples, as prompt.sample:score {' '.join(scores)}"
+        ]
+        for rollout, experience_row in self.samples_shown:
+            sample_lines.append(f"{_name(rollout)}: {examined(rollout)}")
+            response_ids = rollout.response_ids
+            tokens = [repr(self.tokenizer.decode([token])) for token in response_ids[:MAX_TOKENS]]
+            sample_lines.append(f"  {len(response_ids)} tokens: {' '.join(tokens)}")
+            for column in COLUMNS:
+                if (numbers := getattr(experience_row, column)) is not None:
+                    sample_lines.append(f"  {column} {_numbers_text(numbers[0])}")
+        return "\n".join(sample_lines)
 
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
         if global_steps == self.request.step:
             self.optimizer_steps += 1
-            lines = [
-                ", ".join(f"{name} {value:.6g}" for name, value in status.items())
-                for status in statuses
-            ]
-            lines = [
-                f"  micro batch {number}: {line}" for number, line in enumerate(lines, start=1)
-            ]
-            self.tell(
+            self.print_all(
                 f"optimizer step {self.optimizer_steps}, pass {self.epoch + 1}, the mean of:",
-                *lines,
+                *(
+                    f"  micro batch {number}: {_status_text(status)}"
+                    for number, status in enumerate(statuses, start=1)
+                ),
             )
         return statuses
 
     def train_alone(self, rollouts: Sequence[Any]) -> None:
-        """The optimizer step of ``--batch``, then the end. Collective."""
+        """Take the optimizer step of ``--batch``, then end. Collective."""
         from lightppo.logging.skipped_batches import load_batch
 
         path = self.batch_file()
-        batch, texts, facts = load_batch(path)
-        parts = [*batch.micro_batches, *(batch.critic_micro_batches or ())]
-        lines = [
-            f"  micro batch {i}: not finite: {part.non_finite() or 'none'}"
-            for i, part in enumerate(parts, 1)
-        ]
-        self.tell(
-            f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(texts)} samples",
-            *lines,
+        minibatch, sample_texts, facts = load_batch(path)
+        batches = [*minibatch.micro_batches, *(minibatch.critic_micro_batches or ())]
+        self.print_all(
+            f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(sample_texts)} samples",
+            *(
+                f"  micro batch {number}: not finite: {experience.non_finite() or 'none'}"
+                for number, experience in enumerate(batches, start=1)
+            ),
         )
-        for part in parts:
-            part.to_device(self.strategy.device)
-        self.stop(rollouts, parts)
+        for experience in batches:
+            experience.to_device(self.strategy.device)
+        self.stop(rollouts, batches)
         # The step was left out before there were advantages, so only the passes over its samples can be repeated.
-        if parts[0].part is None:
-            self.experience_maker.run_models(parts[0])
-            self.tell(f"run again: not finite: {parts[0].non_finite() or 'none'}")
+        if batches[0].part is None:
+            self.experience_maker.run_models(batches[0])
+            self.print_all(f"run again: not finite: {batches[0].non_finite() or 'none'}")
         else:
-            self.train_minibatch(batch, self.request.step)
+            self.train_minibatch(minibatch, self.request.step)
         raise StopReplay
 
     def save_logs_and_checkpoints(self, args: Any, global_step: int, *rest: Any) -> None:
         super().save_logs_and_checkpoints(args, global_step, *rest)
         if global_step == self.request.step:
-            self.tell(f"after step {global_step}: probability of tokens, new / old", *self.ratios())
+            title = f"after step {global_step}: probability of tokens, new / old"
+            self.print_all(title, *self.ratios())
 
     def ratios(self) -> list[str]:
-        """What the step made of the tokens of the samples that were shown. Collective."""
+        """Return what the step made of the tokens of the samples that were shown. Collective."""
         import torch
 
         from lightppo.experience.experience import Experience
@@ -446,17 +467,21 @@ class ReplayedPPO(Replayed):
 
         lines = []
         self.actor.eval()
-        for rollout, row in level(
-            self.shown, self.strategy, lambda: (None, Experience.placeholder())
-        ):
-            row = replace(row).to_device(self.strategy.device)
+        samples = level(self.samples_shown, self.strategy, lambda: (None, Experience.placeholder()))
+        for rollout, experience_row in samples:
+            experience_row = replace(experience_row).to_device(self.strategy.device)
             with torch.no_grad():
-                new = self.actor.score_actions(
-                    row.sequences, row.num_actions, row.attention_mask
-                ).log_probs
-            old = row.rollout_log_probs if row.action_log_probs is None else row.action_log_probs
-            if rollout is not None and old is not None:
-                lines.append(f"  {_name(rollout)}: {_numbers((new - old).exp()[0])}")
+                scores = self.actor.score_actions(
+                    experience_row.sequences,
+                    experience_row.num_actions,
+                    experience_row.attention_mask,
+                )
+            old_log_probs = experience_row.action_log_probs
+            if old_log_probs is None:
+                old_log_probs = experience_row.rollout_log_probs
+            if rollout is not None and old_log_probs is not None:
+                ratios = (scores.log_probs - old_log_probs).exp()
+                lines.append(f"  {_name(rollout)}: {_numbers_text(ratios[0])}")
         return lines
 
 
@@ -468,26 +493,29 @@ def _name(rollout: Any) -> str:
     return f"prompt {rollout.prompt.index}, sample {rollout.sample_index}"
 
 
-def _numbers(row: Any) -> str:
-    return " ".join(f"{value:.4g}" for value in row[:SHOWN_TOKENS].tolist())
+def _numbers_text(numbers: Any) -> str:
+    return " ".join(f"{number:.4g}" for number in numbers[:MAX_TOKENS].tolist())
 
 
-def built(args: argparse.Namespace, config: OptionSet) -> Any:
-    """The trainer of the replay. Collective."""
+def _status_text(status: Mapping[str, float]) -> str:
+    return ", ".join(f"{metric} {value:.6g}" for metric, value in status.items())
+
+
+def build_trainer(request: argparse.Namespace, config: OptionSet) -> Any:
+    """Build the trainer of the replay. Collective."""
     if isinstance(config, PPOConfig):
         from lightppo.trainer.build import build
         from lightppo.trainer.ppo_trainer import PPOTrainer
 
-        kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"request": args})
-        return build(config, kind)
-    from lightppo.supervised.trainer import SupervisedTrainer, build
+        bases = (ReplayedPPO, PPOTrainer)
+    else:
+        from lightppo.supervised.trainer import SupervisedTrainer, build
 
-    return build(
-        config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"request": args})
-    )
+        bases = (ReplayedOnData, SupervisedTrainer)
+    return build(config, type("ReplayedTrainer", bases, {"request": request}))
 
 
-def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> None:
+def replay(request: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> None:
     """Build, go to the step, do it, compare. Collective.
 
     Raises:
@@ -498,115 +526,130 @@ def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> 
     from lightppo.trainer.build import build_strategy
 
     (strategy := build_strategy(config)).setup_distributed()
-    if args.output is None:
-        config = replay_config(args, recorded, Path(temporary_folder(strategy)))
+    if request.output is None:
+        config = replay_config(request, recorded, Path(temporary_folder(strategy)))
     config = fetch_marks(strategy, config)
     if isinstance(config, PPOConfig):
-        link_rollouts(args.run, config.sampling.skip_rollout, strategy.get_rank())
-    trainer = built(args, config)
-    trainer.resume(public_options(recorded.resolved()), before=args.step)
+        link_rollouts(request.run, config.sampling.skip_rollout, strategy.get_rank())
+    trainer = build_trainer(request, config)
+    trainer.resume(public_options(recorded.resolved()), before=request.step)
     start = trainer.state.global_step
-    check_start(args.run, start, trainer)
+    check_start(request.run, start, trainer)
     trainer.strategy.print(
-        f"replay: {args.run} is only read; from step {start + 1} on, to {args.step}"
+        f"replay: {request.run} is only read; from step {start + 1} on, to {request.step}"
     )
     try:
         trainer.fit()
     except StopReplay:
         return trainer.close()
     except Exception as error:
-        if args.pdb and trainer.strategy.is_rank_0():
+        if request.pdb and trainer.strategy.is_rank_0():
             traceback.print_exception(error)
             pdb.post_mortem(error.__traceback__)
         raise
-    if trainer.state.global_step < args.step:
+    if trainer.state.global_step < request.step:
         raise ConfigError(
-            f"--step {args.step}: {args.run} ends after step {trainer.state.global_step}"
+            f"--step {request.step}: {request.run} ends after step {trainer.state.global_step}"
         )
-    of_weights, same_weights = compared_weights(trainer, config.checkpoint.resume)
+    weight_lines, same_weights = compare_weights(trainer, config.checkpoint.resume)
     lines = []
-    equal = True
+    same_records = True
     if trainer.strategy.is_rank_0():
-        lines, equal = compared(
-            args.run, Path(config.checkpoint.save_path), range(start + 1, args.step + 1)
-        )
-    trainer.strategy.print("\n".join([*lines, *of_weights]))
-    if not trainer.strategy.broadcast_object(equal and same_weights):
+        steps = range(start + 1, request.step + 1)
+        lines, same_records = compare_records(request.run, Path(config.checkpoint.save_path), steps)
+    trainer.strategy.print("\n".join([*lines, *weight_lines]))
+    if not trainer.strategy.broadcast_object(same_records and same_weights):
         raise SystemExit(1)
 
 
-def compared_weights(trainer: Any, saved: str) -> tuple[list[str], bool]:
-    """What to say of the weights beside those of the run's checkpoint of this step, and whether they are equal.
+def compare_weights(trainer: Any, checkpoints: str) -> tuple[list[str], bool]:
+    """Return what to say of the weights beside those of the run's checkpoint of this step, and whether they are equal.
 
     Nothing where there is none. The checkpoint is loaded into the trainer, which is of no more use then. Collective.
     """
-    tag = tag_of(trainer.state.global_step)
-    is_there = saved != "never" and (local_folder(part_folder(saved)) / tag).is_dir()
+    checkpoint_tag = tag_of(trainer.state.global_step)
+    is_there = (
+        checkpoints != "never"
+        and (local_folder(part_folder(checkpoints)) / checkpoint_tag).is_dir()
+    )
     if not trainer.strategy.broadcast_object(is_there):
         return [], True
-    models = trainer.checkpointer.models
-    before = {name: [part.clone() for part in own_parts(model)] for name, model in models.items()}
-    trainer.checkpointer.load(saved, tag)
+
+    def own_weights() -> list[Any]:
+        """Return this rank's parts of all weights."""
+        from lightppo.zero3 import get_engine, own_part
+
+        modules = [
+            get_engine(model, "comparing weights").module
+            for model in trainer.checkpointer.models.values()
+        ]
+        return [own_part(weight) for module in modules for weight in module.parameters()]
+
+    trained = [weight.clone() for weight in own_weights()]
+    trainer.checkpointer.load(checkpoints, checkpoint_tag)
     counts = {"differ": 0, "total": 0}
-    for name, model in models.items():
-        for old, new in zip(before[name], own_parts(model), strict=True):
-            counts["differ"] += int((old != new).sum())
-            counts["total"] += new.numel()
+    for weight, saved_weight in zip(trained, own_weights(), strict=True):
+        counts["differ"] += int((weight != saved_weight).sum())
+        counts["total"] += weight.numel()
     counts = trainer.strategy.all_reduce(counts, "sum")
-    total = int(counts["total"])
-    differ = int(counts["differ"])
-    if differ:
-        return [
-            f"differs from what was saved: {differ} of {total} weights are not as in {tag}"
-        ], False
-    return [f"all weights are as in {tag}"], True
+    differing_count = int(counts["differ"])
+    if not differing_count:
+        return [f"all weights are as in {checkpoint_tag}"], True
+    weight_count = int(counts["total"])
+    result_line = f"differs from what was saved: {differing_count} of {weight_count} weights are not as in {checkpoint_tag}"
+    return [result_line], False
 
 
-def own_parts(model: Any) -> list[Any]:
-    """This rank's parts of a model's weights."""
-    from lightppo.zero3 import get_engine, own_part
-
-    module = get_engine(model, "comparing weights").module
-    return [own_part(weight) for weight in module.parameters()]
-
-
-def check_start(run: Path, start: int, trainer: Any) -> None:
-    """The start of the run is as it was: its first step, files, and ranks."""
+def check_start(run: Path, start_step: int, trainer: Any) -> None:
+    """Check that the start of the run is as it was: its first step, files, and ranks."""
     starts = starts_of(run)
-    if start or not starts:
+    if start_step or not starts:
         return
-    if first := starts[0]["step"]:
+    recorded = starts[0]
+    if recorded["step"]:
         raise CheckpointError(
-            f"{run} went on from step {first} of another run, and has no checkpoint before this step"
+            f"{run} went on from step {recorded['step']} of another run, and has no checkpoint before this step"
         )
-    if (ranks := starts[0]["ranks"]) != (now := trainer.strategy.world_size):
+    ranks = recorded["ranks"]
+    if ranks != trainer.strategy.world_size:
         raise CheckpointError(
-            f"{run} had {ranks} ranks, and this is {now}: torchrun --nproc_per_node {ranks} …"
+            f"{run} had {ranks} ranks, and this is {trainer.strategy.world_size}: torchrun --nproc_per_node {ranks} …"
         )
-    content = {name: mark for name, mark in starts[0]["content"].items() if name != "save_path"}
-    if changed := [
-        name for name, mark in content.items() if trainer.content.get(name, mark) != mark
-    ]:
+    changed = [
+        option_name
+        for option_name, content_mark in recorded["content"].items()
+        if option_name != "save_path"
+        and trainer.content.get(option_name, content_mark) != content_mark
+    ]
+    if changed:
         raise ConfigError(f"--{', --'.join(changed)}: other content than {run} had")
 
 
-def compared(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], bool]:
-    """What to say of the replayed steps beside the recorded ones, and whether they are equal."""
-    then = recorded_steps(run)
-    now = recorded_steps(output)
-    found = differences(
-        [(step, then[step], now[step]) for step in steps if step in then and step in now]
+def compare_records(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], bool]:
+    """Return what to say of the replayed steps beside the recorded ones, and whether they are equal."""
+    recorded = recorded_steps(run)
+    repeated = recorded_steps(output)
+    differing = differences(
+        [
+            (step, recorded[step], repeated[step])
+            for step in steps
+            if step in recorded and step in repeated
+        ]
     )
-    lines = [f"step {step} was not recorded" for step in steps[-1:] if step not in then]
-    if sample := first_sample([recorded_path(run, "rollout_data_dir"), output / "rollouts"], steps):
-        lines.append(f"differs from the recorded samples: {sample}")
-    if found:
-        name, ((step, recorded, repeated), *_) = next(iter(found.items()))
-        lines.append(
-            f"step {step} differs from what was recorded: first {name}: was {recorded}, is {repeated}"
+    last_step = steps[-1]
+    result_lines = []
+    if last_step not in recorded:
+        result_lines.append(f"step {last_step} was not recorded")
+    sample = first_sample([recorded_path(run, "rollout_data_dir"), output / "rollouts"], steps)
+    if sample:
+        result_lines.append(f"differs from the recorded samples: {sample}")
+    if differing:
+        metric, ((step, recorded_value, repeated_value), *_) = next(iter(differing.items()))
+        result_lines.append(
+            f"step {step} differs from what was recorded: first {metric}: was {recorded_value}, is {repeated_value}"
         )
-    elif not lines:
-        lines.append(
-            f"step {steps[-1]} is equal to what was recorded: {len(then[steps[-1]])} numbers"
+    elif not result_lines:
+        result_lines.append(
+            f"step {last_step} is equal to what was recorded: {len(recorded[last_step])} numbers"
         )
-    return lines, not (found or sample)
+    return result_lines, not (differing or sample)

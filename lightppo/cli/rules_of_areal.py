@@ -35,23 +35,16 @@ def areal_betas(arguments: Arguments) -> Converted:
     return adam_betas(arguments, "adam_betas", "actor.optimizer.beta1", "actor.optimizer.beta2")
 
 
-@areal("critic.optimizer.beta1 critic.optimizer.beta2")
-def areal_critic_betas(arguments: Arguments) -> Converted:
-    return adam_betas(
-        arguments, "critic_adam_betas", "critic.optimizer.beta1", "critic.optimizer.beta2"
-    )
-
-
 @areal("actor.eps_clip actor.eps_clip_higher ppo.eps_clip")
 def areal_clip(arguments: Arguments) -> Converted:
-    low = arguments.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
-    return clip_range(low, arguments.text("actor.eps_clip_higher"))
+    lower_bound = arguments.text("actor.eps_clip", "ppo.eps_clip") or "0.2"
+    return clip_range(lower_bound, arguments.text("actor.eps_clip_higher"))
 
 
 @areal("gconfig.top_k gconfig.greedy eval_gconfig.top_k")
 def areal_top_k(arguments: Arguments) -> Converted:
-    for name, option in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
-        if (count := arguments.number(name)) is not None:
+    for their_option, option in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
+        if (count := arguments.number(their_option)) is not None:
             yield option, int(count) if 0 < count < 1e6 else -1
     if arguments.on("gconfig.greedy"):
         yield "do_sample", False
@@ -73,8 +66,8 @@ def normalisation(arguments: Arguments, prefix: str) -> list[str]:
 
 
 def _norm_names(prefix: str) -> str:
-    keys = ("mean_level", "std_level", "mean_leave1out", "std_unbiased", "eps", "group_size")
-    return " ".join([prefix, *(f"{prefix}.{key}" for key in keys)])
+    settings = ("mean_level", "std_level", "mean_leave1out", "std_unbiased", "eps", "group_size")
+    return " ".join([prefix, *(f"{prefix}.{setting}" for setting in settings)])
 
 
 @areal(_norm_names("actor.adv_norm"))
@@ -142,13 +135,16 @@ def areal_old_log_probs(arguments: Arguments) -> Converted:
 
 @areal("ref.mb_spec.max_tokens_per_mb critic.mb_spec.max_tokens_per_mb")
 def areal_passes(arguments: Arguments) -> Converted:
-    sizes = []
+    batch_sizes = []
     if arguments.number("actor.kl_ctl") != 0:
-        sizes += [f"reference={size}t" for size in arguments.items("ref.mb_spec.max_tokens_per_mb")]
+        batch_sizes += [
+            f"reference={batch_size}t"
+            for batch_size in arguments.items("ref.mb_spec.max_tokens_per_mb")
+        ]
     critic_sizes = arguments.items("critic.mb_spec.max_tokens_per_mb")
-    sizes += [f"critic_train={size}t" for size in critic_sizes]
-    if sizes:
-        yield "micro_batch_specs", sizes
+    batch_sizes += [f"critic_train={batch_size}t" for batch_size in critic_sizes]
+    if batch_sizes:
+        yield "micro_batch_specs", batch_sizes
 
 
 @areal(
@@ -175,7 +171,7 @@ _WEIGHT_CAPS = (
 def areal_correction(arguments: Arguments) -> Converted:
     metric = arguments.text(f"{_REJECTION}.metric") or "ratio"
     upper = arguments.number(f"{_REJECTION}.upper")
-    cap = arguments.number(*_WEIGHT_CAPS)
+    weight_cap = arguments.number(*_WEIGHT_CAPS)
     if metric != "ratio":
         yield (
             LOOK,
@@ -183,9 +179,9 @@ def areal_correction(arguments: Arguments) -> Converted:
         )
     elif upper is None:
         if arguments.on("actor.use_decoupled_loss", "ppo.use_decoupled_loss"):
-            yield from correction("decoupled", None, cap)
+            yield from correction("decoupled", None, weight_cap)
     else:
-        kinds = {
+        correction_kinds = {
             ("token", "clamp"): "tis",
             ("sequence", "clamp"): "geo_tis",
             ("sequence", "mask"): "geo_mis",
@@ -194,7 +190,7 @@ def areal_correction(arguments: Arguments) -> Converted:
         action = arguments.text(f"{_REJECTION}.action") or "mask"
         default = "decoupled" if arguments.on("actor.use_decoupled_loss") else "icepop"
         lower = arguments.number(f"{_REJECTION}.lower")
-        yield from correction(kinds.get((level, action), default), lower, upper)
+        yield from correction(correction_kinds.get((level, action), default), lower, upper)
 
 
 @areal("stats_logger.wandb.mode wandb.mode")
@@ -211,8 +207,8 @@ def areal_resume(arguments: Arguments) -> Converted:
 
 @areal("actor.loss_type", "dpo")
 def areal_pairs(arguments: Arguments) -> Converted:
-    name = arguments.text("actor.loss_type")
-    yield "preference_loss", "dpo" if name == "sigmoid" else name
+    loss_type = arguments.text("actor.loss_type")
+    yield "preference_loss", "dpo" if loss_type == "sigmoid" else loss_type
 
 
 @areal("actor.use_lora actor.lora_rank")

@@ -33,22 +33,28 @@ def openrlhf_precision(arguments: Arguments) -> Converted:
     "data.max_len max_len rollout.max_new_tokens max_new_tokens generate_max_len prompt_max_len",
 )
 def openrlhf_lengths(arguments: Arguments) -> Converted:
-    total = arguments.number("data.max_len", "max_len")
-    answer = arguments.number("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
-    prompt = arguments.number("prompt_max_len")
-    if total is not None:
-        if answer is None:
+    total_length = arguments.number("data.max_len", "max_len")
+    answer_length = arguments.number("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
+    prompt_length = arguments.number("prompt_max_len")
+    if total_length is not None:
+        if answer_length is None:
             yield (
                 LOOK,
-                f"{total:g} tokens for prompt and answer together: half of it for each is set, choose other shares",
+                f"{total_length:g} tokens for prompt and answer together: half of it for each is set, choose other shares",
             )
-            answer = total / 2
-        if prompt is None:
-            prompt = max(1, total - answer)
-    if answer is not None:
-        yield "generate_max_len", int(answer)
-    if prompt is not None:
-        yield "prompt_max_len", int(prompt)
+            answer_length = total_length / 2
+        if prompt_length is None:
+            prompt_length = max(1, total_length - answer_length)
+    if answer_length is not None:
+        yield "generate_max_len", int(answer_length)
+    if prompt_length is not None:
+        yield "prompt_max_len", int(prompt_length)
+
+
+@openrlhf("no_advantage_std_norm algo.advantage.no_std_norm")
+def openrlhf_advantages(arguments: Arguments) -> Converted:
+    if arguments.on("no_advantage_std_norm", "algo.advantage.no_std_norm"):
+        yield "adv_norm_by", "mean=batch"
 
 
 @openrlhf("actor.eps_clip_low_high eps_clip_low_high actor.eps_clip eps_clip")
@@ -68,22 +74,24 @@ def openrlhf_clip(arguments: Arguments) -> Converted:
 )
 def openrlhf_correction(arguments: Arguments) -> Converted:
     level = arguments.text("algo.advantage.is_correction_level") or "off"
-    kind = None
+    correction_kind = None
     if level == "seq":
-        kind = "seq_mask_tis"
+        correction_kind = "seq_mask_tis"
     elif level != "off":
         is_clipped = arguments.text("algo.advantage.is_correction_mode") == "clip"
-        kind = "tis" if is_clipped else "icepop"
+        correction_kind = "tis" if is_clipped else "icepop"
     elif arguments.on("algo.advantage.is_correction_enable", "enable_vllm_is_correction"):
-        kind = arguments.text("algo.advantage.is_correction_type", "vllm_is_correction_type")
-        kind = (kind or "tis").replace("-", "_")
+        correction_kind = arguments.text(
+            "algo.advantage.is_correction_type", "vllm_is_correction_type"
+        )
+        correction_kind = (correction_kind or "tis").replace("-", "_")
         if arguments.on("use_icepop"):
-            kind = "icepop"
+            correction_kind = "icepop"
     bounds = arguments.words(
         "algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold"
     )
-    *_, low, high = [None, None, *map(float, bounds)]
-    yield from correction(kind, low, high)
+    *_, lower_bound, upper_bound = [None, None, *map(float, bounds)]
+    yield from correction(correction_kind, lower_bound, upper_bound)
 
 
 @openrlhf(
@@ -118,8 +126,8 @@ def resume(arguments: Arguments) -> Converted:
 def openrlhf_engine(arguments: Arguments) -> Converted:
     if arguments.whole("vllm.num_engines", "vllm_num_engines", default=0) > 0:
         yield "rollout_engine", "vllm"
-        names = ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size")
-        yield "tensor_parallel_size", arguments.whole(*names)
+        option_names = ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size")
+        yield "tensor_parallel_size", arguments.whole(*option_names)
 
 
 @openrlhf(
@@ -128,14 +136,14 @@ def openrlhf_engine(arguments: Arguments) -> Converted:
 )
 def openrlhf_tokens(arguments: Arguments) -> Converted:
     if arguments.on("train.dynamic_batch_enable", "use_dynamic_batch"):
-        names = ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu")
-        yield "max_tokens_per_micro_batch", arguments.whole(*names, default=16192)
+        option_names = ("train.max_tokens_per_gpu", "train_max_tokens_per_gpu")
+        yield "max_tokens_per_micro_batch", arguments.whole(*option_names, default=16192)
 
 
 @openrlhf("train.agent_func_path agent_func_path")
 def openrlhf_agent(arguments: Arguments) -> Converted:
-    if (path := arguments.text("train.agent_func_path", "agent_func_path")) is not None:
-        yield "env", [f"openrlhf:{path}"]
+    if (agent_path := arguments.text("train.agent_func_path", "agent_func_path")) is not None:
+        yield "env", [f"openrlhf:{agent_path}"]
         yield "reward_source", ["environment"]
 
 
@@ -145,8 +153,8 @@ def openrlhf_agent(arguments: Arguments) -> Converted:
 def openrlhf_filter(arguments: Arguments) -> Converted:
     if arguments.on("algo.dynamic_filtering_enable", "dynamic_filtering"):
         yield "dynamic_sampling", True
-        names = ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range")
-        yield "filter_range", arguments.words(*names) or [0, 1]
+        option_names = ("algo.dynamic_filtering_range", "dynamic_filtering_reward_range")
+        yield "filter_range", arguments.words(*option_names) or [0, 1]
 
 
 @openrlhf("logger.wandb.key use_wandb", EVERY)
@@ -187,9 +195,9 @@ def lightrft_engine(arguments: Arguments) -> Converted:
 def lightrft_lists(arguments: Arguments) -> Converted:
     if arguments.text("max_len") is not None:
         yield LOOK, "--prompt_max_len and --generate_max_len are set for themselves"
-    for name in ("reward_pretrain", "remote_rm_url"):
-        if items := [item for item in arguments.items(name) if item not in ("{}", "")]:
-            yield name, items
+    for option_name in ("reward_pretrain", "remote_rm_url"):
+        if items := [item for item in arguments.items(option_name) if item not in ("{}", "")]:
+            yield option_name, items
 
 
 @openrlhf("eval.steps eval_steps", EVERY)

@@ -26,12 +26,12 @@ def slime_kl(arguments: Arguments) -> Converted:
         yield "use_kl_in_reward", True
     elif coefficient:
         yield "use_kl_loss", True
-        name = arguments.text("kl_loss_type") or "k1"
-        estimator = KL_ESTIMATORS.get(name, name)
+        loss_type = arguments.text("kl_loss_type") or "k1"
+        estimator = KL_ESTIMATORS.get(loss_type, loss_type)
         if arguments.on("use_unbiased_kl") and estimator in ("k1", "k3"):
             estimator = f"{estimator}_ratio"
         yield "kl_estimator", estimator
-        if name == "low_var_kl":
+        if loss_type == "low_var_kl":
             yield "kl_clip", 10
 
 
@@ -42,16 +42,16 @@ def slime_betas(arguments: Arguments) -> Converted:
 
 @slime("lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction")
 def slime_rates(arguments: Arguments) -> Converted:
-    peak = arguments.number("lr")
-    lowest = arguments.number("min_lr") or 0.0
-    if peak:
-        yield "actor_learning_rate", peak
-        yield "min_lr_ratio", lowest / peak
-    style = arguments.text("lr_decay_style")
-    if style == "cosine" and lowest:
-        style = "cosine_with_min_lr"
-    if style is not None:
-        yield "lr_scheduler", style
+    peak_rate = arguments.number("lr")
+    lowest_rate = arguments.number("min_lr") or 0.0
+    if peak_rate:
+        yield "actor_learning_rate", peak_rate
+        yield "min_lr_ratio", lowest_rate / peak_rate
+    schedule = arguments.text("lr_decay_style")
+    if schedule == "cosine" and lowest_rate:
+        schedule = "cosine_with_min_lr"
+    if schedule is not None:
+        yield "lr_scheduler", schedule
     if steps := [*arguments.counted("lr_warmup_steps", "lr_warmup_iters", above=0)]:
         yield from steps
     else:
@@ -67,8 +67,8 @@ def slime_loss(arguments: Arguments) -> Converted:
 @slime("use_tis tis_clip tis_clip_low")
 def slime_correction(arguments: Arguments) -> Converted:
     if arguments.on("use_tis"):
-        low = arguments.number("tis_clip_low")
-        yield from correction("tis", low, arguments.number("tis_clip") or 2.0)
+        lower_bound = arguments.number("tis_clip_low")
+        yield from correction("tis", lower_bound, arguments.number("tis_clip") or 2.0)
 
 
 @slime("use_dynamic_batch_size max_tokens_per_gpu micro_batch_size")
@@ -88,20 +88,20 @@ def slime_length(arguments: Arguments) -> Converted:
 
 @slime("eval_prompt_data eval_interval")
 def slime_evaluation(arguments: Arguments) -> Converted:
-    if files := arguments.words("eval_prompt_data")[1::2]:  # a name before each file
-        yield "eval_data", ",".join(files)
+    if data_files := arguments.words("eval_prompt_data")[1::2]:  # a name before each file
+        yield "eval_data", ",".join(data_files)
         yield from arguments.counted("eval_steps", "eval_interval")
 
 
 @slime("rm_type")
 def slime_reward(arguments: Arguments) -> Converted:
-    kind = arguments.text("rm_type")
-    if kind in ("math", "deepscaler", "dapo", "boxed_math"):
+    reward_type = arguments.text("rm_type")
+    if reward_type in ("math", "deepscaler", "dapo", "boxed_math"):
         yield "reward_source", ["math"]
-    elif kind is not None:
+    elif reward_type is not None:
         yield (
             LOOK,
-            f"{kind}: --reward_source math, code or format, --reward_fn FILE.py or --remote_rm_url",
+            f"{reward_type}: --reward_source math, code or format, --reward_fn FILE.py or --remote_rm_url",
         )
 
 
@@ -117,14 +117,14 @@ def slime_checkpointing(arguments: Arguments) -> Converted:
 
 @slime("attention_backend")
 def slime_attention(arguments: Arguments) -> Converted:
-    if (name := arguments.text("attention_backend")) not in (None, "auto"):
-        yield "attn_implementation", "flash_attention_2" if name == "flash" else name
+    if (backend := arguments.text("attention_backend")) not in (None, "auto"):
+        yield "attn_implementation", "flash_attention_2" if backend == "flash" else backend
 
 
 @slime("advantage_estimator")
 def slime_estimator(arguments: Arguments) -> Converted:
-    name = arguments.text("advantage_estimator") or "grpo"
-    if name in ("gspo", "cispo"):  # losses here
-        yield "policy_loss", name
-    names = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
-    yield "advantage_estimator", names.get(name, name.replace("_plus_plus", "++"))
+    estimator = arguments.text("advantage_estimator") or "grpo"
+    if estimator in ("gspo", "cispo"):  # losses here
+        yield "policy_loss", estimator
+    our_names = {"gspo": "grpo", "cispo": "grpo", "ppo": "gae"}
+    yield "advantage_estimator", our_names.get(estimator, estimator.replace("_plus_plus", "++"))

@@ -57,38 +57,54 @@ def trl_rows(arguments: Arguments) -> Converted:
 )
 def trl_batches(arguments: Arguments) -> Converted:
     samples = generation_batch(arguments)
-    group = arguments.whole("num_generations", default=8)
+    group_size = arguments.whole("num_generations", default=8)
     yield from trl_rows(arguments)
-    yield "n_samples_per_prompt", group
-    yield "rollout_batch_size", max(1, samples // group)
+    yield "n_samples_per_prompt", group_size
+    yield "rollout_batch_size", max(1, samples // group_size)
     yield "max_epochs", arguments.whole("num_iterations")
-    if samples % group:
+    if samples % group_size:
         yield (
             LOOK,
-            f"a generation batch of {samples} samples is no multiple of the {group} samples of a prompt",
+            f"a generation batch of {samples} samples is no multiple of the {group_size} samples of a prompt",
         )
 
 
-def rollout_steps(arguments: Arguments, optimizer_steps: float) -> int:
-    """Return how many PPO steps take so many optimizer steps."""
+_SUPERVISED_NAMES = {
+    "total_training_steps": "max_steps",
+    "num_episodes": "num_epochs",
+    "prompt_data": "dataset",
+    "eval_data": "eval_dataset",
+}
+
+
+def option_of(arguments: Arguments, option_name: str) -> str:
+    """Return what an option of ``ppo`` is called in our command."""
+    return option_name if arguments.command == "ppo" else _SUPERVISED_NAMES[option_name]
+
+
+def steps_of(arguments: Arguments, optimizer_steps: float) -> int:
+    """Return how many steps of our command take so many optimizer steps."""
+    if arguments.command != "ppo":
+        return math.ceil(optimizer_steps)
     passes = generation_batch(arguments) // optimizer_step(arguments)
     return math.ceil(optimizer_steps / max(1, passes * arguments.whole("num_iterations")))
 
 
 @trl("max_steps num_train_epochs", EVERY)
 def trl_length(arguments: Arguments) -> Converted:
-    is_ppo = arguments.command == "ppo"
-    limit = "total_training_steps" if is_ppo else "max_steps"
+    limit_option = option_of(arguments, "total_training_steps")
     steps = arguments.number("max_steps")
     epochs = arguments.number("num_train_epochs")
     if steps is not None and steps > 0:
-        yield limit, rollout_steps(arguments, steps) if is_ppo else int(steps)
-        if is_ppo:  # it goes round the prompts until then: no step takes less than a pass
-            yield "num_episodes", rollout_steps(arguments, steps)
+        total_steps = steps_of(arguments, steps)
+        yield limit_option, total_steps
+        if arguments.command == "ppo":
+            # It goes round the prompts until then: no step takes less than a pass.
+            yield "num_episodes", total_steps
     elif epochs is not None:
-        yield "num_episodes" if is_ppo else "num_epochs", max(1, math.ceil(epochs))
+        yield option_of(arguments, "num_episodes"), max(1, math.ceil(epochs))
         if epochs != int(epochs):
-            yield LOOK, f"{epochs:g} passes: whole ones here; --{limit} ends a run sooner"
+            yield LOOK, f"{epochs:g} passes: whole ones here; --{limit_option} ends a run sooner"
 
 
 @trl(
@@ -96,31 +112,25 @@ def trl_length(arguments: Arguments) -> Converted:
     EVERY,
 )
 def trl_due_times(arguments: Arguments) -> Converted:
-    is_ppo = arguments.command == "ppo"
-
-    def steps_of(count: float) -> int:
-        return rollout_steps(arguments, count) if is_ppo else math.ceil(count)
-
-    saves = arguments.text("save_strategy") or "steps"
-    evaluates = arguments.text("eval_strategy") or "no"
+    save_strategy = arguments.text("save_strategy") or "steps"
+    evaluation_strategy = arguments.text("eval_strategy") or "no"
     logging_steps = arguments.number("logging_steps") or 0
-    rows = arguments.text("dataset_name")
-    if saves == "epoch":
+    dataset = arguments.text("dataset_name")
+    if save_strategy == "epoch":
         yield "save_epochs", 1
-    elif saves == "steps" and (count := arguments.number("save_steps") or 0) >= 1:
-        yield "save_steps", steps_of(count)
-    if rows is not None:
-        yield "prompt_data" if is_ppo else "dataset", rows
-    if evaluates in ("steps", "epoch"):
-        if rows is not None:
-            yield "eval_data" if is_ppo else "eval_dataset", rows
+    elif save_strategy == "steps" and (count := arguments.number("save_steps") or 0) >= 1:
+        yield "save_steps", steps_of(arguments, count)
+    if dataset is not None:
+        yield option_of(arguments, "prompt_data"), dataset
+    if evaluation_strategy in ("steps", "epoch"):
+        if dataset is not None:
+            yield option_of(arguments, "eval_data"), dataset
         yield "eval_split", arguments.text("dataset_test_split") or "test"
-        if evaluates == "epoch":
-            yield "eval_epochs", 1
-        else:
-            yield "eval_steps", steps_of(arguments.number("eval_steps") or logging_steps or 500)
+        if evaluation_strategy == "steps":
+            count = arguments.number("eval_steps") or logging_steps or 500
+            yield "eval_steps", steps_of(arguments, count)
     if logging_steps >= 1:
-        yield "logging_steps", steps_of(logging_steps)
+        yield "logging_steps", steps_of(arguments, logging_steps)
 
 
 @trl("warmup_ratio warmup_steps", EVERY)
@@ -140,8 +150,8 @@ def trl_betas(arguments: Arguments) -> Converted:
 
 @trl("lr_scheduler_type lr_scheduler_kwargs lr_scheduler_kwargs.min_lr_rate", EVERY)
 def trl_schedule(arguments: Arguments) -> Converted:
-    name = arguments.text("lr_scheduler_type") or "linear"
-    yield "lr_scheduler", {"constant_with_warmup": "constant"}.get(name, name)
+    scheduler = arguments.text("lr_scheduler_type") or "linear"
+    yield "lr_scheduler", {"constant_with_warmup": "constant"}.get(scheduler, scheduler)
     settings = arguments.text("lr_scheduler_kwargs") or ""
     if rate := re.search(r"min_lr_rate\W+([\d.e-]+)", settings):
         yield "min_lr_ratio", rate[1]
@@ -163,14 +173,17 @@ def trl_lora(arguments: Arguments) -> Converted:
         yield "lora_rank", arguments.whole("lora_r", default=16)
         yield "lora_alpha", arguments.text("lora_alpha") or 32
         yield "lora_dropout", arguments.text("lora_dropout") or 0.05
-        if names := arguments.items("lora_target_modules"):
-            yield "target_modules", names[0].split() if len(names) == 1 else names
+        if module_names := arguments.items("lora_target_modules"):
+            yield (
+                "target_modules",
+                module_names[0].split() if len(module_names) == 1 else module_names,
+            )
 
 
 @trl("report_to log_with logging_dir project", EVERY)
 def trl_trackers(arguments: Arguments) -> Converted:
-    names = arguments.items("report_to", "log_with")
-    return trackers(names, arguments.text("logging_dir"), arguments.text("project"))
+    tracker_names = arguments.items("report_to", "log_with")
+    return trackers(tracker_names, arguments.text("logging_dir"), arguments.text("project"))
 
 
 @trl("beta use_bias_correction_kl")
@@ -189,8 +202,8 @@ def trl_clip(arguments: Arguments) -> Converted:
 
 @trl("loss_type importance_sampling_level")
 def trl_loss(arguments: Arguments) -> Converted:
-    name = arguments.text("loss_type") or "dapo"
-    modes = {
+    loss_type = arguments.text("loss_type") or "dapo"
+    aggregation_modes = {
         "grpo": "seq-mean-token-mean",
         "dapo": "token-mean",
         "bnpo": "token-mean",
@@ -198,14 +211,14 @@ def trl_loss(arguments: Arguments) -> Converted:
     }
     if arguments.program == "trl-rloo":
         return
-    if name in ("cispo", "sapo"):
-        yield "policy_loss", name
-    elif name in modes:
+    if loss_type in ("cispo", "sapo"):
+        yield "policy_loss", loss_type
+    elif loss_type in aggregation_modes:
         if arguments.text("importance_sampling_level") == "sequence":
             yield "policy_loss", "gspo"
-        yield "loss_agg_mode", modes[name]
+        yield "loss_agg_mode", aggregation_modes[loss_type]
     else:
-        yield LOOK, f"{name}: see --policy_loss and --loss_agg_mode"
+        yield LOOK, f"{loss_type}: see --policy_loss and --loss_agg_mode"
 
 
 @trl("scale_rewards")
@@ -227,25 +240,27 @@ def trl_vllm(arguments: Arguments) -> Converted:
     if not arguments.on("use_vllm"):
         return
     if arguments.text("vllm_mode") == "server":
-        host = arguments.text("vllm_server_host")
-        if host in (None, "0.0.0.0"):
-            host = "127.0.0.1"
-        url = f"http://{host}:{arguments.text('vllm_server_port') or 8000}"
+        server_host = arguments.text("vllm_server_host")
+        if server_host in (None, "0.0.0.0"):
+            server_host = "127.0.0.1"
+        server_url = f"http://{server_host}:{arguments.text('vllm_server_port') or 8000}"
         yield "rollout_engine", "vllm_server"
-        yield "vllm_server_url", [arguments.text("vllm_server_base_url") or url]
+        yield "vllm_server_url", [arguments.text("vllm_server_base_url") or server_url]
     else:
         yield "rollout_engine", "vllm"
     if truth(arguments.text("vllm_importance_sampling_correction") or True):
-        kinds = {
+        correction_kinds = {
             "token_truncate": "tis",
             "sequence_truncate": "seq_tis",
             "token_mask": "icepop",
             "sequence_mask": "seq_mis",
         }
-        mode = arguments.text("vllm_importance_sampling_mode") or "sequence_mask"
-        low = arguments.number("vllm_importance_sampling_clip_min")
+        correction_mode = arguments.text("vllm_importance_sampling_mode") or "sequence_mask"
+        lower_bound = arguments.number("vllm_importance_sampling_clip_min")
         bounds = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
-        yield from correction(kinds.get(mode), low, arguments.number(*bounds))
+        yield from correction(
+            correction_kinds.get(correction_mode), lower_bound, arguments.number(*bounds)
+        )
 
 
 _TRL_REWARDS = {
@@ -260,19 +275,19 @@ def trl_rewards(arguments: Arguments) -> Converted:
     weights = iter(arguments.items("reward_weights"))
     sources = []
     models = arguments.items("reward_model_name_or_path")
-    for name in arguments.words("reward_funcs"):
+    for reward_name in arguments.words("reward_funcs"):
         weight = next(weights, "1")
         weight = f"={weight}" if float(weight) != 1 else ""
-        if name in _TRL_REWARDS:
-            sources.append(f"{_TRL_REWARDS[name]}{weight}")
-        elif "/" in name:
-            models.append(name)
-        elif "." in name and not any(source.startswith("function") for source in sources):
-            module, _, function = name.rpartition(".")
+        if reward_name in _TRL_REWARDS:
+            sources.append(f"{_TRL_REWARDS[reward_name]}{weight}")
+        elif "/" in reward_name:
+            models.append(reward_name)
+        elif "." in reward_name and not any(source.startswith("function") for source in sources):
+            module, _, function = reward_name.rpartition(".")
             sources.append(f"function{weight}")
             yield "reward_fn", f"{module.replace('.', '/')}.py:{function}"
         else:
-            yield LOOK, f"{name}: write it as a function: --reward_fn path.py:name"
+            yield LOOK, f"{reward_name}: write it as a function: --reward_fn path.py:name"
     if models and sources:
         sources.append("model")
     if sources and sources != ["function"]:
@@ -295,16 +310,16 @@ def trl_sampling(arguments: Arguments) -> Converted:
 def trl_reference(arguments: Arguments) -> Converted:
     if not arguments.on("sync_ref_model"):
         return
-    share = arguments.number("ref_model_mixup_alpha") or 0.6
+    actor_share = arguments.number("ref_model_mixup_alpha") or 0.6
     steps = arguments.whole("ref_model_sync_steps", default=512)
-    if share == 1:
-        yield "ref_reset_steps", rollout_steps(arguments, steps)
+    if actor_share == 1:
+        yield "ref_reset_steps", steps_of(arguments, steps)
     elif steps == 1:
-        yield "ref_ema_eta", share
+        yield "ref_ema_eta", actor_share
     else:
         yield (
             LOOK,
-            f"{share:g} of the actor every {steps} steps: --ref_reset_steps copies all of it, "
+            f"{actor_share:g} of the actor every {steps} steps: --ref_reset_steps copies all of it, "
             "--ref_ema_eta a share in every step",
         )
 
@@ -328,11 +343,11 @@ def trl_truncation(arguments: Arguments) -> Converted:
 @trl("loss_type", "dpo")
 def trl_pairs(arguments: Arguments) -> Converted:
     losses = {"sigmoid": "dpo", "ipo": "ipo"}
-    for name in arguments.items("loss_type"):
-        if name in losses:
-            yield "preference_loss", losses[name]
+    for loss_type in arguments.items("loss_type"):
+        if loss_type in losses:
+            yield "preference_loss", losses[loss_type]
         else:
-            yield LOOK, f"{name}: --preference_loss is dpo or ipo"
+            yield LOOK, f"{loss_type}: --preference_loss is dpo or ipo"
 
 
 @trl("max_tool_calling_iterations")
@@ -349,5 +364,5 @@ def trl_timeout(arguments: Arguments) -> Converted:
 @trl("load_best_model_at_end metric_for_best_model", EVERY)
 def trl_best(arguments: Arguments) -> Converted:
     if arguments.on("load_best_model_at_end"):
-        name = arguments.text("metric_for_best_model") or "loss"
-        yield "best_metric", f"eval/{name.removeprefix('eval_')}"
+        metric = arguments.text("metric_for_best_model") or "loss"
+        yield "best_metric", f"eval/{metric.removeprefix('eval_')}"

@@ -68,9 +68,11 @@ def verl_kl(arguments: Arguments) -> Converted:
     if not in_loss and not arguments.on("algorithm.use_kl_in_reward"):
         yield "init_kl_coef", 0
         return
-    name = f"{_ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
-    coefficient = arguments.number(name)
-    yield "init_kl_coef", 0.001 if coefficient is None else coefficient
+    coefficient_name = f"{_ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
+    coefficient = arguments.number(coefficient_name)
+    if coefficient is None:
+        coefficient = 0.001
+    yield "init_kl_coef", coefficient
     if not in_loss:
         yield "use_kl_in_reward", True
         yield from kl_estimator(arguments.text("algorithm.kl_penalty") or "kl")
@@ -84,22 +86,22 @@ def verl_kl(arguments: Arguments) -> Converted:
 
 @verl("algorithm.adv_estimator")
 def verl_estimator(arguments: Arguments) -> Converted:
-    name = arguments.text("algorithm.adv_estimator") or "gae"
-    yield "advantage_estimator", name
-    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+    estimator = arguments.text("algorithm.adv_estimator") or "gae"
+    yield "advantage_estimator", estimator
+    if estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         yield "adv_std_unbiased", True  # how it whitens
 
 
 @verl(f"{_ACTOR}.clip_ratio {_ACTOR}.clip_ratio_low {_ACTOR}.clip_ratio_high")
 def verl_clip(arguments: Arguments) -> Converted:
-    low = arguments.text(f"{_ACTOR}.clip_ratio_low") or "0.2"
-    high = arguments.text(f"{_ACTOR}.clip_ratio_high") or "0.2"
-    yield from clip_range(low, high)
+    lower_bound = arguments.text(f"{_ACTOR}.clip_ratio_low") or "0.2"
+    upper_bound = arguments.text(f"{_ACTOR}.clip_ratio_high") or "0.2"
+    yield from clip_range(lower_bound, upper_bound)
     ratio = arguments.text(f"{_ACTOR}.clip_ratio")
-    if ratio is not None and float(ratio) not in (float(low), float(high)):
+    if ratio is not None and float(ratio) not in (float(lower_bound), float(upper_bound)):
         yield (
             LOOK,
-            f"clip_ratio {ratio} has no effect beside clip_ratio_low {low} and clip_ratio_high {high}",
+            f"clip_ratio {ratio} has no effect beside clip_ratio_low {lower_bound} and clip_ratio_high {upper_bound}",
         )
 
 
@@ -135,10 +137,10 @@ def verl_engine(arguments: Arguments) -> Converted:
 @verl("trainer.save_freq trainer.test_freq", "ppo sft")
 def verl_due_times(arguments: Arguments) -> Converted:
     yield from arguments.counted("save_steps", "trainer.save_freq", above=0)
-    count = arguments.number("trainer.test_freq")
-    if count is not None and count > 0:
-        yield "eval_steps", int(count)
-    elif count is not None:
+    evaluation_steps = arguments.number("trainer.test_freq")
+    if evaluation_steps is not None and evaluation_steps > 0:
+        yield "eval_steps", int(evaluation_steps)
+    elif evaluation_steps is not None:
         yield (
             LOOK,
             "no evaluation while it trains there; here one per pass where held-out rows are given",
@@ -158,14 +160,14 @@ def verl_length(arguments: Arguments) -> Converted:
 
 @verl("trainer.logger logger", "ppo sft")
 def verl_trackers(arguments: Arguments) -> Converted:
-    names = arguments.items("trainer.logger", "logger")
-    return trackers(names, None, arguments.text("trainer.project_name"))
+    tracker_names = arguments.items("trainer.logger", "logger")
+    return trackers(tracker_names, None, arguments.text("trainer.project_name"))
 
 
 @verl("trainer.resume_mode trainer.resume_from_path", "ppo sft")
 def verl_resume(arguments: Arguments) -> Converted:
-    modes = {"disable": "never", "resume_path": arguments.text("trainer.resume_from_path")}
-    yield "resume", modes.get(arguments.text("trainer.resume_mode")) or "auto"
+    resume_modes = {"disable": "never", "resume_path": arguments.text("trainer.resume_from_path")}
+    yield "resume", resume_modes.get(arguments.text("trainer.resume_mode")) or "auto"
 
 
 @verl(
@@ -174,10 +176,11 @@ def verl_resume(arguments: Arguments) -> Converted:
 )
 def verl_evaluation(arguments: Arguments) -> Converted:
     is_sampled = arguments.on(f"{_ROLLOUT}.val_kwargs.do_sample")
-    temperature = arguments.number(f"{_ROLLOUT}.val_kwargs.temperature") if is_sampled else 0
-    yield "eval_temperature", temperature or 0
     yield "eval_n_samples", arguments.whole(f"{_ROLLOUT}.val_kwargs.n")
-    if is_sampled:
+    if not is_sampled:
+        yield "eval_temperature", 0
+    else:
+        yield "eval_temperature", arguments.number(f"{_ROLLOUT}.val_kwargs.temperature") or 0
         yield "eval_top_p", arguments.text(f"{_ROLLOUT}.val_kwargs.top_p") or 1
         yield "eval_top_k", arguments.whole(f"{_ROLLOUT}.val_kwargs.top_k", default=-1)
 
@@ -204,10 +207,10 @@ _REWARD_FN = "custom_reward_function"
 )
 def verl_reward(arguments: Arguments) -> Converted:
     prefixes = ("", "reward.", "reward_model.")
-    path = arguments.text(*(f"{prefix}{_REWARD_FN}.path" for prefix in prefixes))
-    if path is not None:
-        name = arguments.text(f"{_REWARD_FN}.name", f"reward.{_REWARD_FN}.name")
-        yield "reward_fn", f"{path}:{name or 'compute_score'}"
+    function_path = arguments.text(*(f"{prefix}{_REWARD_FN}.path" for prefix in prefixes))
+    if function_path is not None:
+        function_name = arguments.text(f"{_REWARD_FN}.name", f"reward.{_REWARD_FN}.name")
+        yield "reward_fn", f"{function_path}:{function_name or 'compute_score'}"
 
 
 @verl("trainer.critic_warmup")
@@ -216,11 +219,11 @@ def verl_critic_first(arguments: Arguments) -> Converted:
         yield "freezing_actor_steps", steps - 1
 
 
-def _overlong(key: str) -> list[str]:
+def _overlong(buffer_key: str) -> list[str]:
     return [
-        f"{prefix}.{name}.{key}"
+        f"{prefix}.{buffer_name}.{buffer_key}"
         for prefix in ("reward_model", "reward.reward_kwargs", "reward_model.reward_kwargs")
-        for name in ("overlong_buffer", "overlong_buffer_cfg")
+        for buffer_name in ("overlong_buffer", "overlong_buffer_cfg")
     ]
 
 
@@ -243,11 +246,12 @@ def verl_correction(arguments: Arguments) -> Converted:
         return
     threshold = arguments.text(f"{_CORRECTION}.rollout_is_threshold") or "2"
     bounds = [float(bound) for bound in threshold.split("_")]
-    is_by_token = level == "token"
     if len(bounds) == 2:
-        yield from correction("icepop" if is_by_token else "seq_mis", *bounds)
+        correction_kind = {"token": "icepop"}.get(level, "seq_mis")
+        yield from correction(correction_kind, *bounds)
     else:
-        yield from correction("tis" if is_by_token else "seq_tis", None, bounds[0])
+        correction_kind = {"token": "tis"}.get(level, "seq_tis")
+        yield from correction(correction_kind, None, bounds[0])
 
 
 @verl("distillation.enabled distillation.distillation_loss.use_policy_gradient")
@@ -272,9 +276,9 @@ def verl_filter(arguments: Arguments) -> Converted:
         metric = arguments.text("algorithm.filter_groups.metric")
         if metric not in (None, "reward"):
             yield "filter_metric", metric
-        limit = arguments.whole("algorithm.filter_groups.max_num_gen_batches", default=0)
-        yield "max_num_gen_batches", limit
-        if limit:
+        batch_limit = arguments.whole("algorithm.filter_groups.max_num_gen_batches", default=0)
+        yield "max_num_gen_batches", batch_limit
+        if batch_limit:
             yield "on_exhausted", "raise"
 
 

@@ -24,8 +24,8 @@ from lightppo.redaction import log_to_terminal
 PROG = "lightppo serve-reward"
 
 
-def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.Namespace:
-    """The options, checked before anything loads; exit code 2 with a line about a problem."""
+def parse_args(arguments: Sequence[str] | None = None, prog: str = PROG) -> argparse.Namespace:
+    """Return the options, checked before anything loads; exit code 2 with a line about a problem."""
     parser = CommandParser(
         prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,14 +84,14 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     server.add_argument(
         "--max_concurrent", type=int, default=1, help="requests scored concurrently"
     )
-    args = parser.parse_args(argv)
-    if args.reward_pretrain is None and args.reward_fn is None:
+    options = parser.parse_args(arguments)
+    if options.reward_pretrain is None and options.reward_fn is None:
         parser.error("name what scores: --reward_fn or --reward_pretrain")
-    return args
+    return options
 
 
-def reward_model(args: argparse.Namespace) -> Any:
-    """A reward model that reads the texts of requests in its own tokenizer's ids."""
+def reward_model(options: argparse.Namespace) -> Any:
+    """Return a reward model that reads the texts of requests in its own tokenizer's ids."""
     import torch
 
     from lightppo.models.critic import RewardModel
@@ -99,53 +99,46 @@ def reward_model(args: argparse.Namespace) -> Any:
     from lightppo.rewards import RewardModelSource
     from lightppo.rewards.reward_model import Retemplated, Retokenized
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = options.reward_pretrain
+    trust = options.trust_remote_code
     model = RewardModel(
-        args.reward_pretrain,
-        normalize_reward=args.normalize_reward,
-        dtype=getattr(torch, args.dtype),
-        value_head_prefix=args.value_head_prefix,
-        trust_remote_code=args.trust_remote_code,
+        path,
+        normalize_reward=options.normalize_reward,
+        dtype=getattr(torch, options.dtype),
+        value_head_prefix=options.value_head_prefix,
+        trust_remote_code=trust,
     )
-    tokenizer = get_tokenizer(
-        args.reward_pretrain,
-        model,
-        trust_remote_code=args.trust_remote_code,
-        flag="--reward_pretrain",
-    )
-    if args.apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            f"--apply_chat_template: the tokenizer of {args.reward_pretrain} has no chat template"
-        )
-    reads = Retemplated if args.apply_chat_template else Retokenized
+    tokenizer = get_tokenizer(path, model, trust_remote_code=trust, flag="--reward_pretrain")
+    inputs = Retokenized
+    if options.apply_chat_template:
+        inputs = Retemplated
+        if not tokenizer.chat_template:
+            raise ValueError(f"--apply_chat_template: the tokenizer of {path} has no chat template")
     return RewardModelSource(
         [model.to(device)],
         device=device,
-        micro_batch_size=args.micro_batch_size,
-        inputs=[reads(tokenizer, model.row_form)],
-        reward_max_length=args.reward_max_length,
-        reward_truncation=args.reward_truncation,
+        micro_batch_size=options.micro_batch_size,
+        inputs=[inputs(tokenizer, model.row_form)],
+        reward_max_length=options.reward_max_length,
+        reward_truncation=options.reward_truncation,
     )
 
 
-def reward_function(args: argparse.Namespace) -> Any:
-    """A reward function, or a source, from the file that the user named."""
+def reward_function(options: argparse.Namespace) -> Any:
+    """Return a reward function, or a source, from the file that the user named."""
     from lightppo.rewards import build_reward_source
 
-    names = (
-        "reward_fn_style",
-        "reward_manager",
-        "reward_workers",
-        "reward_timeout",
-        "reward_retries",
-    )
-    options = {name: getattr(args, name) for name in names}
-    return build_reward_source(reward_fn=args.reward_fn, function_options=options)
+    option_names = "reward_fn_style reward_manager reward_workers reward_timeout reward_retries"
+    function_options = {
+        option_name: getattr(options, option_name) for option_name in option_names.split()
+    }
+    return build_reward_source(reward_fn=options.reward_fn, function_options=function_options)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
     """Serve, as the arguments say, until a signal; those of this process, if ``None`` are given."""
-    args = parse_args(argv, prog)
+    options = parse_args(arguments, prog)
     log_to_terminal(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once the server has shut down
         signal.signal(number, lambda *_: sys.exit(0))
@@ -158,21 +151,23 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
             from lightppo.rewards.reward_server import RewardApp, serve
         except ImportError as error:
             raise ConfigError(f"{error}: pip install 'lightppo[serve]'") from error
-        token = read_token(env=args.token_env, option="--token_env")
-        check_bind(args.host, token is not None, port=args.port)  # before a model is loaded
-        if args.reward_pretrain:
-            check_model(args.reward_pretrain, "--reward_pretrain", tokenizer=True)
-        source = reward_model(args) if args.reward_pretrain else reward_function(args)
+        token = read_token(env=options.token_env, option="--token_env")
+        check_bind(options.host, token is not None, port=options.port)  # before a model is loaded
+        if options.reward_pretrain:
+            check_model(options.reward_pretrain, "--reward_pretrain", tokenizer=True)
+            source = reward_model(options)
+        else:
+            source = reward_function(options)
         app = RewardApp(
             source,
             token=token,
-            max_samples=args.max_samples,
-            max_bytes=args.max_bytes,
-            max_concurrent=args.max_concurrent,
+            max_samples=options.max_samples,
+            max_bytes=options.max_bytes,
+            max_concurrent=options.max_concurrent,
         )
         serve(
             app,
-            host=args.host,
-            port=args.port,
+            host=options.host,
+            port=options.port,
             started=lambda url: print(f"serving {source.name} at {url}", flush=True),
         )

@@ -23,7 +23,7 @@ from lightppo.http_client import check_bind, read_token
 from lightppo.rollout.vllm.serving import REFUSED, server_command, server_environment
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -> None:
     """Become the server that the arguments describe; those of this process, if ``None`` are given."""
     parser = CommandParser(
         prog,
@@ -47,14 +47,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
         default=0,
         help="the trainer's, so that its adapter alone travels here; without, merged weights do",
     )
-    args, engine_options = parser.parse_known_args(argv)
+    request, engine_options = parser.parse_known_args(arguments)
     with exit_on_mistakes(prog, ValueError):
         for option in REFUSED:
-            if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
+            if any(
+                engine_option.split("=")[0].replace("_", "-") == option
+                for engine_option in engine_options
+            ):
                 raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")
-        key = read_token(env=args.api_key_env, option="--api_key_env")
-        check_bind(args.host, key is not None, "--api_key_env", args.port)
-        check_model(args.model, "--model", weights=False)
-        command = server_command(args.model, args.host, args.port, engine_options, args.lora_rank)
+        key = read_token(env=request.api_key_env, option="--api_key_env")
+        check_bind(request.host, key is not None, "--api_key_env", request.port)
+        check_model(request.model, "--model", weights=False)
+        command = server_command(
+            request.model, request.host, request.port, engine_options, request.lora_rank
+        )
     sys.stdout.flush()
     os.execve(command[0], command, server_environment(key))

@@ -8,24 +8,26 @@ from lightppo.config.cli import parse_args
 from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 
 
-def sft(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
+def sft(arguments: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
     """Train a language model on demonstrations."""
-    _train(SFTConfig, argv, prog)
+    _train(SFTConfig, arguments, prog)
 
 
-def rm(argv: Sequence[str] | None = None, prog: str = "lightppo rm") -> None:
+def rm(arguments: Sequence[str] | None = None, prog: str = "lightppo rm") -> None:
     """Train a reward model on pairs of a chosen and a rejected answer."""
-    _train(RMConfig, argv, prog)
+    _train(RMConfig, arguments, prog)
 
 
-def dpo(argv: Sequence[str] | None = None, prog: str = "lightppo dpo") -> None:
+def dpo(arguments: Sequence[str] | None = None, prog: str = "lightppo dpo") -> None:
     """Train a language model on pairs of answers, without a reward model."""
-    _train(DPOConfig, argv, prog)
+    _train(DPOConfig, arguments, prog)
 
 
-def _train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) -> None:
+def _train(
+    config_class: type[SupervisedConfig], arguments: Sequence[str] | None, prog: str
+) -> None:
     """Train, as the arguments say; those of this process, if ``None`` are given."""
-    config = parse_args(argv, prog, kind)
+    config = parse_args(arguments, prog, config_class)
 
     from lightppo.trainer import run
 

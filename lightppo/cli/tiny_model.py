@@ -20,10 +20,10 @@ EOS = "</s>"
 UNKNOWN = "<unk>"
 
 
-def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
-    """Exit code 2 if the folder is there already, or without characters."""
+def main(arguments: Sequence[str], program: str = "lightppo tiny-model") -> None:
+    """Make a model; exit code 2 if the folder is there already, or without characters."""
     parser = CommandParser(
-        prog,
+        program,
         description="Create a small Llama with random weights and a tokenizer, without downloads. Each character is "
         "one token. The model trains on a CPU in seconds; use it to try out data, rewards and settings.",
     )
@@ -45,10 +45,10 @@ def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
     parser.add_argument("--heads", type=int, default=4, help="attention heads; default: 4")
     parser.add_argument("--max_len", type=int, default=256, help="maximum tokens of a prompt and its answer; "
                         "default: 256")  # fmt: skip
-    args = parser.parse_args(argv)
-    with exit_on_mistakes(prog):
-        _check(args)
-        characters = args.characters + "".join(_read(path) for path in args.characters_of)
+    options = parser.parse_args(arguments)
+    with exit_on_mistakes(program):
+        _check(options)
+        characters = options.characters + "".join(_read(path) for path in options.characters_of)
         if not characters:
             raise ConfigError(
                 "give --characters or --characters_of: the tokenizer has no character yet"
@@ -56,38 +56,39 @@ def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
         tokenizer = character_tokenizer(characters)
         model = small_llama(
             tokenizer,
-            seed=args.seed,
-            hidden_size=args.hidden_size,
-            layers=args.layers,
-            heads=args.heads,
-            positions=args.max_len,
+            seed=options.seed,
+            hidden_size=options.hidden_size,
+            layers=options.layers,
+            heads=options.heads,
+            positions=options.max_len,
         )
-        save(model, tokenizer, args.output)
+        save(model, tokenizer, options.output)
     print(
-        f"{args.output}: a Llama of {model.num_parameters():,} random parameters, {len(tokenizer)} tokens.\n"
+        f"{options.output}: a Llama of {model.num_parameters():,} random parameters, {len(tokenizer)} tokens.\n"
         "It knows nothing yet. PPO reinforces answers that a model gives now and then: if random answers never score, "
         "train it on demonstrations first (lightppo sft)."
     )
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError, which names the flag."""
-    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
-        raise ConfigError(f"{args.output} is there already: name a new folder")
-    if not 0 <= args.seed < 2**63:
-        raise ConfigError(f"--seed {args.seed}: must be a whole number ≥0 <2^63")
-    for name in ("hidden_size", "layers", "heads", "max_len"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)} is not a positive number")
-    if args.hidden_size % (2 * args.heads):
+def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError, which names the flag."""
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise ConfigError(f"{options.output} is there already: name a new folder")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed {options.seed}: must be a whole number ≥0 <2^63")
+    for option_name in ("hidden_size", "layers", "heads", "max_len"):
+        option_value = getattr(options, option_name)
+        if option_value < 1:
+            raise ConfigError(f"--{option_name} {option_value} is not a positive number")
+    if options.hidden_size % (2 * options.heads):
         raise ConfigError(
-            f"--hidden_size {args.hidden_size} with --heads {args.heads}: rotary positions need heads of an even "
-            f"width, so take a multiple of {2 * args.heads}"
+            f"--hidden_size {options.hidden_size} with --heads {options.heads}: rotary positions need heads of an even "
+            f"width, so take a multiple of {2 * options.heads}"
         )
 
 
 def _read(path: Path) -> str:
-    """All characters of a text file but its line breaks, which end rows and are no part of them."""
+    """Return all characters of a text file but its line breaks, which end rows and are no part of them."""
     try:
         return "".join(path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
@@ -95,7 +96,7 @@ def _read(path: Path) -> str:
 
 
 def character_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token per character, BOS before every text; a character that is not among them becomes ``<unk>``.
+    """Return one token per character, BOS before every text; a character that is not among them becomes ``<unk>``.
 
     EOS is put after an answer by the data, not by the tokenizer.
     """
@@ -125,7 +126,7 @@ def small_llama(
     head_dim: int | None = None,
     positions: int = 64,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights for this tokenizer: by default about 84 thousand parameters with 16 tokens."""
+    """Return a Llama with random weights for this tokenizer: by default about 84 thousand parameters with 16 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(seed)

@@ -77,12 +77,14 @@ class Defaults(NamedTuple):
 @functools.cache
 def defaults() -> dict[str, Defaults]:
     """Return those of each program, by the names that --from takes."""
-    text = Path(__file__).with_name("defaults_of_other_trainers.txt").read_text(encoding="utf-8")
-    parts = re.split(r"^\[([\w -]+)\] (.*)\n", text, flags=re.MULTILINE)[1:]
+    defaults_text = (
+        Path(__file__).with_name("defaults_of_other_trainers.txt").read_text(encoding="utf-8")
+    )
+    parts = re.split(r"^\[([\w -]+)\] (.*)\n", defaults_text, flags=re.MULTILINE)[1:]
     programs: dict[str, Defaults] = {}
-    for titles, version, lines in zip(parts[::3], parts[1::3], parts[2::3]):
-        pairs = (line.partition(" ") for line in lines.strip().split("\n"))
-        values = {name: value for name, _, value in pairs}
+    for titles, version, default_lines in zip(parts[::3], parts[1::3], parts[2::3]):
+        pairs = (line.partition(" ") for line in default_lines.strip().split("\n"))
+        values = {option_name: value for option_name, _, value in pairs}
         for title in titles.split():
             earlier = programs.get(title, Defaults()).values
             programs[title] = Defaults(version, {**earlier, **values})
@@ -92,40 +94,52 @@ def defaults() -> dict[str, Defaults]:
 def translated(command: OtherCommand) -> tuple[list[str], bool]:
     """Return the lines of our script, and whether all of the command is here."""
     program = PROGRAMS[command.program]
-    kind = trained_by()[program.command]
+    config_class = trained_by()[program.command]
     theirs = defaults()[command.program]
     conversion = convert({**theirs.values, **command.values}, command, theirs.values)
     conversion.values |= program.means
     chosen = {*program.means}  # and not defaults
-    for name, names in conversion.sources.items():
-        if command.values.keys() & set(names):
-            chosen.add(name)
+    for option_name, source_names in conversion.sources.items():
+        if command.values.keys() & set(source_names):
+            chosen.add(option_name)
     if conversion.values.get("advantage_estimator", "gae") != "gae":
         chosen.add("advantage_estimator")  # what a program is for
-    values = {name: value for name, value in conversion.values.items() if name in chosen}
-    idle = _idle(kind, values)
-    values = {name: value for name, value in values.items() if name not in idle}
-    lines = [
+    values = {
+        option_name: value
+        for option_name, value in conversion.values.items()
+        if option_name in chosen
+    }
+    idle = _idle(config_class, values)
+    values = {
+        option_name: value for option_name, value in values.items() if option_name not in idle
+    }
+    script_lines = [
         f"# {program.trainer} ({command.program}), {_ranks(command)}",
         *_command(command, conversion.options, values),
     ]
-    parts = {
+    comment_parts = {
         "Not here:": _by_reason(conversion.not_here, command),
         "For you to decide:": [*_by_reason(conversion.look, command), *command.notes],
         "Without effect in such a run:": [
-            f"{_names(conversion.sources[name], command)}: --{name} needs {condition}"
-            for name, condition in idle.items()
+            f"{_names(conversion.sources[option_name], command)}: --{option_name} needs {condition}"
+            for option_name, condition in idle.items()
         ],
-        "What lightppo would say of this command line:": _problems(kind, values, command.ranks),
+        "What lightppo would say of this command line:": _problems(
+            config_class, values, command.ranks
+        ),
     }
-    for title, texts in parts.items():
-        if texts:
-            lines += ["", f"# {title}", *(line for text in texts for line in _wrapped(text))]
-    lines += _differences(kind.from_flat(values), conversion, chosen, theirs)
+    for title, part_texts in comment_parts.items():
+        if part_texts:
+            script_lines += [
+                "",
+                f"# {title}",
+                *(line for text in part_texts for line in _wrapped(text)),
+            ]
+    script_lines += _differences(config_class.from_flat(values), conversion, chosen, theirs)
     option, remark = REMARKS.get(program.trainer, ("", ""))
     if remark and option not in values:
-        lines += ["", f"# {remark}"]
-    return lines, not any(parts.values())
+        script_lines += ["", f"# {remark}"]
+    return script_lines, not any(comment_parts.values())
 
 
 def _wrapped(text: str) -> list[str]:
@@ -141,25 +155,24 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _ranks(command: OtherCommand) -> str:
-    text = "1 process" if command.ranks == 1 else f"{command.ranks} processes"
-    return f"{text} on {command.nodes} nodes" if command.nodes > 1 else text
+    if command.nodes > 1:
+        return f"{command.ranks} processes on {command.nodes} nodes"
+    return f"{command.ranks} process{'es' * (command.ranks > 1)}"
 
 
 def _command(
     command: OtherCommand, options: Mapping[str, Option], values: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield our command line, an option a line."""
-    words = f"lightppo {PROGRAMS[command.program].command}"
+    command_words = f"lightppo {PROGRAMS[command.program].command}"
     if command.nodes > 1:
         per_node = max(1, command.ranks // command.nodes)
         rendezvous = '--rdzv_backend=c10d --rdzv_endpoint="$HEAD:29400" --rdzv_id=run1'
-        words = (
-            f"torchrun --nnodes={command.nodes} --nproc_per_node={per_node} {rendezvous} -m {words}"
-        )
+        command_words = f"torchrun --nnodes={command.nodes} --nproc_per_node={per_node} {rendezvous} -m {command_words}"
     elif command.ranks > 1:
-        words = f"deepspeed --num_gpus {command.ranks} --module {words}"
-    flags = [_flag(options[name], values[name]) for name in options if name in values]
-    yield from " \\\n    ".join([words, *flags]).split("\n")
+        command_words = f"deepspeed --num_gpus {command.ranks} --module {command_words}"
+    option_flags = [_flag(options[name], values[name]) for name in options if name in values]
+    yield from " \\\n    ".join([command_words, *option_flags]).split("\n")
 
 
 def _flag(option: Option, value: Any) -> str:
@@ -172,24 +185,27 @@ def _flag(option: Option, value: Any) -> str:
 
 def _word(value: Any) -> str:
     """Return a word in single quotes where needed; a variable of the shell stays one."""
-    text = shown_default(value) if isinstance(value, bool) else str(value)
-    if re.search(r"\$[{(]?\w", text) and '"' not in text:
-        return f'"{text}"'
-    return shlex.quote(text)
+    word_text = shown_default(value) if isinstance(value, bool) else str(value)
+    if re.search(r"\$[{(]?\w", word_text) and '"' not in word_text:
+        return f'"{word_text}"'
+    return shlex.quote(word_text)
 
 
-def _names(names: Sequence[str], command: OtherCommand) -> str:
-    return ", ".join(name for name in names if name in command.values) or ", ".join(names)
+def _names(source_names: Sequence[str], command: OtherCommand) -> str:
+    return ", ".join(
+        source_name for source_name in source_names if source_name in command.values
+    ) or ", ".join(source_names)
 
 
 def _by_reason(reasons: Mapping[tuple[str, ...], str], command: OtherCommand) -> list[str]:
     """Return a line for each reason, behind the names that the command says; values may be keys, and are not shown."""
     names_by_text: dict[str, list[str]] = {}
-    for names, text in reasons.items():
-        if command.values.keys() & set(names):
-            names_by_text.setdefault(plain_text(text), []).append(_names(names, command))
+    for source_names, reason in reasons.items():
+        if command.values.keys() & set(source_names):
+            names_by_text.setdefault(plain_text(reason), []).append(_names(source_names, command))
     return [
-        ": ".join(filter(None, (", ".join(names), text))) for text, names in names_by_text.items()
+        ": ".join(filter(None, (", ".join(source_names), reason)))
+        for reason, source_names in names_by_text.items()
     ]
 
 
@@ -205,10 +221,14 @@ def _idle(kind: type[OptionSet], values: Mapping[str, Any]) -> dict[str, str]:
     """Return options that would be refused, because what they need is not there: name → what that is, in words."""
     facts = _facts(kind.from_flat(values))
     return {
-        option.name: condition_text(unmet[0])
+        option.name: condition_text(unmet_conditions[0])
         for option in kind.all_options()
         if option.name in values and option.is_set(values[option.name])
-        if (unmet := [condition for condition in option.needs if not holds(condition, facts)])
+        if (
+            unmet_conditions := [
+                condition for condition in option.needs if not holds(condition, facts)
+            ]
+        )
     }
 
 
@@ -217,7 +237,7 @@ def _problems(kind: type[OptionSet], values: Mapping[str, Any], ranks: int) -> l
     try:
         kind.from_flat(values).validate(world_size=ranks)
     except ConfigError as error:
-        return [line for line in str(error).split("\n") if "None is required" not in line]
+        return [problem for problem in str(error).split("\n") if "None is required" not in problem]
     return []
 
 
@@ -229,23 +249,29 @@ def _differences(
     if facts.get("eps_clip_low") == facts.get("eps_clip_high"):
         facts["eps_clip"] = facts.get("eps_clip_low")
     evaluates = facts.get("eval_data") or facts.get("eval_dataset")
-    lines = []
-    for name, option in conversion.options.items():
-        if name not in conversion.values or name in chosen:
+    option_lines = []
+    for option_name, option in conversion.options.items():
+        if option_name not in conversion.values or option_name in chosen:
             continue
-        if name.startswith("eval_") and not evaluates:
+        if option_name.startswith("eval_") and not evaluates:
             continue
-        value = conversion.values[name]
-        default = facts[name]
+        value = conversion.values[option_name]
+        default = facts[option_name]
         if value == default or not (option.is_set(value) or option.is_set(default)):
             continue
         if any(not holds(condition, facts | conversion.values) for condition in option.needs):
             continue
-        names = [source for source in conversion.sources[name] if source in theirs.values]
-        there = ", ".join(f"{source} {theirs.values[source]}" for source in names[:2])
-        if len(names) > 2:
-            there += ", …"
-        here = "none" if default is None else shown_default(default)
-        lines.append(f"#   {_flag(option, value)}    # there {there}; the default here is {here}")
+        source_names = [
+            source for source in conversion.sources[option_name] if source in theirs.values
+        ]
+        other_defaults = ", ".join(
+            f"{source} {theirs.values[source]}" for source in source_names[:2]
+        )
+        if len(source_names) > 2:
+            other_defaults += ", …"
+        default_text = "none" if default is None else shown_default(default)
+        option_lines.append(
+            f"#   {_flag(option, value)}    # there {other_defaults}; the default here is {default_text}"
+        )
     title = f"# Defaults of {theirs.version} that differ, where the command says nothing; to train as there, add:"
-    return ["", title, *lines] if lines else []
+    return option_lines and ["", title, *option_lines]

@@ -14,16 +14,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
+from tqdm import tqdm
 
 from lightppo.config.arguments import CommandParser
 from lightppo.data.folders import mistyped_path
 from lightppo.logging.alarms import ALARMS
-from lightppo.logging.report_page import named_run
+from lightppo.logging.report_page import named_run, options_of, series
 from lightppo.redaction import plain
 
 _SECONDS = 2.0  # between two frames
-_PLOT = (40, 10)  # columns at least, rows
+_PLOT_COLUMNS = 40  # at least
+_PLOT_ROWS = 10
 _SAMPLES = 3
 _COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 CURVES = {  # title: metrics, each a line where it is there
@@ -38,7 +39,7 @@ CURVES = {  # title: metrics, each a line where it is there
     "equal groups": ("rollout/equal_groups",),
     "tool errors": ("episode/tool_errors", "eval/episode/tool_errors"),
 }
-_OF_RUNS = ("metrics.jsonl", "run_config.yaml", "run_metadata.jsonl", ".lock")
+_RUN_FILES = ("metrics.jsonl", "run_config.yaml", "run_metadata.jsonl", ".lock")
 PHASES = ("rollout", "reward", "experience", "train", "sync", "step")
 
 
@@ -48,11 +49,12 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "metrics.jsonl"
-        self._from_the_start()
+        self._start_again()
 
-    def _from_the_start(self) -> None:
+    def _start_again(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.end, self.tail = 0, b""  # of what was read, and its last bytes
+        self.end = 0  # of what was read
+        self.tail = b""  # its last bytes
 
     def look(self) -> None:
         """Read the new rows; all of them again where a resume has cut the file, or another one is there."""
@@ -60,24 +62,19 @@ class Watched:
             with self.path.open("rb") as file:
                 file.seek(self.end - len(self.tail))
                 if file.read(len(self.tail)) != self.tail:
-                    self._from_the_start()
+                    self._start_again()
                     file.seek(0)
-                new = file.read()
+                content = file.read()
         except FileNotFoundError:
-            return self._from_the_start()
-        whole = new[: new.rfind(b"\n") + 1]  # the last row may be under way
-        self.end = self.end + len(whole)
-        self.tail = (self.tail + whole)[-200:]
-        for line in whole.splitlines():
+            return self._start_again()
+        content = content[: content.rfind(b"\n") + 1]  # the last row may be under way
+        self.end += len(content)
+        self.tail = (self.tail + content)[-200:]
+        for json_line in content.splitlines():
             try:
-                self.rows.append(json.loads(line))
+                self.rows.append(json.loads(json_line))
             except ValueError:  # torn by a crash; a resume cuts it off
                 continue
-
-    def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric."""
-        points = [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
-        return [step for step, _ in points], [value for _, value in points]
 
     @property
     def step(self) -> int:
@@ -85,145 +82,138 @@ class Watched:
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole run, where it has said so at its last start."""
+        """Return the steps of the whole run, where it has said so at its last start."""
         lines = _text(self.folder / "run_metadata.jsonl").splitlines() or ["{}"]
         return json.loads(lines[-1]).get("total_steps")
 
     def holder(self) -> tuple[str, str] | None:
-        """Process and machine of the run, by its lock; ``None`` where it has ended. Of another machine nobody knows."""
-        found = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
-        ended = (
-            found and found[2] == socket.gethostname() and not os.path.exists(f"/proc/{found[1]}")
-        )
-        if found is None or ended:
+        """Return process and machine of the run, by its lock; ``None`` if it has ended. Of another machine nobody knows."""
+        lock_match = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
+        if lock_match is None:
             return None
-        return (found[1], found[2])
+        process, host = lock_match.groups()
+        if host == socket.gethostname() and not os.path.exists(f"/proc/{process}"):
+            return None
+        return process, host
 
     def state(self) -> str:
-        """Whether it lives, and its last sign of life."""
+        """Return whether it lives, and its last sign of life."""
+        last_row = "no row yet"
         if self.rows:
-            last = f"last row {_duration(time.time() - self.rows[-1]['time'])} ago"
-        else:
-            last = "no row yet"
+            last_row = f"last row {_duration(time.time() - self.rows[-1]['time'])} ago"
         if holder := self.holder():
             process, host = holder
             if host == socket.gethostname():
-                return f"running, process {process}, {last}"
-            return f"on {host}, {last}"
+                return f"running, process {process}, {last_row}"
+            return f"on {host}, {last_row}"
         if self.total is not None and self.step >= self.total:
-            return f"finished, {last}"
-        return f"ended, {last}"
+            return f"finished, {last_row}"
+        return f"ended, {last_row}"
 
     def pace(self) -> str:
-        """``step 12/100 · 0.9 s per step · ETA 1:20``; evaluations and saving count."""
-        ends = {row["step"]: row["time"] for row in self.rows if row["step"] > 0}
-        last = sorted(ends)[-21:]
-        parts = [f"step {self.step}" + (f"/{self.total}" if self.total else "")]
-        if len(last) > 1:
-            each = median((ends[b] - ends[a]) / (b - a) for a, b in pairwise(last))
-            parts.append(f"{each:.2g} s per step")
+        """Return ``step 12/100 · 0.9 s per step · ETA 1:20``; evaluations and saving count."""
+        times = {row["step"]: row["time"] for row in self.rows if row["step"] > 0}
+        steps = sorted(times)[-21:]
+        pace_texts = [f"step {self.step}" + (f"/{self.total}" if self.total else "")]
+        if len(steps) > 1:
+            seconds = [(times[b] - times[a]) / (b - a) for a, b in pairwise(steps)]
+            pace_texts.append(f"{median(seconds):.2g} s per step")
             if self.total and self.holder():
-                left = (
-                    (ends[last[-1]] - ends[last[0]])
-                    / (last[-1] - last[0])
-                    * (self.total - self.step)
-                )
-                parts.append(f"ETA {_duration(left)}")
-        return " · ".join(parts)
+                mean_seconds = (times[steps[-1]] - times[steps[0]]) / (steps[-1] - steps[0])
+                pace_texts.append(f"ETA {_duration(mean_seconds * (self.total - self.step))}")
+        return " · ".join(pace_texts)
 
     def alarms(self) -> list[str]:
-        """Those that ring at the last step which was looked at."""
-        seen = next(
-            (row for row in reversed(self.rows) if any(n.startswith("alarm/") for n in row)), {}
-        )
-        ringing = [
-            name.partition("/")[2]
-            for name, rings in seen.items()
-            if name.startswith("alarm/") and rings
-        ]
-        known = {name: ALARMS[name] for name in ringing if name in ALARMS}
-        return [
-            f"ALARM {name}: {one.metrics[0]} {one.condition}. Try: {one.remedy}"
-            for name, one in known.items()
-        ]
+        """Return those that ring at the last step which was looked at."""
+        alarm_lines = []
+        for metric_row in reversed(self.rows):
+            ringing = {
+                alarm_name: value
+                for alarm_name, value in metric_row.items()
+                if alarm_name.startswith("alarm/")
+            }
+            for alarm_name, alarm in ALARMS.items():
+                if ringing.get(f"alarm/{alarm_name}"):
+                    alarm_lines.append(
+                        f"ALARM {alarm_name}: {alarm.metrics[0]} {alarm.condition}. Try: {alarm.remedy}"
+                    )
+            if ringing:
+                break
+        return alarm_lines
 
     def samples(self) -> list[dict[str, Any]]:
-        """Some of the latest step that has a file: the best, the worst and what lies between."""
-        options = yaml.safe_load(_text(self.folder / "run_config.resolved.yaml")) or {}
-        folders = [
-            self.folder / "rollouts",
-            *map(Path, filter(None, [options.get("rollout_data_dir")])),
-        ]
-        files = {int(found[1]): p for folder in folders for p in folder.glob("step*.jsonl*")
-                 if (found := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", p.name))}  # fmt: skip
-        if not files:
+        """Return some of the latest step that has a file: the best, the worst and what lies between."""
+        folders = [self.folder / "rollouts"]
+        if folder := options_of(self.folder).get("rollout_data_dir"):
+            folders.append(Path(folder))
+        files_by_step = {}
+        for sample_path in (
+            sample_path for folder in folders for sample_path in folder.glob("step*.jsonl*")
+        ):
+            if name_match := re.fullmatch(r"step(\d+)\.jsonl(\.gz)?", sample_path.name):
+                files_by_step[int(name_match[1])] = sample_path
+        if not files_by_step:
             return []
-        latest = files[max(files)]
+        latest = files_by_step[max(files_by_step)]
+        content = latest.read_bytes()
         if latest.suffix == ".gz":
-            text = gzip.decompress(latest.read_bytes()).decode()
-        else:
-            text = _text(latest)
-        rows = sorted(map(json.loads, text.splitlines()), key=lambda row: -(row.get("score") or 0))
+            content = gzip.decompress(content)
+        sample_rows = sorted(
+            map(json.loads, content.decode().splitlines()), key=lambda row: -(row.get("score") or 0)
+        )
+        sample_count = min(_SAMPLES, len(sample_rows))
         return [
-            rows[i * (len(rows) - 1) // max(1, _SAMPLES - 1)]
-            for i in range(min(_SAMPLES, len(rows)))
+            sample_rows[i * (len(sample_rows) - 1) // (_SAMPLES - 1)] for i in range(sample_count)
         ]
 
 
 def _text(path: Path) -> str:
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    return ""
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{minutes}:{seconds:02}"
+    return tqdm.format_interval(round(max(0, seconds))).removeprefix("0")
 
 
 # -- on the screen ---------------------------------------------------------------------------------------------------
 
 
-def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any:
-    """One picture of the runs, for rich to print; with so many lines, fewer plots, so that samples are seen."""
+def frame(watched_runs: Sequence[Watched], width: int, height: int | None = None) -> Any:
+    """Return one picture of the runs, for rich to print; with so many lines, fewer plots, so that samples are seen."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = []
-    for run in runs:
-        parts += [
-            Text(plain(line), style="bold") for line in (f"{run.folder}  {run.state()}", run.pace())
-        ]
-        parts += [Text(line, style="bold red") for line in run.alarms()]
-    curves = {
-        title: names
-        for title, names in CURVES.items()
-        if any(run.series(n)[0] for run in runs for n in names)
-    }
-    columns = max(1, min(len(curves), width // _PLOT[0]))
-    grid = Table.grid()
-    most = len(curves) if height is None else columns * max(1, (height - 18) // (_PLOT[1] + 1))
-    plots = [
-        _plot(runs, title, names, width // columns) for title, names in list(curves.items())[:most]
+    frame_parts: list[Any] = []
+    for run in watched_runs:
+        frame_parts.append(Text(plain(f"{run.folder}  {run.state()}"), style="bold"))
+        frame_parts.append(Text(plain(run.pace()), style="bold"))
+        frame_parts += [Text(shown_line, style="bold red") for shown_line in run.alarms()]
+    curves = [
+        (plot_title, metrics)
+        for plot_title, metrics in CURVES.items()
+        if any(series(run.rows, metric)[0] for run in watched_runs for metric in metrics)
     ]
+    columns = max(1, min(len(curves), width // _PLOT_COLUMNS))
+    if height is not None:
+        curves = curves[: columns * max(1, (height - 18) // (_PLOT_ROWS + 1))]
+    plots = [
+        _plot(watched_runs, plot_title, metrics, width // columns) for plot_title, metrics in curves
+    ]
+    grid = Table.grid()
     for start in range(0, len(plots), columns):
         grid.add_row(*plots[start : start + columns])
-    parts.append(grid if plots else Text("waiting for the first step"))
-    for run in runs:
-        parts += [Text(plain(run.folder), style="bold")] * (len(runs) > 1)
-        parts += [
-            Text(line, no_wrap=True, overflow="ellipsis")
-            for line in (*_phases(run), *_samples(run))
-        ]
-    return Group(*parts)
+    frame_parts.append(grid if plots else Text("waiting for the first step"))
+    for run in watched_runs:
+        if len(watched_runs) > 1:
+            frame_parts.append(Text(plain(run.folder), style="bold"))
+        for shown_line in (*_phases(run), *_samples(run)):
+            frame_parts.append(Text(shown_line, no_wrap=True, overflow="ellipsis"))
+    return Group(*frame_parts)
 
 
-def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int) -> Any:
-    """A plot of one metric or several, under a line with the colour and the last value of each."""
+def _plot(watched_runs: Sequence[Watched], title: str, metrics: Sequence[str], width: int) -> Any:
+    """Return a plot of one metric or several, under a line with the colour and the last value of each."""
     import plotext
     from rich.text import Text
 
@@ -231,25 +221,24 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
     caption = Text(f" {title}", style="bold")
     figure.clear()
     figure.theme("simple")
-    figure.plot_size(width, _PLOT[1])
-    lines = [
-        (run, name, *run.series(name)) for run in runs for name in names if run.series(name)[0]
+    figure.plot_size(width, _PLOT_ROWS)
+    curves = [
+        (run, metric, *series(run.rows, metric)) for run in watched_runs for metric in metrics
     ]
-    for (run, name, steps, values), colour in zip(lines, cycle(_COLOURS)):
-        figure.draw(
-            figure.signal(steps, values, marker=plotext.marker("braille", pixel=colour)).lines()
-        )
-        which = f"{plain(run.folder.name)} " * (len(runs) > 1) + name.partition("/")[0] * (
-            len(lines) > len(runs)
-        )
-        caption.append(
-            f" ● {which}{' ' * bool(which)}{values[-1]:.3g}".replace("  ", " "),
-            style=f"not bold {colour}",
-        )
-    ends = sorted(
-        {min(steps[0] for *_, steps, _ in lines), max(steps[-1] for *_, steps, _ in lines)}
-    )
-    figure.ruler("x").ticks(ends, list(map(str, ends)))
+    curves = [line for line in curves if line[2]]
+    for (run, metric, steps, values), colour in zip(curves, cycle(_COLOURS)):
+        marker = plotext.marker("braille", pixel=colour)
+        figure.draw(figure.signal(steps, values, marker=marker).lines())
+        caption_words = ["●", f"{values[-1]:.3g}"]
+        if len(curves) > len(watched_runs):
+            caption_words.insert(1, metric.partition("/")[0])
+        if len(watched_runs) > 1:
+            caption_words.insert(1, plain(run.folder.name))
+        caption.append(f" {' '.join(caption_words)}", style=f"not bold {colour}")
+    first_step = min(steps[0] for *_, steps, _ in curves)
+    last_step = max(steps[-1] for *_, steps, _ in curves)
+    end_steps = sorted({first_step, last_step})
+    figure.ruler("x").ticks(end_steps, list(map(str, end_steps)))
     caption.truncate(width - 1)
     plot = Text.from_ansi(figure.build().string())
     plot.rstrip()
@@ -257,19 +246,22 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
 
 
 def _phases(run: Watched) -> Iterator[str]:
-    row = next((row for row in reversed(run.rows) if row.get("perf/time_step")), {})
-    for phase in PHASES if row else ():
-        if (seconds := row.get(f"perf/time_{phase}")) is not None:
-            yield f"{phase:<11}{'█' * round(30 * seconds / row['perf/time_step']):<31}{seconds:.2f} s"
+    for metric_row in reversed(run.rows):
+        if step_seconds := metric_row.get("perf/time_step"):
+            for phase in PHASES:
+                if (seconds := metric_row.get(f"perf/time_{phase}")) is not None:
+                    yield f"{phase:<11}{'█' * round(30 * seconds / step_seconds):<31}{seconds:.2f} s"
+            return
 
 
 def _samples(run: Watched) -> Iterator[str]:
-    for row in run.samples():
-        score = row.get("score")
-        scored = score if score is None else f"{score:.4g}"
-        yield f"[step {row['step']}] score {scored} · label {_one_line(row['ground_truth'])}"
-        for name, key in (("prompt", "input"), ("answer", "output")):
-            yield f"  {name}: {_one_line(row[key][-300:])}"
+    for sample_row in run.samples():
+        score_text = sample_row.get("score")
+        if score_text is not None:
+            score_text = f"{score_text:.4g}"
+        yield f"[step {sample_row['step']}] score {score_text} · label {_one_line(sample_row['ground_truth'])}"
+        for name, column in (("prompt", "input"), ("answer", "output")):
+            yield f"  {name}: {_one_line(sample_row[column][-300:])}"
 
 
 def _one_line(text: object) -> str:
@@ -277,14 +269,14 @@ def _one_line(text: object) -> str:
 
 
 def _may_be_a_run(folder: Path) -> bool:
-    """Whether a run writes here, or may have begun to: an empty folder, or one with its lock, has no rows yet."""
+    """Tell whether a run writes here, or may have begun to: an empty folder, or one with its lock, has no rows yet."""
     names = {path.name for path in folder.iterdir()}
-    return not names or not names.isdisjoint(_OF_RUNS)
+    return not names or not names.isdisjoint(_RUN_FILES)
 
 
-def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
-    parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
+    parser = CommandParser(program, description="Watch runs in the terminal, from their files.")
     parser.add_argument(
         "runs",
         metavar="RUN",
@@ -293,30 +285,32 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
         help="the --save_path of a run",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
-    args = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     try:
         import plotext  # noqa: F401
         from rich.console import Console
         from rich.live import Live
     except ImportError as error:
         parser.error(f"{error.name} is missing: pip install 'lightppo[watch]'")
-    if missing := [run for run in args.runs if not run.is_dir()]:
-        parser.error(
-            f"{missing[0]}: no such folder{mistyped_path(str(missing[0]))}; give the --save_path of a run"
-        )
-    if others := [run for run in args.runs if not _may_be_a_run(run)]:
-        parser.error(
-            f"{others[0]} is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path"
-        )
-    runs = [Watched(run) for run in args.runs]
+    for folder in options.runs:
+        if not folder.is_dir():
+            parser.error(
+                f"{folder}: no such folder{mistyped_path(str(folder))}; give the --save_path of a run"
+            )
+    for folder in options.runs:
+        if not _may_be_a_run(folder):
+            parser.error(
+                f"{folder} is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path"
+            )
+    runs = [Watched(folder) for folder in options.runs]
     console = Console()
 
     def look() -> Any:
         for run in runs:
             run.look()
-        return frame(runs, console.width, None if args.once else console.height)
+        return frame(runs, console.width, None if options.once else console.height)
 
-    if args.once:
+    if options.once:
         return console.print(look())
     try:
         with Live(look(), console=console, screen=True, auto_refresh=False) as live:

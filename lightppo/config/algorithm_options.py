@@ -16,7 +16,6 @@ from lightppo.algorithms.option_values import Rejection, weights_of_parts
 from lightppo.config.old_log_probs import reasons_for_a_pass
 from lightppo.config.rules import (
     NORM_WORDS,
-    estimator_entry,
     norm_problem,
 )
 from lightppo.errors import ConfigError
@@ -96,19 +95,7 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
         "Whiten over the batch of all ranks, or within each group.",
         needs="whitening and n_samples_per_prompt>1",
     )
-    adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
-    adv_std_norm: bool = whitens_batch(
-        True, "Divide by the standard deviation when whitening the batch."
-    )
-    adv_std_unbiased: bool = whitens_batch(
-        False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm"
-    )
-    adv_norm_eps: float | None = option(
-        None,
-        "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
-        ge=0,
-        needs="whitening",
-    )
+    adv_std_unbiased: bool = whitens_batch(False, "Divide the variance by n - 1 instead of n.")
     advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
     adv_norm_by: tuple[str, ...] = option(
         (),
@@ -144,11 +131,6 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
 
     exclusive = (
         ("use_kl_loss", "use_kl_in_reward", "would count the KL twice"),
-        (
-            "no_adv_shift_mean",
-            "no_adv_std_norm",
-            "leave nothing of whitening, as --no_adv_norm does",
-        ),
         ("ref_ema_eta", "ref_reset_steps", "both move the reference"),
     )
 
@@ -160,14 +142,9 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS, of="training"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        algorithm = config.algorithm
-        if algorithm.adv_norm_by:
-            return {"adv_norm": False, "adv_norm_eps": None}
-        given = algorithm.adv_norm
-        by_default = estimator_entry(config).whiten
-        if not (by_default if given is None else given):
-            return {}
-        return {"adv_norm_eps": 1e-5 if algorithm.adv_norm_scope == "group" else 1e-8}
+        if config.algorithm.adv_norm_by:
+            return {"adv_norm": False}
+        return {}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
@@ -277,9 +254,6 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     value_norm_beta: float | None = option(
         None, "Decay of exp. None: 0.99995.", gt=0, lt=1, needs="value_norm=exp"
     )
-    value_norm_eps: float | None = option(
-        None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm"
-    )
     high_entropy_token_ratio: float | None = option(
         None,
         "Apply the policy loss only to this share of the tokens, those of highest entropy. None: all.",
@@ -301,13 +275,9 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        kind = config.loss.value_norm
-        if kind is None:
-            return {}
-        return {
-            "value_norm_eps": 1e-5,
-            "value_norm_beta": 0.99995 if kind == "exp" else None,
-        }
+        if config.loss.value_norm == "exp":
+            return {"value_norm_beta": 0.99995}
+        return {}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
@@ -410,14 +380,6 @@ class DistillConfig(Section, of="training"):
     teacher_api_key_env: str | None = safe(
         None, "Environment variable with these servers' API key.", needs="teacher_url"
     )
-    teacher_zero_stage: Literal[0, 3] | None = partial(own_teacher, resume_safe=True)(
-        None, "ZeRO stage of the teacher. None: as the reference."
-    )
-    teacher_offload: bool = safe(
-        False,
-        "Keep the teacher's shards in CPU memory.",
-        needs="teacher_zero_stage=3 and teacher_pretrain",
-    )
     distill_coef: float = teacher(
         1.0, "Weight of the teacher's term, relative to the reward's.", gt=0
     )
@@ -452,15 +414,6 @@ class DistillConfig(Section, of="training"):
     )
 
     exclusive = (("teacher_pretrain", "teacher_url", "both name the teacher"),)
-
-    @staticmethod
-    def meant(config: Any) -> Mapping[str, Any]:
-        if not config.distill.teacher_pretrain:
-            return {}
-        strategy = config.strategy
-        if strategy.ref_zero_stage is not None:
-            return {"teacher_zero_stage": strategy.ref_zero_stage}
-        return {"teacher_zero_stage": 3 if strategy.zero_stage == 3 else 0}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:

@@ -52,8 +52,6 @@ class CheckpointConfig(Section, resume_safe=True):
     hf_save_steps: int = option(
         -1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1
     )
-    hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
-    hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
     save_hf_ckpt: bool = option(
         False,
         "Also export the actor in HF format with each checkpoint.",

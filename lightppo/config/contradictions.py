@@ -41,7 +41,7 @@ def contradictions(
     about_run = {"config": config, "ranks": world_size, "samples": samples_per_rollout(config)}
     about_run |= {"by_hand": by_hand, "unfed": unfed}
     options = SimpleNamespace(**config.flat() | resolutions(config) | about_run)
-    rules = [option_needs.problems, option_needs.of_critic, source_problems]
+    rules = [option_needs.problems, source_problems]
     rules += [_required] * (not by_hand)
     rules += [_batches, _sampling, _algorithm, _buffer]
     rules += [_models, _rewards, templates, _ranks, _micro_batches] * (not by_hand)

@@ -6,6 +6,7 @@ from typing import Literal
 from lightppo.option import Section, option
 
 safe = partial(option, resume_safe=True)
+FROZEN_MODELS = "own_reference or reward_pretrain or teacher_pretrain or enable_ema"
 
 
 class StrategyConfig(Section):
@@ -19,30 +20,19 @@ class StrategyConfig(Section):
         None, "ZeRO stage of the critic. None: --zero_stage.", needs="critic"
     )
     ref_zero_stage: Literal[0, 3] | None = safe(
-        None, "ZeRO stage of reference and EMA. None: 3 at --zero_stage 3, else 0."
-    )
-    reward_zero_stage: Literal[0, 3] | None = safe(
-        None, "ZeRO stage of reward models. None: as the reference."
+        None,
+        "ZeRO stage of the frozen models, the reference and all others. None: 3 at --zero_stage 3, else 0.",
     )
     adam_offload: bool = safe(
-        False, "Keep the actor's optimizer state in CPU memory.", needs="zero_stage=1|2|3"
-    )
-    critic_adam_offload: bool | None = safe(
-        None, "The critic's. None: --adam_offload, at ZeRO 1 to 3.", needs="critic"
+        False, "Keep the optimizer states in CPU memory.", needs="zero_stage=1|2|3"
     )
     param_offload: bool = safe(
-        False, "Keep the actor's parameter shards in CPU memory.", needs="zero_stage=3"
-    )
-    critic_param_offload: bool | None = safe(
-        None, "The critic's. None: --param_offload, at ZeRO 3.", needs="critic"
+        False, "Keep the parameter shards in CPU memory.", needs="zero_stage=3"
     )
     ref_offload: bool = safe(
         False,
-        "Keep the reference's shards in CPU memory.",
-        needs="ref_zero_stage=3 and own_reference",
-    )
-    reward_offload: bool = safe(
-        False, "Keep the reward models' shards in CPU memory.", needs="reward_zero_stage=3"
+        "Keep the shards of the frozen models in CPU memory.",
+        needs=f"ref_zero_stage=3 and {FROZEN_MODELS}",
     )
     zpg: int = safe(
         1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3"

@@ -65,16 +65,12 @@ class EpisodesConfig(Section):
         ge=0,
     )
     env_retries: int = world(1, "Times that a failed episode is played again.", ge=0)
-    on_env_failure: Literal["unscored", "error"] = world(
-        "unscored",
-        "An episode whose environment failed for good: leave it out, and count it; or end the run.",
-    )
     env_failure_limit: float = world(
         0.5,
-        "Largest share of a batch's episodes that may fail; more end the run.",
+        "An episode whose environment failed for good is left out and counted. If more than this share of a batch's "
+        "episodes fail, the run ends.",
         ge=0,
         le=1,
-        also="on_env_failure=unscored",
     )
 
     @staticmethod

@@ -29,10 +29,6 @@ class EvaluationTimes(Section, name="evaluation", resume_safe=True):
         ge=-1,
         off=(0,),
     )
-    eval_epochs: int | None = evaluated(
-        None, "Evaluate every N episodes, regardless of --eval_steps.", "episodes", ge=1
-    )
-    eval_seconds: float | None = evaluated(None, "Evaluate every N seconds.", "seconds", gt=0)
     val_before_train: bool = evaluated(True, "Evaluate before the first step.")
 
 

@@ -43,7 +43,6 @@ class LoggingConfig(Section, resume_safe=True):
     use_mlflow: str | None = option(
         None, "Where MLflow logs: a folder, or a server address. Log in with MLflow's variables."
     )
-    mlflow_experiment: str = option("lightppo", "MLflow experiment.", needs="use_mlflow")
     metric_names: Literal["lightppo", "verl", "openrlhf", "lightrft"] = option(
         "lightppo",
         "Names of the metrics in trackers; see docs/metrics.md. metrics.jsonl always uses lightppo's.",

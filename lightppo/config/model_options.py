@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
+from lightppo.config.distributed_options import FROZEN_MODELS
 from lightppo.config.option_needs import condition_text
 from lightppo.config.rules import reference_is_actor
 from lightppo.option import Section, option
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
-per_role = partial(option, per_role=True)  # the critic may have another value
 kl = partial(option, needs="init_kl_coef>0")
 lora = partial(option, needs="lora_rank>0")
 
@@ -65,7 +65,7 @@ class ModelConfig(Section, of="weights"):
         off=("flash_attention_2",),
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")
-    gradient_checkpointing: bool = per_role(
+    gradient_checkpointing: bool = option(
         False,
         "Recompute activations in the backward pass: less memory, more time.",
         resume_safe=True,
@@ -73,7 +73,7 @@ class ModelConfig(Section, of="weights"):
     gradient_checkpointing_use_reentrant: bool = safe(
         False,
         "Use torch's reentrant checkpointing.",
-        needs="gradient_checkpointing or critic_gradient_checkpointing",
+        needs="gradient_checkpointing",
     )
     activation_offload: bool = safe(
         False, "GPU only: keep activations in CPU memory. They are copied while the GPU computes."
@@ -171,5 +171,6 @@ class AdapterConfig(Section, of="weights"):
     def problems(options: Any) -> Iterator[str]:
         if not hasattr(options, "ref_zero_stage") or not reference_is_actor(options.config):
             return
-        if options.ref_zero_stage != (3 if options.zero_stage == 3 else 0):
-            yield f"--ref_zero_stage needs {condition_text('own_reference')}"
+        has_others = options.reward_pretrain or options.teacher_pretrain or options.enable_ema
+        if options.ref_zero_stage != (3 if options.zero_stage == 3 else 0) and not has_others:
+            yield f"--ref_zero_stage needs {condition_text(FROZEN_MODELS)}"

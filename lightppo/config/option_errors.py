@@ -9,6 +9,7 @@ from typing import Any
 from lightppo import suggestions
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config import other_trainers
+from lightppo.config.removed_options import removal
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.plugin import trained_by
@@ -51,6 +52,8 @@ def _value_of_another(one: Option, value: Any) -> str:
 def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
     """Other trainers' names, what people mean, and whose option it is; ``of_commands``: of a command that trains."""
     name = flag.removeprefix("--")
+    if answer := removal(name.removeprefix("no_")) or removal(name):
+        return answer
     answer = other_trainers.hint(name, flags=flags) or suggestions.meant(flag, flags, "flag")
     if answer or not of_commands:
         return answer

@@ -150,20 +150,6 @@ def problems(options: SimpleNamespace) -> Iterator[str]:
                 yield f"--{flag} and --{other} {reason}: leave one out"
 
 
-def of_critic(options: SimpleNamespace) -> Iterator[str]:
-    """Of the critic, whose values follow the actor's in a resolved config."""
-    if options.by_hand:
-        return
-    if options.critic_adam_offload and options.critic_zero_stage == 0:
-        yield "--critic_adam_offload moves sharded optimizer states: it needs --critic_zero_stage 1, 2 or 3"
-    if options.critic_param_offload and options.critic_zero_stage != 3:
-        yield "--critic_param_offload offloads ZeRO-3 shards: it needs --critic_zero_stage 3"
-    given = options.config.training
-    own_ratio = given.critic_lr_warmup_ratio not in (None, given.lr_warmup_ratio)
-    if own_ratio and given.critic_lr_warmup_steps is not None:
-        yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
-
-
 def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
     """Options that were ``given`` and change nothing, which no error says because they are off or the default.
 

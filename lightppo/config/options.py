@@ -24,6 +24,7 @@ from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.logging_options import LoggingConfig
 from lightppo.config.model_options import AdapterConfig, ModelConfig
 from lightppo.config.option_errors import conform, nearest
+from lightppo.config.removed_options import is_left
 from lightppo.config.reward_options import RewardConfig, VerifierConfig
 from lightppo.config.rollout_options import EngineConfig, RolloutConfig, SamplingConfig
 from lightppo.config.rules import resolutions
@@ -94,6 +95,8 @@ class OptionSet(types.SimpleNamespace):
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
+                if is_left(name, value):
+                    continue
                 meant = nearest(f"--{name}", [f"--{one}" for one in known], "key")
                 quoted = meant.replace("'--", "'")
                 problems.append(f"unknown option {name!r}{quoted}")

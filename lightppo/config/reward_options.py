@@ -250,18 +250,11 @@ class VerifierConfig(Section):
         "float",
         "How loosely outputs are compared: exact, lines, float, set, each looser than the one before.",
     )
-    code_float_tolerance: float = code(1e-05, "Relative tolerance for numbers.", ge=0, lt=1)
     code_max_tests: int | None = code(
         None, "Maximum number of tests per row; the first ones are run. None: all.", ge=1
     )
     code_timeout: float = code(6.0, "Time limit per test.", "seconds", gt=0)
-    code_total_timeout: float = code(
-        60.0, "Time limit for all tests of a program.", "seconds", gt=0
-    )
     code_memory_limit_mb: int = code(1024, "Memory limit of a program.", "MB", ge=1)
-    code_file_limit_mb: int = code(16, "Maximum size of a file that a program writes.", "MB", ge=1)
-    code_output_limit_mb: int = code(16, "Maximum output of a program.", "MB", ge=1)
-    code_max_processes: int = code(16, "Maximum number of processes of a program.", ge=1)
     code_processes: int | None = code(
         None, "Sandboxes per rank. None: one per core of the rank.", ge=1, resume_safe=True
     )
@@ -273,26 +266,8 @@ class VerifierConfig(Section):
     sandbox_fusion_url: str | None = code(
         None, "Run programs on this SandboxFusion server.", resume_safe=True
     )
-    sandbox_fusion_max_concurrent: int = fusion(
-        64, "Concurrent requests.", "per rank", ge=1, resume_safe=True
-    )
-    sandbox_fusion_memory_limit_mb: int = fusion(
-        1024, "Memory limit of a program there.", "MB", ge=1
-    )
-    sandbox_fusion_language: str = fusion("python", "Language of the programs.")
-    sandbox_fusion_retries: int = fusion(3, "Retries of a failed request.", ge=0, resume_safe=True)
     function_call_url: str | None = code(
         None, "Run programs on AReaL's function-call service at this URL.", resume_safe=True
-    )
-    function_call_max_concurrent: int = remote_code(
-        64, "Concurrent requests.", "per rank", ge=1, resume_safe=True
-    )
-    function_call_batch_size: int = remote_code(1, "Tests per request.", ge=1, resume_safe=True)
-    function_call_memory_limit_mb: int = remote_code(
-        0, "Memory limit of a program; 0: the service's.", "MB", ge=0
-    )
-    function_call_retries: int = remote_code(
-        3, "Retries of a failed request.", ge=0, resume_safe=True
     )
 
     exclusive = (

@@ -142,30 +142,16 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
         "tokens",
         ge=2,
     )
-    block_size: int | None = vllm(
-        None, "Tokens per block of the KV cache. None: vLLM's choice.", "tokens", ge=1
-    )
     enable_prefix_caching: bool = vllm(
         True,
         "Share the KV cache of a prompt among its samples. Each push of weights empties it. Off without a GPU for models "
         "with recurrent layers.",
-    )
-    vllm_request_seeds: bool | None = vllm(
-        None,
-        "One seed per response, so that responses do not depend on each other. Off: one per call, which is faster on a "
-        "GPU. None: on for a CPU, off for a GPU.",
     )
     enforce_eager: bool | None = vllm(
         None, "No compilation, no CUDA graphs. None: on for a CPU, off for a GPU."
     )
     free_cache_engine: bool = any_vllm(
         True, "Put the engine to sleep during training, which frees GPU memory."
-    )
-    sleep_level: Literal[1, 2] | None = any_vllm(
-        None,
-        "While asleep, 1 keeps the weights in CPU memory, 2 drops them. None: 2; 1 if adapters travel alone.",
-        also="free_cache_engine",
-        off=(2,),
     )
     vllm_lora_push: Literal["auto", "adapter", "merged"] = any_vllm(
         "auto",
@@ -199,9 +185,6 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
         "requests per server",
         ge=1,
     )
-    vllm_server_start_timeout: float = server(
-        300.0, "Maximum wait for the servers at the start.", "seconds", ge=0
-    )
     vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = server(
         "auto",
         "How weights get to the servers: shared memory (shm), disk or torch.distributed (collective: gloo, or "
@@ -217,15 +200,6 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
         "Address of the trainer that the servers connect to.",
         also="vllm_server_sync=collective",
     )
-
-    @staticmethod
-    def meant(config: Any) -> Mapping[str, Any]:
-        """Weights that are not sent again must outlast the sleep."""
-        engine = config.engine
-        if engine.rollout_engine == "hf" or not engine.free_cache_engine:
-            return {}
-        stays = config.adapter.lora_rank > 0 and engine.vllm_lora_push != "merged"
-        return {"sleep_level": 1 if stays else 2}
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
@@ -319,16 +293,12 @@ def _servers(options: Any) -> Iterator[str]:
         )
     if options.vllm_server_sync_address in ("", "0.0.0.0", "::"):
         yield f"--vllm_server_sync_address {options.vllm_server_sync_address!r}: give an address that servers can connect to"
-    waits = {
-        "vllm_server_timeout": 2 * options.vllm_server_timeout + 90,
-        "vllm_server_start_timeout": options.vllm_server_start_timeout,
-    }
-    for name, wait in waits.items():
-        if wait >= 60 * options.dist_timeout:
-            yield (
-                f"--{name} {getattr(options, name):g}: others wait up to {wait:g} s for the rank that asks servers, "
-                f"but only --dist_timeout {options.dist_timeout:g} minutes: lower it, or raise --dist_timeout"
-            )
+    wait = 2 * options.vllm_server_timeout + 90
+    if wait >= 60 * options.dist_timeout:
+        yield (
+            f"--vllm_server_timeout {options.vllm_server_timeout:g}: others wait up to {wait:g} s for the rank that asks "
+            f"servers, but only --dist_timeout {options.dist_timeout:g} minutes: lower it, or raise --dist_timeout"
+        )
 
 
 # -- selection ---------------------------------------------------------------------------------------------------------
@@ -341,11 +311,8 @@ class SamplingConfig(Section, of="training"):
 
     fire_sampling: bool = option(
         False,
-        "Sample the first token of each response at --fire_temperature.",
+        "Sample the first token of each response at temperature 10.",
         needs="rollout_engine=hf and sampling",
-    )
-    fire_temperature: float | None = option(
-        None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
     )
     dataset_filter_threshold: float | None = option(
         None,
@@ -415,9 +382,6 @@ class SamplingConfig(Section, of="training"):
         None,
         "Debugging: save rollouts in this folder; the next run reads them instead of sampling.",
     )
-    skip_rollout_reuse: bool = safe(
-        False, "Use the first saved rollout in every step.", needs="skip_rollout"
-    )
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
@@ -437,7 +401,6 @@ class SamplingConfig(Section, of="training"):
     def problems(options: Any) -> Iterator[str]:
         yield from _prompt_filter(options)
         yield from _selection(options)
-        yield from _replay(options)
 
 
 def _prompt_filter(options: Any) -> Iterator[str]:
@@ -475,13 +438,3 @@ def _selection(options: Any) -> Iterator[str]:
         }
         for name in filter(picks.get, picks):
             yield f"--{name} chooses by scores, and this run has no reward: leave it out"
-
-
-def _replay(options: Any) -> Iterator[str]:
-    given = vars(options)
-    selects = given.get("dynamic_sampling") or given.get("gen_batch_size") not in (
-        None,
-        options.rollout_batch_size,
-    )
-    if options.skip_rollout_reuse and selects:
-        yield "--skip_rollout_reuse repeats the first groups: leave --dynamic_sampling and --gen_batch_size out"

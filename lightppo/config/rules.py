@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightppo.algorithms.entries import (
@@ -74,8 +73,6 @@ class FrozenModel:
 
     path: str
     flag: str  # that names it
-    zero_stage: Literal[0, 3] | None  # None in a config that is not resolved
-    offload: bool = False  # its shards are in CPU memory
 
 
 def frozen_models(config: Any) -> dict[str, FrozenModel]:
@@ -86,8 +83,6 @@ def frozen_models(config: Any) -> dict[str, FrozenModel]:
     teacher = FrozenModel(
         distill.teacher_pretrain,
         flag="--teacher_pretrain",
-        zero_stage=distill.teacher_zero_stage,
-        offload=distill.teacher_offload,
     )
     return {"teacher": teacher}
 
@@ -112,13 +107,20 @@ def compute_dtype(config: Any) -> Literal["float32", "bfloat16", "float16"]:
     return "float32"
 
 
-def of_role(config: Any, role: Literal["actor", "critic"]) -> SimpleNamespace:
-    """What the actor, or the critic, has of the options that are ``per_role``; of a resolved config."""
-    flat = config.flat()
-    prefix = "" if role == "actor" else f"{role}_"
-    return SimpleNamespace(
-        **{one.name: flat[prefix + one.name] for one in config.all_options() if one.per_role}
-    )
+def critic_offloads(config: Any) -> tuple[bool, bool]:
+    """Tell whether the critic's optimizer state and parameters are in CPU memory: as the actor's, where it is sharded."""
+    strategy = config.strategy
+    stage = strategy.critic_zero_stage
+    return strategy.adam_offload and stage > 0, strategy.param_offload and stage == 3
+
+
+def sleep_level(config: Any) -> Literal[1, 2]:
+    """Return what vLLM does with its weights while asleep: 1 keeps them in CPU memory, 2 drops them.
+
+    Weights that no push sends again, those below an adapter that travels alone, must outlast the sleep.
+    """
+    stays = config.adapter.lora_rank > 0 and config.engine.vllm_lora_push != "merged"
+    return 1 if stays else 2
 
 
 def samples_per_rollout(config: Any) -> int:
@@ -239,7 +241,6 @@ def resolutions(config: Any) -> dict[str, Any]:
     strategy = config.strategy
     estimator = estimator_entry(config)
     loss = policy_loss_entry(config)
-    frozen_stage = 3 if strategy.zero_stage == 3 else 0
     use_kl_loss = _or(
         algorithm.use_kl_loss,
         estimator.kl_in_loss and algorithm.init_kl_coef > 0 and not algorithm.use_kl_in_reward,
@@ -249,8 +250,7 @@ def resolutions(config: Any) -> dict[str, Any]:
         "train_batch_size": samples_per_rollout(config) // training.ppo_n_minibatches
         if training.ppo_n_minibatches
         else 128,
-        "ref_zero_stage": frozen_stage,
-        "reward_zero_stage": _or(strategy.ref_zero_stage, frozen_stage),
+        "ref_zero_stage": 3 if strategy.zero_stage == 3 else 0,
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
         "use_kl_loss": use_kl_loss,
@@ -274,8 +274,6 @@ def resolutions(config: Any) -> dict[str, Any]:
             else (loss_options.eps_clip, loss_options.eps_clip)
         )
         meant |= {"eps_clip_low": low, "eps_clip_high": high}
-    if config.sampling.fire_sampling:
-        meant["fire_temperature"] = 10.0
 
     for part in config.parts():
         meant |= part.meant(config)
@@ -297,18 +295,10 @@ def _critic_resolutions(config: Any) -> dict[str, Any]:
         reward_model = model.reward_pretrain[0]
     else:
         reward_model = None
-    stage = _or(strategy.critic_zero_stage, strategy.zero_stage)
-    meant = {
+    return {
         "critic_pretrain": reward_model or model.pretrain,
-        "critic_zero_stage": stage,
-        "critic_adam_offload": strategy.adam_offload and stage > 0,
-        "critic_param_offload": strategy.param_offload and stage == 3,
-        **{f"critic_{name}": value for name, value in vars(of_role(config, "actor")).items()},
+        "critic_zero_stage": strategy.zero_stage,
     }
-    # a share wins over the actor's number of steps
-    if config.training.critic_lr_warmup_ratio is not None:
-        meant["critic_lr_warmup_steps"] = None
-    return meant
 
 
 # -- normalisations --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from lightppo.config.rules import generation_batch, of_role
+from lightppo.config.rules import generation_batch
 
 if TYPE_CHECKING:
     from lightppo.config import PPOConfig
@@ -33,7 +33,6 @@ def optimizer_steps(
     """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
     rollout = config.rollout
     training = config.training
-    epochs = of_role(config, role).max_epochs or 0  # None: there is no critic
     rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
     if role == "actor":
         frozen = max(0, config.algorithm.freezing_actor_steps)
@@ -43,5 +42,5 @@ def optimizer_steps(
         * math.ceil(
             rollout.rollout_batch_size * rollout.n_samples_per_prompt / training.train_batch_size
         )
-        * epochs
+        * training.max_epochs
     )

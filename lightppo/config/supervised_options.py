@@ -19,7 +19,6 @@ WORDS = {
     "critic_zero_stage!=0": "",
     "critic_zero_stage!=3": "",
     "ref_zero_stage!=3": "",
-    " or critic_gradient_checkpointing": "",
     "eval_data": "eval_dataset",
     "PPO steps": "optimizer steps",
     "episode": "epoch",
@@ -195,7 +194,7 @@ class SupervisedStrategyConfig(
 class SupervisedCheckpointConfig(
     Taken,
     ppo.CheckpointConfig,
-    only="save_path save_steps save_epochs save_seconds hf_save_steps hf_save_epochs hf_save_seconds save_hf_ckpt "
+    only="save_path save_steps save_epochs save_seconds hf_save_steps save_hf_ckpt "
     "disable_ds_ckpt max_ckpt_num max_ckpt_mem resume reshape_ckpt signal_grace",
     words=WORDS,
     save_path="./ckpt/sft",
@@ -216,7 +215,7 @@ class RewardCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/rm"):
 class SupervisedEvaluationConfig(
     Taken,
     EvaluationTimes,
-    only="eval_steps eval_epochs eval_seconds val_before_train",
+    only="eval_steps val_before_train",
     words=WORDS,
 ):
     """Evaluation on --eval_dataset."""
@@ -234,7 +233,7 @@ class SupervisedLoggingConfig(
     Taken,
     ppo.LoggingConfig,
     only="logging_steps peak_tflops debug profile_steps use_tensorboard use_wandb wandb_org wandb_group wandb_project "
-    "wandb_run_name use_trackio use_mlflow mlflow_experiment metric_names",
+    "wandb_run_name use_trackio use_mlflow metric_names",
     words=WORDS,
 ):
     """Logging."""

@@ -7,7 +7,6 @@ from lightppo.option import Section, option
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
-per_role = partial(option, per_role=True)  # the critic may have another value
 
 
 class TrainingConfig(Section, of="training"):
@@ -48,7 +47,7 @@ class TrainingConfig(Section, of="training"):
         "tokens per rank",
         ge=1,
     )
-    max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
+    max_epochs: int = option(1, "Passes over each rollout.", "epochs", ge=1)
     shuffle: Literal["samples", "groups"] = option(
         "samples",
         "What the steps of an epoch draw: samples, or all samples of a prompt.",
@@ -57,24 +56,24 @@ class TrainingConfig(Section, of="training"):
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
     critic_learning_rate: float = critic(9e-06, "Peak learning rate of the critic.", ge=0)
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = per_role(
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "cosine_with_min_lr", "Learning rate schedule over all optimizer steps, after the warm-up."
     )
-    lr_warmup_ratio: float = per_role(
+    lr_warmup_ratio: float = option(
         0.03,
         "Share of the optimizer steps used for warm-up, rounded up. Step k of W has k/(W+1) of the peak.",
         ge=0,
         le=1,
     )
-    lr_warmup_steps: int | None = per_role(
+    lr_warmup_steps: int | None = option(
         None, "Optimizer steps used for warm-up. None: by --lr_warmup_ratio.", ge=0
     )
-    min_lr_ratio: float = per_role(
+    min_lr_ratio: float = option(
         0.1, "Final learning rate of cosine_with_min_lr, as a share of the peak.", ge=0, le=1
     )
-    l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
-    adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
-    max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
+    l2: float = option(0.0, "AdamW's weight decay.", ge=0)
+    adam_betas: tuple[float, float] = option((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
+    max_norm: float = option(1.0, "Gradient norm clipping; 0: off.", ge=0)
     packing_samples: bool | None = safe(
         None,
         "Put several sequences in one row, without padding. None: with sdpa or flash_attention_2, if all models "

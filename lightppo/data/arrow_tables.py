@@ -49,8 +49,8 @@ def _is_json(text: str) -> bool:
 
 def exactly_read(dataset: Dataset) -> Dataset:
     """Return the same rows, with :class:`ExactJson` for each ``Json``, also inside lists and structs."""
-    features = {name: _exact(feature) for name, feature in dataset.features.items()}
-    if all(features[name] is feature for name, feature in dataset.features.items()):
+    features = {column: _exact(feature) for column, feature in dataset.features.items()}
+    if all(features[column] is feature for column, feature in dataset.features.items()):
         return dataset
     exact = dataset.select_columns(dataset.column_names)  # its features are its own
     exact.info.features = Features(features)
@@ -64,8 +64,8 @@ def _exact(feature: Any) -> Any:
         exact_fields = {name: _exact(field) for name, field in feature.items()}
         is_same = all(exact_fields[name] is field for name, field in feature.items())
         return feature if is_same else exact_fields
-    element = getattr(feature, "feature", None)  # of List and LargeList
-    if element is None or (exact_element := _exact(element)) is element:
+    element_feature = getattr(feature, "feature", None)  # of List and LargeList
+    if element_feature is None or (exact_element := _exact(element_feature)) is element_feature:
         return feature
     if hasattr(feature, "length"):
         return type(feature)(exact_element, feature.length)
@@ -101,22 +101,25 @@ def _json_texts(values: list[Any]) -> list[str | None]:
     return [None if value is None else json.dumps(value, allow_nan=False) for value in values]
 
 
-def concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
+def concatenate(datasets: list[Dataset], source_names: list[str]) -> Dataset:
     """Put one dataset after the other. Missing columns become None, columns of differing types become JSON."""
-    if len(parts) == 1:  # the usual case; datasets would hash what it copies
-        return parts[0]
+    if len(datasets) == 1:  # the usual case; datasets would hash what it copies
+        return datasets[0]
     column_features: dict[str, list[Any]] = {}
-    for part in parts:
-        for column, feature in part.features.items():
+    for dataset in datasets:
+        for column, feature in dataset.features.items():
             features = column_features.setdefault(column, [])
             if feature not in features and getattr(feature, "dtype", None) != "null":
                 features.append(feature)
     mixed = [column for column, features in column_features.items() if len(features) > 1]
-    parts = [_as_json(part, mixed, name) for part, name in zip(parts, names)]
-    return exactly_read(concatenate_datasets(parts))
+    datasets = [
+        _as_json(dataset, mixed, source_name)
+        for dataset, source_name in zip(datasets, source_names)
+    ]
+    return exactly_read(concatenate_datasets(datasets))
 
 
-def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
+def _as_json(dataset: Dataset, columns: list[str], source_name: str) -> Dataset:
     for column in columns:
         feature = dataset.features.get(column, Json())
         if isinstance(feature, Json):
@@ -127,7 +130,7 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
             converted = Dataset.from_dict({column: texts}, features=Features({column: ExactJson()}))
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"column {column!r} has another type in {name} than in the other sources, and cannot be held as "
+                f"column {column!r} has another type in {source_name} than in the other sources, and cannot be held as "
                 f"JSON: {error}; convert it, or take it out"
             ) from error
         parts = [dataset.remove_columns(column), converted]

@@ -55,19 +55,25 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
 
 def read_rows(config: Any, name: str, split: str, strategy: Any) -> Dataset:
     """Read the rows of an option, blended as ``--NAME_probs`` says; of prompts with their ``--prompt_metadata``."""
-    flat = config.flat()
-    probs = flat.get(f"{name}_probs")
+    options = config.flat()
+    probs = options.get(f"{name}_probs")
     seed = config.strategy.seed
-    rows = blending_datasets(flat[name], probs, strategy, seed, train_split=split, flag=f"--{name}")
+    rows = blending_datasets(
+        options[name], probs, strategy, seed, train_split=split, flag=f"--{name}"
+    )
     if name not in ("prompt_data", "eval_data"):
         return rows
-    rows = with_metadata(rows, flat["prompt_metadata"])
+    rows = with_metadata(rows, options["prompt_metadata"])
     # Without such a column nothing would tell several files apart.
-    if name == "eval_data" and "," in flat[name] and flat["data_source_key"] not in rows.features:
-        names = [
+    if (
+        name == "eval_data"
+        and "," in options[name]
+        and options["data_source_key"] not in rows.features
+    ):
+        source_names = [
             Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]
         ]
-        rows = rows.add_column(flat["data_source_key"], names)
+        rows = rows.add_column(options["data_source_key"], source_names)
     return rows
 
 
@@ -119,11 +125,17 @@ def blending_datasets(
         indices, used_counts = interleave_indices(counts, weights, seed, stopping_strategy)
         blend = blend.select(indices)
     if strategy is None or strategy.is_rank_0():
-        for source, count, used in zip(sources, counts, used_counts):
-            level = logging.INFO if used == count else logging.WARNING
+        for source, count, used_count in zip(sources, counts, used_counts):
+            level = logging.INFO if used_count == count else logging.WARNING
             text = "%s %s: %d rows, %d used%s"
             logger.log(
-                level, text, flag, shown_url(source), count, used, " (repeats)" * (used > count)
+                level,
+                text,
+                flag,
+                shown_url(source),
+                count,
+                used_count,
+                " (repeats)" * (used_count > count),
             )
     if return_eval:
         return blend, held_out_rows(sources, parts, strategy, limit, eval_split or "test", flag)
@@ -147,8 +159,8 @@ def held_out_rows(
             continue
         parts.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
         if strategy is None or strategy.is_rank_0():
-            text = "%s %s has no split %r: evaluation is on %d of the rows that are trained on"
-            logger.warning(text, flag, shown_url(source), split, len(parts[-1]))
+            log_text = "%s %s has no split %r: evaluation is on %d of the rows that are trained on"
+            logger.warning(log_text, flag, shown_url(source), split, len(parts[-1]))
     return concatenate(parts, sources)
 
 
@@ -157,8 +169,8 @@ def has_split(source: str, split: str, flag: str) -> bool:
     if _is_hub_name(source, flag):
         import datasets
 
-        name, _, config = source.partition("@")
-        return split in datasets.get_dataset_split_names(name, config or None)
+        hub_name, _, config = source.partition("@")
+        return split in datasets.get_dataset_split_names(hub_name, config or None)
     path = Path(stage_to_local(source)).expanduser()
     if not path.is_dir() or (path / "state.json").exists():
         return False
@@ -167,7 +179,7 @@ def has_split(source: str, split: str, flag: str) -> bool:
     return bool(_matching_files(_data_files(path), split))
 
 
-def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
+def with_metadata(rows: Dataset, path: str | None) -> Dataset:
     """Add the further columns of the file's row of the same id (``query_id`` or ``id``); DataError if one is missing."""
     if path is None:
         return rows
@@ -175,16 +187,17 @@ def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadat
 
     from lightppo.data.arrow_tables import exactly_read
 
-    metadata = load_source(path, "train", flag)
-    id_column = _joining_column(rows, metadata, f"{flag} {path}")
+    metadata = load_source(path, "train", "--prompt_metadata")
+    option = f"--prompt_metadata {path}"
+    id_column = _joining_column(rows, metadata, option)
     row_numbers: dict[str, int] = {}
     for number, (row_id, origin) in enumerate(zip(metadata[id_column], metadata[ORIGIN_COLUMN])):
         if row_numbers.setdefault(str(row_id), number) != number:
-            raise DataError(f"{flag} {origin}: {id_column} {row_id!r} is there twice")
+            raise DataError(f"--prompt_metadata {origin}: {id_column} {row_id!r} is there twice")
     for row_id, origin in zip(rows[id_column], rows[ORIGIN_COLUMN]):
         if str(row_id) not in row_numbers:
-            raise DataError(f"{origin}: {id_column} {row_id!r} is not in {flag} {path}")
-    new_columns = [name for name in metadata.column_names if name not in rows.column_names]
+            raise DataError(f"{origin}: {id_column} {row_id!r} is not in {option}")
+    new_columns = [column for column in metadata.column_names if column not in rows.column_names]
     matching_rows = metadata.select_columns(new_columns).select(
         [row_numbers[str(row_id)] for row_id in rows[id_column]]
     )
@@ -193,9 +206,9 @@ def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadat
 
 def _joining_column(rows: Dataset, metadata: Dataset, option: str) -> str:
     """Return the column by which the rows of ``--prompt_metadata`` are joined; DataError if there is none."""
-    for name in _JOINING_COLUMNS:
-        if name in rows.column_names and name in metadata.column_names:
-            return name
+    for column in _JOINING_COLUMNS:
+        if column in rows.column_names and column in metadata.column_names:
+            return column
     for source, dataset in {"it": metadata, "the prompts": rows}.items():
         if not set(_JOINING_COLUMNS) & set(dataset.column_names):
             names = " or ".join(map(repr, _JOINING_COLUMNS))
@@ -234,7 +247,10 @@ def _checked_sources(
     if probs is None:
         return sources, None
     try:
-        weights = [float(prob) for prob in (probs.split(",") if isinstance(probs, str) else probs)]
+        weights = [
+            float(probability)
+            for probability in (probs.split(",") if isinstance(probs, str) else probs)
+        ]
     except ValueError as error:
         raise DataError(
             f"{flag}_probs {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3"
@@ -281,10 +297,12 @@ def _is_hub_name(source: str, flag: str) -> bool:
         return False
     if "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source):
         words = source.split()
-        cure = mistyped_path(source)
+        suggestion = mistyped_path(source)
         if len(words) > 1 and all(Path(word).expanduser().exists() for word in words):
-            cure = f"; separate several sources with commas: {flag} {','.join(words)}"
-        raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){cure}")
+            suggestion = f"; separate several sources with commas: {flag} {','.join(words)}"
+        raise DataError(
+            f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){suggestion}"
+        )
     return True
 
 
@@ -318,10 +336,10 @@ def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset |
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
     import datasets
 
-    name, _, config = source.partition("@")
-    check_on_hub(name, "dataset", flag)
+    hub_name, _, config = source.partition("@")
+    check_on_hub(hub_name, "dataset", flag)
     try:
-        dataset = datasets.load_dataset(name, config or None, split=split)
+        dataset = datasets.load_dataset(hub_name, config or None, split=split)
     except Exception as error:
         # datasets, the hub client and the network raise errors without a common base
         problem = (
@@ -349,35 +367,37 @@ def _load_files(path: Path, name: str, split: str, flag: str, limit: int) -> Dat
 
     if not path.is_dir():
         return read_file(path, shown_as=name, limit=limit)
-    files = _files_of_split(path, name, split, flag)
-    parts: dict[str, Dataset] = {}
-    for file in files:
+    matching_files = _files_of_split(path, name, split, flag)
+    rows_by_name: dict[str, Dataset] = {}
+    for file in matching_files:
         file_name = f"{name.rstrip('/')}/{file}"
-        part = read_file(path / file, shown_as=file_name, limit=limit)
-        limit -= len(part)
-        if len(part):
-            parts[file_name] = part
+        file_rows = read_file(path / file, shown_as=file_name, limit=limit)
+        limit -= len(file_rows)
+        if len(file_rows):
+            rows_by_name[file_name] = file_rows
         if limit == 0:
             break
-    if not parts:
-        raise DataError(f"{flag} {name} is empty: no rows {' '.join(map(str, files))}")
-    return concatenate(list(parts.values()), list(parts))
+    if not rows_by_name:
+        raise DataError(f"{flag} {name} is empty: no rows {' '.join(map(str, matching_files))}")
+    return concatenate(list(rows_by_name.values()), list(rows_by_name))
 
 
 def _files_of_split(path: Path, name: str, split: str, flag: str) -> list[Path]:
     """Return data files with the split's name in their path as a word; for ``train`` else those that name none."""
-    files = _data_files(path)
-    if not files:
+    data_files = _data_files(path)
+    if not data_files:
         raise DataError(f"{flag} {name} has no data files ({', '.join(FORMATS)})")
-    matching = _matching_files(files, split)
+    matching = _matching_files(data_files, split)
     if not matching and split == "train":
-        matching = [file for file in files if split_named_by(file, split) is None]
+        matching = [
+            data_file for data_file in data_files if split_named_by(data_file, split) is None
+        ]
     if not matching:
-        listed = ", ".join(map(str, files[:10]))
+        listed = ", ".join(map(str, data_files[:10]))
         raise DataError(f"{flag} {name} has no file of the split {split!r}; its files: {listed}")
-    ignored = [str(file) for file in files if file not in matching]
-    rest = f"; not {ignored}" if ignored else ""
-    logger.info("%s %s, split %s: %d files%s", flag, name, split, len(matching), rest)
+    ignored = [str(data_file) for data_file in data_files if data_file not in matching]
+    ignored_text = f"; not {ignored}" if ignored else ""
+    logger.info("%s %s, split %s: %d files%s", flag, name, split, len(matching), ignored_text)
     return matching
 
 
@@ -387,7 +407,7 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted(
         file
         for file in files
-        if file_format(file) and not any(part.startswith(".") for part in file.parts)
+        if file_format(file) and not any(path_part.startswith(".") for path_part in file.parts)
     )
 
 
@@ -396,12 +416,12 @@ def _matching_files(files: list[Path], split: str) -> list[Path]:
     return [file for file in files if split_named_by(file, split) == SPLIT_WORDS.get(split, split)]
 
 
-def split_named_by(file: Path, split: str) -> str | None:
+def split_named_by(relative_path: Path, split: str) -> str | None:
     """Return the split that a file's path names; the file name goes before its folders."""
-    for part in reversed(file.parts):
-        if re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", part.lower()):
+    for path_part in reversed(relative_path.parts):
+        if re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", path_part.lower()):
             return SPLIT_WORDS.get(split, split)
-        for word in re.split(r"[^a-z0-9]+", part.lower()):
+        for word in re.split(r"[^a-z0-9]+", path_part.lower()):
             if word in SPLIT_WORDS:
                 return SPLIT_WORDS[word]
     return None

@@ -26,8 +26,8 @@ class Rendered:
     """A prompt as text."""
 
     text: str  # what the model reads
-    is_chat: bool  # made by a chat template, which adds all special tokens
-    messages: Chat | None  # the chat behind it, without an added system prompt; None for plain text
+    is_chat: bool = False  # made by a chat template, which adds all special tokens
+    messages: Chat | None = None  # the chat behind it, without an added system prompt
 
 
 @dataclass(frozen=True)
@@ -48,37 +48,37 @@ class PromptTemplate:
     _known_shapes: set[Any] = field(default_factory=set, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.input_template is not None:
-            self._check_input_template(self.input_template)
-        if self.apply_chat_template:
-            self._check_chat_template("--apply_chat_template")
-        kwargs = template_kwargs(self.chat_template_kwargs, "--chat_template_kwargs")
-        if unknown := self._unread(kwargs):
-            raise DataError(f"--chat_template_kwargs: the chat template does not read {unknown}")
-        object.__setattr__(self, "chat_template_kwargs", kwargs)
-
-    def _check_input_template(self, template: str) -> None:
-        if self.apply_chat_template or template.count("{}") != 1:
+        template = self.input_template
+        if template is not None and (self.apply_chat_template or template.count("{}") != 1):
             raise DataError(
                 f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it"
             )
+        if self.apply_chat_template:
+            self._check_chat_template("--apply_chat_template")
+        variables = template_kwargs(self.chat_template_kwargs, "--chat_template_kwargs")
+        if unread := self._unread(variables):
+            raise DataError(f"--chat_template_kwargs: the chat template does not read {unread}")
+        object.__setattr__(self, "chat_template_kwargs", variables)
 
     def _check_chat_template(self, reason: str) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
-            name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            tokenizer_name = (
+                getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            )
             raise DataError(
-                f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts"
+                f"{reason}: the tokenizer {tokenizer_name} has no chat template; set one, or give text prompts"
             )
 
-    def reads(self, name: str) -> bool:
+    def reads(self, variable_name: str) -> bool:
         """Return whether the chat template has a variable of this name; True where its text is not known."""
         template = getattr(self.tokenizer, "chat_template", None)
-        texts = template.values() if isinstance(template, Mapping) else [template]
-        known = [text for text in texts if isinstance(text, str)]
-        return not known or any(re.search(rf"\b{re.escape(name)}\b", text) for text in known)
+        sources = template.values() if isinstance(template, Mapping) else [template]
+        sources = [source for source in sources if isinstance(source, str)]
+        variable = re.compile(rf"\b{re.escape(variable_name)}\b")
+        return not sources or any(map(variable.search, sources))
 
-    def _unread(self, names: Iterable[str]) -> str:
-        return ", ".join(repr(name) for name in names if not self.reads(name))
+    def _unread(self, variable_names: Iterable[str]) -> str:
+        return ", ".join(repr(name) for name in variable_names if not self.reads(name))
 
     def render(self, prompt: str | Chat, options: Mapping[str, Any] = {}) -> Rendered:
         """Return the text of one prompt; a chat that ends with an assistant turn is to be continued, not answered.
@@ -86,23 +86,22 @@ class PromptTemplate:
         ``options`` are those of its row, see :func:`template_options`.
         """
         if isinstance(prompt, str) and not self.apply_chat_template:
-            return Rendered(self.plain_text(prompt, options), is_chat=False, messages=None)
+            return Rendered(self.plain_text(prompt, options))
         messages = as_chat(prompt, "user")
-        continued = messages[-1]["role"] == "assistant"
-        own = {"continue_final_message": True} if continued else {}
-        text = self.chat_text(messages, options, add_generation_prompt=not continued, **own)
-        return Rendered(text, True, messages)
+        if messages[-1]["role"] == "assistant":
+            switches = {"add_generation_prompt": False, "continue_final_message": True}
+        else:
+            switches = {"add_generation_prompt": True}
+        text = self.chat_text(messages, options, **switches)
+        return Rendered(text, is_chat=True, messages=messages)
 
     def plain_text(self, prompt: str, options: Mapping[str, Any] = {}) -> str:
         """Return a prompt without a chat template; what only such a template could take is refused."""
-        flags = {
-            "--system_prompt": self.system_prompt,
-            "--chat_template_kwargs": self.chat_template_kwargs,
-        }
-        if given := [flag for flag, value in flags.items() if value]:
-            raise DataError(
-                f"{given[0]} needs chat rows or --apply_chat_template; the prompts are plain text"
-            )
+        for flag in ("system_prompt", "chat_template_kwargs"):
+            if getattr(self, flag):
+                raise DataError(
+                    f"--{flag} needs chat rows or --apply_chat_template; the prompts are plain text"
+                )
         if options:
             raise BadRowError(
                 "template",
@@ -112,7 +111,7 @@ class PromptTemplate:
         # replace, not str.format: other braces in the template are text
         return (self.input_template or "{}").replace("{}", prompt)
 
-    def chat_text(self, messages: Chat, options: Mapping[str, Any] = {}, **own: Any) -> str:
+    def chat_text(self, messages: Chat, options: Mapping[str, Any] = {}, **switches: bool) -> str:
         """Write messages through the chat template, with the system prompt; the last turn is closed by default.
 
         Raises:
@@ -124,32 +123,29 @@ class PromptTemplate:
                 "--input_template is for plain text, but the rows are chats; leave it out"
             )
         self._check_chat_template("the rows are chats")
-        added = self.system_prompt if messages[0]["role"] != "system" else None
-        if added is not None:
-            messages = [{"role": "system", "content": added}, *messages]
-        if unknown := self._unread(name for name in options if name != "tools"):
-            raise BadRowError("template", f"the chat template does not read {unknown}")
-        given = {"tokenize": False, "add_generation_prompt": False} | self.chat_template_kwargs
-        given |= {**options, **own}
-
-        def written(chat: Chat) -> str:
-            return self._template(chat, given)
-
-        text = with_calls(messages, written)
+        adds_system_prompt = self.system_prompt is not None and messages[0]["role"] != "system"
+        if adds_system_prompt:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if unread := self._unread(option_name for option_name in options if option_name != "tools"):
+            raise BadRowError("template", f"the chat template does not read {unread}")
+        variables = {"tokenize": False, "add_generation_prompt": False}
+        variables |= {**self.chat_template_kwargs, **options, **switches}
+        write = partial(self._apply_template, variables=variables)
+        text = with_calls(messages, write)
         if not isinstance(self.tokenizer.chat_template, bool):  # a stand-in, which writes nothing
-            if added and not is_shown(added, text):
+            if adds_system_prompt and not is_shown(self.system_prompt, text):
                 raise DataError(
                     "--system_prompt: the chat template drops it; put it into the user's message, or use another"
                 )
-            check_roles(messages, written, self._known_shapes)
+            check_roles(messages, write, self._known_shapes)
             check_shown(messages, text, options.get("tools", ()))
         return text
 
-    def _template(self, messages: Chat, given: Mapping[str, Any]) -> str:
+    def _apply_template(self, messages: Chat, variables: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(messages, **given)
+            return self.tokenizer.apply_chat_template(messages, **variables)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRowError(
                 "template", f"the chat template refuses it: {type(error).__name__}: {error}"
@@ -157,51 +153,57 @@ class PromptTemplate:
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
         """Return token ids; ``special_tokens`` adds a begin-of-text (chats have it already) but no end-of-text."""
-        ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        eos = [self.tokenizer.eos_token_id]
-        if special_tokens and self.tokenizer("a")["input_ids"][-1:] == eos:
-            return [row[:-1] for row in ids]
-        return ids
+        token_ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)[
+            "input_ids"
+        ]
+        end_id = self.tokenizer.eos_token_id
+        if special_tokens and self.tokenizer("a")["input_ids"][-1:] == [end_id]:
+            return [text_ids[:-1] for text_ids in token_ids]
+        return token_ids
 
     def encode_behind(self, text: str) -> list[int]:
         """Return the token ids of a text that stands behind other ids."""
-        ids = ids_behind(text, partial(self.encode, special_tokens=False))
-        if ids is None:
+        token_ids = ids_behind(text, partial(self.encode, special_tokens=False))
+        if token_ids is None:
             raise BadRowError(
                 "template",
                 f"the tokenizer joins the end of the prompt to the answer, and cannot write {text[:20]!r} apart: let "
                 "the prompt end without a blank",
             )
-        return ids
+        return token_ids
 
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
         """Return the token ids of rendered prompts, in their order."""
-        ids: list[list[int]] = []
-        for is_bare, group in groupby(rendered, key=self._is_bare):
-            ids += self.encode([one.text for one in group], special_tokens=is_bare)
-        return ids
+        token_ids: list[list[int]] = []
+        for is_bare, neighbours in groupby(rendered, key=self._is_bare):
+            token_ids += self.encode([prompt.text for prompt in neighbours], special_tokens=is_bare)
+        return token_ids
 
     def encode_answered(
         self, rendered: list[tuple[Rendered, Rendered]]
     ) -> Iterator[tuple[list[int], int]]:
         """Yield the ids of prompts with answers, from pairs of prompt and whole, and how many are the prompt's."""
-        prompts = self.encode_rendered([prompt for prompt, _ in rendered])
-        wholes = self.encode_rendered([whole for _, whole in rendered])
-        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
-            if ids[: len(prompt_ids)] != prompt_ids and whole.text.startswith(prompt.text):
+        all_prompt_ids = self.encode_rendered([prompt for prompt, _ in rendered])
+        all_ids = self.encode_rendered([example for _, example in rendered])
+        for (prompt, example), prompt_ids, token_ids in zip(rendered, all_prompt_ids, all_ids):
+            if token_ids[: len(prompt_ids)] != prompt_ids and example.text.startswith(prompt.text):
                 # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                ids = prompt_ids + self.encode_behind(whole.text[len(prompt.text) :])
-            yield ids, len(prompt_ids)
+                token_ids = prompt_ids + self.encode_behind(example.text[len(prompt.text) :])
+            yield token_ids, len(prompt_ids)
 
     def _is_bare(self, rendered: Rendered) -> bool:
         """Return whether a begin-of-text is missing: chats and texts that have it get no second one."""
-        bos = self.tokenizer.bos_token
-        return not rendered.is_chat and not (bos and rendered.text.startswith(bos))
+        begin_of_text = self.tokenizer.bos_token
+        return not rendered.is_chat and not (
+            begin_of_text and rendered.text.startswith(begin_of_text)
+        )
 
 
-def ended(ids: list[int], end_id: int) -> list[int]:
+def ended(token_ids: list[int], end_id: int) -> list[int]:
     """Return the ids of a finished answer, of which ``end_id`` is the last."""
-    return ids if ids[-1:] == [end_id] else [*ids, end_id]
+    if token_ids[-1:] == [end_id]:
+        return token_ids
+    return [*token_ids, end_id]
 
 
 def closed(chat_text: str) -> str:
@@ -214,36 +216,39 @@ def ids_behind(text: str, encode: Callable[[list[str]], list[list[int]]]) -> lis
 
     Tokenizers of SentencePiece's kind put a blank before a text, which would stand between the two.
     """
-    others = ("\n", ".", "a")
-    ids, letter, *before = encode([text, "a", *others])
-    both = encode([other + "a" for other in others])
-    if any(two == one + letter for one, two in zip(before, both)):
-        return ids  # it puts nothing there
-    whole = encode([other + text for other in others])
-    cut = (two[len(one) :] for one, two in zip(before, whole) if one and two[: len(one)] == one)
-    return next(cut, None)
+    heads = ("\n", ".", "a")
+    text_ids, letter_ids, *head_ids = encode([text, "a", *heads])
+    with_letter = encode([head + "a" for head in heads])
+    if any(joint_ids == alone + letter_ids for alone, joint_ids in zip(head_ids, with_letter)):
+        return text_ids  # it puts nothing there
+    with_text = encode([head + text for head in heads])
+    for alone, joint_ids in zip(head_ids, with_text):
+        if alone and joint_ids[: len(alone)] == alone:
+            return joint_ids[len(alone) :]
+    return None
 
 
 # -- what a chat template makes of a chat ----------------------------------------------------------------------------
 
-Written = Callable[[Chat], str]  # a chat through a template; a ValueError where that refuses it
+Write = Callable[[Chat], str]  # a chat through a template; a ValueError where that refuses it
 
 
-def with_calls(messages: Chat, written: Written) -> str:
+def with_calls(messages: Chat, write: Write) -> str:
     """Write a chat through a template, arguments of calls as objects; as texts, where the template cannot write objects."""
-    calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or ()]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    arguments = [call.get("function", call).get("arguments") for call in calls]
+    objects = [each for each in arguments if isinstance(each, Mapping)]
     refusal = None
     text = ""
     try:
-        text = written(messages)
+        text = write(messages)
     except ValueError as error:
         refusal = error
-    objects = [each for call in calls if isinstance(each := call.get("arguments"), Mapping)]
-    said = "\n".join(message.get("content") or "" for message in messages)
-    in_python = (str(each) for each in objects if str(each) != json.dumps(each))
-    if objects and (refusal or any(each in text and each not in said for each in in_python)):
+    contents = "\n".join(message.get("content") or "" for message in messages)
+    in_python = [str(each) for each in objects if str(each) != json.dumps(each)]
+    if objects and (refusal or any(each in text and each not in contents for each in in_python)):
         try:
-            return written(_with_texts(messages))
+            return write(_with_texts(messages))
         except ValueError as error:
             raise (refusal or error) from None
     if refusal:
@@ -259,43 +264,43 @@ def _with_texts(messages: Chat) -> Chat:
             return {**call, "function": as_text(call["function"])}
         return {**call, "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False)}
 
-    return [
-        message | {"tool_calls": [as_text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    chat = []
+    for message in messages:
+        if tool_calls := message.get("tool_calls"):
+            message = message | {"tool_calls": list(map(as_text, tool_calls))}
+        chat.append(message)
+    return chat
 
 
-def check_roles(messages: Chat, written: Written, known: set[Any]) -> None:
+def check_roles(messages: Chat, write: Write, known_shapes: set[Any]) -> None:
     """Refuse roles whose messages a template drops: a short text may be found by chance, a probe is not.
 
-    ``known``: shapes of chats that were looked at before.
+    ``known_shapes``: shapes of chats that were looked at before.
     """
     shape = tuple(
         (message["role"], bool(message.get("content")), bool(message.get("tool_calls")))
         for message in messages
     )
-    if shape in known:
+    if shape in known_shapes:
         return
     probes = [
         message | {"content": f"qz{i}probe"} if message.get("content") else message
         for i, message in enumerate(messages)
     ]
     try:
-        text = with_calls(probes, written)
+        rendering = with_calls(probes, write)
     except ValueError:  # it wants something of the texts
-        known.add(shape)
+        known_shapes.add(shape)
         return
     for i, message in enumerate(messages):
-        if message.get("content") and f"qz{i}probe" not in text:
+        if message.get("content") and f"qz{i}probe" not in rendering:
             beside = " beside calls" * bool(message.get("tool_calls"))
             raise BadRowError(
                 "template",
                 f"the chat template drops the text of messages of the role {message['role']!r}{beside}: write them in "
                 "another role",
             )
-    known.add(shape)
+    known_shapes.add(shape)
 
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -319,48 +324,50 @@ def check_shown(messages: Chat, text: str, tools: Iterable[Any] = ()) -> None:
                 f"the chat template does not write the text of message {i} ({message['role']}) as it is",
             )
         _check_calls(message, text)
-    if hidden := [name for name in map(name_of_tool, tools) if name not in text]:
+    if hidden := [tool_name for tool_name in map(name_of_tool, tools) if tool_name not in text]:
         raise BadRowError(
             "template", f"the chat template does not show the tools ({', '.join(hidden)})"
         )
 
 
-def check_answer(message: Mapping[str, Any], text: str) -> None:
+def check_answer(message: Mapping[str, Any], answer_text: str) -> None:
     """Refuse a rendering without a part of a turn that is trained on, its thinking included."""
     for part in re.split("</?think>", message.get("content") or ""):
-        if not is_shown(part, text):
-            what = "thinking" if "</think>" in message["content"] else "text"
+        if not is_shown(part, answer_text):
+            part_kind = "thinking" if "</think>" in message["content"] else "text"
             raise BadRowError(
                 "template",
-                f"the chat template drops or changes {what} of the answer: {shown_value(part)}",
+                f"the chat template drops or changes {part_kind} of the answer: {shown_value(part)}",
             )
-    for key in THOUGHTS:
-        if isinstance(thought := message.get(key), str) and not is_shown(thought, text):
+    for thought_key in THOUGHTS:
+        thought = message.get(thought_key)
+        if isinstance(thought, str) and not is_shown(thought, answer_text):
             raise BadRowError(
                 "template",
-                f"the chat template does not write {key!r} of the answer, which would not be learned",
+                f"the chat template does not write {thought_key!r} of the answer, which would not be learned",
             )
-    _check_calls(message, text)
+    _check_calls(message, answer_text)
 
 
 def _check_calls(message: Mapping[str, Any], text: str) -> None:
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
-        keys = arguments if isinstance(arguments, Mapping) else ()
-        if lost := [key for key in (function["name"], *keys) if key not in text]:
-            raise BadRowError(
-                "template",
-                f"the chat template does not write calls of tools: {lost[0]!r} of {function['name']!r} is not there",
-            )
+        needed_names = [function["name"], *(arguments if isinstance(arguments, Mapping) else ())]
+        for needed_name in needed_names:
+            if needed_name not in text:
+                raise BadRowError(
+                    "template",
+                    f"the chat template does not write calls of tools: {needed_name!r} of {needed_names[0]!r} is not there",
+                )
 
 
-def is_shown(content: str, text: str) -> bool:
+def is_shown(content: str, rendering: str) -> bool:
     """Return whether a rendering has a content, perhaps with other white space, or as a text in JSON."""
     content = content.strip()
-    if content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+    if content in rendering or json.dumps(content, ensure_ascii=False)[1:-1] in rendering:
         return True
-    return "".join(content.split()) in "".join(text.split())
+    return "".join(content.split()) in "".join(rendering.split())
 
 
 # -- the assistant's turns ---------------------------------------------------------------------------------------------
@@ -377,48 +384,51 @@ def assistant_turns(
     Raises:
         BadRowError: the template writes a turn, or what is before it, differently once the chat goes on.
     """
-    text = template.chat_text(messages, options).rstrip("\n")
+    chat_text = closed(template.chat_text(messages, options))
     spans: list[Span] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not i:
             continue
         try:
-            begin, end = _span(template, messages, i, text, options)
-            check_answer(message, text[begin:end])
+            begin, end = _span(template, messages, i, chat_text, options)
+            check_answer(message, chat_text[begin:end])
         except BadRowError as error:
             cure = "; without --multiturn the last turn alone is learned" * (i + 1 < len(messages))
             raise BadRowError(error.reason, f"message {i + 1}: {error}{cure}") from error
         spans.append((begin, end))
     if not spans:
         raise BadRowError("missing", "no turn of the assistant answers anything")
-    return text, spans
+    return chat_text, spans
 
 
 def _span(
-    template: PromptTemplate, messages: Chat, i: int, text: str, options: Mapping[str, Any]
+    template: PromptTemplate, messages: Chat, i: int, chat_text: str, options: Mapping[str, Any]
 ) -> Span:
-    before = template.chat_text(messages[:i], options)
+    earlier = template.chat_text(messages[:i], options)
     question = template.chat_text(messages[:i], options, add_generation_prompt=True)
-    probe = {"role": "assistant", "content": _PROBE}
-    probed = template.chat_text([*messages[:i], probe], options)
-    begin = min(shared_length(question, text), shared_length(question, probed))
+    probe_message = {"role": "assistant", "content": _PROBE}
+    probed = template.chat_text([*messages[:i], probe_message], options)
+    begin = min(shared_length(question, chat_text), shared_length(question, probed))
     # A thought that was switched off stands in the last turn alone.
     is_rewritten = begin < len(question) and not question.rstrip().endswith("</think>")
-    if begin < len(before.rstrip("\n")) or is_rewritten:
-        raise BadRowError("template", differs(question, text, begin))
-    turn = template.chat_text(messages[: i + 1], options).rstrip("\n")
-    if text.startswith(turn):
-        return begin, len(turn)
-    closing = probed.rpartition(_PROBE)[2].rstrip("\n")
-    end = text.find(closing, begin)
-    if not closing or end < 0:
-        raise BadRowError("template", differs(turn, text, shared_length(turn, text)))
-    return begin, end + len(closing)
+    if begin < len(closed(earlier)) or is_rewritten:
+        raise BadRowError("template", differs(question, chat_text, begin))
+    answered = closed(template.chat_text(messages[: i + 1], options))
+    if chat_text.startswith(answered):
+        return begin, len(answered)
+    ending = closed(probed.rpartition(_PROBE)[2])
+    position = chat_text.find(ending, begin)
+    if not ending or position < 0:
+        raise BadRowError(
+            "template", differs(answered, chat_text, shared_length(answered, chat_text))
+        )
+    return begin, position + len(ending)
 
 
-def differs(question: str, answered: str, at: int) -> str:
+def differs(question: str, answered: str, begin: int) -> str:
     """Say where a chat template writes a chat in another way once it goes on."""
+    end = begin + 40
     return (
-        f"the chat template writes the prompt differently once it is answered ({question[at : at + 40]!r} becomes "
-        f"{answered[at : at + 40]!r}); no loss can be placed"
+        f"the chat template writes the prompt differently once it is answered ({question[begin:end]!r} becomes "
+        f"{answered[begin:end]!r}); no loss can be placed"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -44,11 +45,12 @@ logger = logging.getLogger(__name__)
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 
 
-def setting(strategy: Any, name: str, value: Any, default: Any = None) -> Any:
+def setting(strategy: Any, option_name: str, argument: Any, default: Any = None) -> Any:
     """Return the value if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
-    script_value = getattr(getattr(strategy, "args", None), name, None)
-    values = (value, script_value, default)
-    return next((value for value in values if value is not None), None)
+    script_value = getattr(getattr(strategy, "args", None), option_name, None)
+    if argument is not None:
+        return argument
+    return default if script_value is None else script_value
 
 
 class PreparedDataset(TorchDataset):
@@ -65,13 +67,17 @@ class PreparedDataset(TorchDataset):
         self.template = template
         self.fields = fields
         self.tokenizer = template.tokenizer
-        parts = {part: getattr(fields, part, ()) for part in ("prompt", "completion", "label")}
         columns = fields.columns_in(dataset.column_names)
-        read = [f"{part} {' or '.join(keys)}" for part, keys in parts.items() if keys]
-        read += [name for name in TEMPLATE_KEYS if name in columns]
-        logger.info("columns that are read: %s", ", ".join(read))
+        descriptions = []
+        for field_name in ("prompt", "completion", "label"):
+            if keys := getattr(fields, field_name, ()):
+                descriptions.append(f"{field_name} {' or '.join(keys)}")
+        descriptions += [column for column in TEMPLATE_KEYS if column in columns]
+        logger.info("columns that are read: %s", ", ".join(descriptions))
         features = dataset.features  # a copy at each call
-        self._rendered_features = {name: features[name] for name in fields.rendered_in(columns)}
+        self._rendered_features = {
+            column: features[column] for column in fields.rendered_in(columns)
+        }
         self._rows = prepare_rows(dataset, columns, self._encode_chunk, **options)
         self.report: DatasetReport = self._rows.report
 
@@ -90,11 +96,11 @@ class PreparedDataset(TorchDataset):
 
     def _without_nulls(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row as it was written: a table has fields in it that only other rows have."""
-        written = {
-            name: chat_without_nulls(row[name], feature)
-            for name, feature in self._rendered_features.items()
+        values = {
+            column: chat_without_nulls(row[column], feature)
+            for column, feature in self._rendered_features.items()
         }
-        return {**row, **written}
+        return {**row, **values}
 
     def row(self, number: int) -> dict[str, Any]:
         """Return the row with this number in ``dataset``."""
@@ -127,7 +133,7 @@ class PreparedDataset(TorchDataset):
 
     @staticmethod
     def _cut(
-        ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
+        token_ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str
     ) -> Outcome:
         """Cut a row beyond the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
         if truncation == "drop":
@@ -135,7 +141,7 @@ class PreparedDataset(TorchDataset):
         if truncation == "error":
             return BadRowError("overlong", overlong)
         return Encoded(
-            truncate_ids(ids, limit, truncation), min(prompt_length, limit), truncated=True
+            truncate_ids(token_ids, limit, truncation), min(prompt_length, limit), truncated=True
         )
 
 
@@ -176,17 +182,14 @@ class PromptDataset(PreparedDataset):
         num_workers: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        def of_script(name: str, given: Any, default: Any = None) -> Any:
-            return setting(strategy, name, given, default)
-
-        prompt_max_len = int(of_script("prompt_max_len", prompt_max_len, 1024))
-        truncation = of_script("truncation", truncation, "error")
-        if prompt_max_len < 1:
-            raise DataError(f"--prompt_max_len is {prompt_max_len}; at least 1")
-        check_choice("--truncation", truncation, Truncation)
-        self.prompt_max_len = prompt_max_len
-        drops = of_script("filter_overlong_prompts", filter_overlong)
-        self.truncation = "drop" if drops else truncation
+        of_script = partial(setting, strategy)
+        self.prompt_max_len = int(of_script("prompt_max_len", prompt_max_len, 1024))
+        if self.prompt_max_len < 1:
+            raise DataError(f"--prompt_max_len is {self.prompt_max_len}; at least 1")
+        self.truncation = of_script("truncation", truncation, "error")
+        check_choice("--truncation", self.truncation, Truncation)
+        if of_script("filter_overlong_prompts", filter_overlong):
+            self.truncation = "drop"
         super().__init__(
             dataset,
             PromptTemplate(
@@ -222,21 +225,21 @@ class PromptDataset(PreparedDataset):
         ]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
-        prompt, key = read_prompt(row, self.fields)
+        prompt, prompt_key = read_prompt(row, self.fields)
         rendered = self.template.render(prompt, template_options(row))
         token_ids = self._rows.token_ids(position)
-        text = rendered.text
+        prompt_text = rendered.text
         # the text shows what the model sees, except plain text's begin-of-text
         if self._rows.truncated[position]:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
+            prompt_text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
         source = lookup(row, self.data_source_key)
         return Prompt(
-            text,
+            prompt_text,
             token_ids,
             label=read_label(row, self.fields),
             index=number,
             data_source="default" if source is None else str(source),
-            extra=other_columns(row, key),
+            extra=other_columns(row, prompt_key),
             messages=rendered.messages,
         )
 
@@ -258,27 +261,25 @@ class PromptDataset(PreparedDataset):
         return rendered
 
     def _encode(self, rendered: list[Rendered]) -> Iterator[Outcome]:
-        for ids in self.template.encode_rendered(rendered):
-            if not ids:
+        for token_ids in self.template.encode_rendered(rendered):
+            if not token_ids:
                 yield BadRowError("empty", "the tokenizer makes no tokens of the prompt")
-            elif len(ids) <= self.prompt_max_len:
-                yield Encoded(ids, len(ids), truncated=False)
+            elif len(token_ids) <= self.prompt_max_len:
+                yield Encoded(token_ids, len(token_ids), truncated=False)
             else:
-                yield self._cut_prompt(ids)
-
-    def _cut_prompt(self, ids: list[int]) -> Outcome:
-        overlong = (
-            f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
-            "--truncation left|right|middle|drop or --filter_overlong_prompts"
-        )
-        return self._cut(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
+                length = len(token_ids)
+                overlong = (
+                    f"the prompt has {length} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
+                    "--truncation left|right|middle|drop or --filter_overlong_prompts"
+                )
+                yield self._cut(token_ids, length, self.prompt_max_len, self.truncation, overlong)
 
 
 def truncate_ids(
     token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]
 ) -> list[int]:
     """Cut ids to ``max_len``: ``left`` removes the beginning, ``right`` the end, ``middle`` keeps both ends."""
-    begin = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
+    head_length = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
     if len(token_ids) <= max_len:
         return token_ids
-    return token_ids[:begin] + token_ids[len(token_ids) - (max_len - begin) :]
+    return token_ids[:head_length] + token_ids[len(token_ids) - (max_len - head_length) :]

@@ -48,8 +48,10 @@ class ExampleFields(RowFields):
 
     @property
     def rendered(self) -> tuple[str, ...]:
-        pair = self.pair if self.preference else ()
-        return (*self.prompt, *self.completion, *pair)
+        keys = (*self.prompt, *self.completion)
+        if self.preference:
+            keys += self.pair
+        return keys
 
 
 def resolve_example_fields(
@@ -68,16 +70,16 @@ def resolve_example_fields(
     ``documents`` may be plain text (pretraining), unless a completion is found; ``pairs`` need both answers instead of
     a completion, and their label is the margin.
     """
-    given = zip((chosen_key, rejected_key), PREFERENCE_KEYS)
-    pair = tuple(key or default for key, default in given)
-    for key, default in zip(pair, PREFERENCE_KEYS) if pairs else ():
-        require_column(key, columns, f"--{default}_key")
+    pair = (chosen_key or "chosen", rejected_key or "rejected")
+    if pairs:
+        require_column(pair[0], columns, "--chosen_key")
+        require_column(pair[1], columns, "--rejected_key")
     input_key = input_key or DEFAULT_INPUT_KEY
-    text = known_keys(TEXT_KEYS, columns)
-    if documents and column_of(input_key, columns) is None and text:
+    text_keys = known_keys(TEXT_KEYS, columns)
+    if documents and column_of(input_key, columns) is None and text_keys:
         # --input_key names the prompts' column; the pretraining data beside them has its own
         logger.info(
-            "--input_key %r is not a column of the text data; reading %r", input_key, text[0]
+            "--input_key %r is not a column of the text data; reading %r", input_key, text_keys[0]
         )
         input_key = DEFAULT_INPUT_KEY
     preference = all(column_of(key, columns) for key in pair)
@@ -94,8 +96,8 @@ def resolve_example_fields(
         require_column(output_key, columns, "--output_key")
         completion = (output_key,)
     elif not pairs and not (documents and input_key != DEFAULT_INPUT_KEY):
-        known = known_keys(COMPLETION_KEYS, columns)
-        completion = tuple(key for key in known if key not in fields.prompt)
+        keys = known_keys(COMPLETION_KEYS, columns)
+        completion = tuple(key for key in keys if key not in fields.prompt)
     return ExampleFields(
         **vars(fields),
         completion=completion,
@@ -113,19 +115,21 @@ def read_example(
     prompt, key, chosen = prompt_and_chosen(row, fields)
     if key is None:
         return prompt, chosen
-    output, answer = first_value(row, fields.completion)
-    if output is None and fields.completion_required:
+    completion_key, completion = first_value(row, fields.completion)
+    if completion_key is None and fields.completion_required:
         raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
-    if output is None and fields.preference and row.get("chosen") is not None:
-        output = "chosen"
-        answer = row["chosen"]
-    # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
-    finished = isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
-    if finished and not fields.completion_required:
-        return prompt[:-1], prompt[-1:]
-    if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
+    if completion_key is None and fields.preference and row.get("chosen") is not None:
+        completion_key = "chosen"
+        completion = row["chosen"]
+    if not fields.completion_required:
+        # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
+        if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+            return prompt[:-1], prompt[-1:]
+        if key in TEXT_KEYS and fields.documents:
+            return prompt, None
+    if completion_key is None:
         return prompt, None
-    return after_prompt(prompt, text_or_chat(answer, repr(output)))
+    return after_prompt(prompt, text_or_chat(completion, repr(completion_key)))
 
 
 def prompt_and_chosen(
@@ -135,7 +139,7 @@ def prompt_and_chosen(
     key, value = first_value(row, fields.prompt)
     if key is not None:
         return text_or_chat(value, repr(key)), key, None
-    if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
+    if not fields.preference or any(row.get(name) is None for name in PREFERENCE_KEYS):
         raise no_prompt(fields)
     prompt, chosen, _ = pair_of(row)
     return prompt, None, chosen
@@ -147,33 +151,34 @@ def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, st
         return prompt, answer
     chat = as_chat(prompt, "user")
     answer = as_chat(answer, "assistant")
-    repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
-    return chat, answer[len(chat) :] if repeated else answer
+    if len(answer) > len(chat) and answer[: len(chat)] == chat:
+        answer = answer[len(chat) :]
+    return chat, answer
 
 
 def read_pair(
     row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Return prompt, chosen and rejected answer of a row; the prompt of two whole chats is their beginning."""
-    given = {key: lookup(row, key) for key in fields.pair}
-    if missing := [key for key, value in given.items() if value is None]:
-        raise BadRowError("missing", f"{missing[0]!r} is missing or null")
+    for key in fields.pair:
+        if lookup(row, key) is None:
+            raise BadRowError("missing", f"{key!r} is missing or null")
     chosen, rejected = (text_or_chat(lookup(row, key), repr(key)) for key in fields.pair)
     if chosen == rejected:
         raise BadRowError(
             "equal",
             f"{' and '.join(map(repr, fields.pair))} are the same: there is nothing to prefer",
         )
+    answers = (chosen, rejected)
     key, value = first_value(row, fields.prompt)
-    whole = all(
-        isinstance(answer, list) and answer[0]["role"] != "assistant"
-        for answer in (chosen, rejected)
+    have_prompts = all(
+        isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in answers
     )
-    if key is None or whole:
+    if key is None or have_prompts:
         return split_pair(chosen, rejected)
     prompt = text_or_chat(value, repr(key))
     if isinstance(prompt, str) and all(
-        isinstance(x, str) and x.startswith(prompt) for x in (chosen, rejected)
+        isinstance(answer, str) and answer.startswith(prompt) for answer in answers
     ):
         chosen = chosen[len(prompt) :]
         rejected = rejected[len(prompt) :]

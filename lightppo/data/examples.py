@@ -129,23 +129,24 @@ class SFTDataset(PreparedDataset):
             raise DataError(
                 "the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one"
             )
-        form: dict[str, Any] = {
+        template_settings: dict[str, Any] = {
             "apply_chat_template": apply_chat_template,
             "input_template": input_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
         # The system prompt of the run is for prompts, and documents have none.
         if not pretrain_mode or system_prompt is not None:
-            form["system_prompt"] = system_prompt
-        of_row = {"input_key": input_key, "output_key": output_key, "documents": pretrain_mode}
-        of_row |= fields
-        workers = num_processors if num_workers is None else num_workers
+            template_settings["system_prompt"] = system_prompt
+        columns: dict[str, Any] = {"input_key": input_key, "output_key": output_key}
+        columns |= {"documents": pretrain_mode, **fields}
+        if num_workers is None:
+            num_workers = num_processors
         super().__init__(
             dataset,
-            PromptTemplate(tokenizer, **_settings(strategy, form)),
-            resolve_example_fields(columns_of(dataset), **_settings(strategy, of_row)),
+            PromptTemplate(tokenizer, **_settings(strategy, template_settings)),
+            resolve_example_fields(columns_of(dataset), **_settings(strategy, columns)),
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
-            num_workers=setting(strategy, "data_num_workers", workers, 0),
+            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
             ranks=ranks,
         )
 
@@ -159,17 +160,16 @@ class SFTDataset(PreparedDataset):
 
     def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
-        pad_id = self._pad_id()
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(
                 tensors, True, value, padding_side=self.padding_side
             )
 
-        ids = [row["input_ids"] for row in rows]
+        token_ids = [row["input_ids"] for row in rows]
         return {
-            "input_ids": padded(ids, pad_id),
-            "attention_mask": padded([torch.ones_like(x) for x in ids], 0),
+            "input_ids": padded(token_ids, self._pad_id()),
+            "attention_mask": padded(list(map(torch.ones_like, token_ids)), 0),
             "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
 
@@ -180,23 +180,26 @@ class SFTDataset(PreparedDataset):
 
     def examples(self, position: int) -> list[Example]:
         """See :func:`examples_of`."""
-        (number,), ids, first = (
-            self.numbers([position]),
-            self.ids_of(position),
-            self._rows.first_answers[position],
-        )
+        (number,) = self.numbers([position])
+        prompt_ids = self.prompt_ids_of(position)
+        answer_ids = self.ids_of(position)[len(prompt_ids) :]
         rendered = self._render_row(self.row(number))
-        prompt = self.prompt_ids_of(position)
-        rest = ids[len(prompt) :]
+        first_length = self._rows.first_answers[position]
+        if first_length:  # a pair
+            answers = zip(rendered, (answer_ids[:first_length], answer_ids[first_length:]))
+        else:
+            answers = zip([rendered], [answer_ids])
         examples = []
-        answers = [rest[:first], rest[first:]] if first else [rest]
-        learned = self._rows.learned(position)[len(prompt) :]
-        for (start, whole, *_), answer in zip(rendered if first else [rendered], answers):
-            text = whole.text[len(start.text) :]
-            last = text if whole.messages is None else whole.messages[-1].get("content") or ""
-            question = Prompt(start.text, prompt, index=number, messages=start.messages)
-            flags = learned.tolist() if self.multiturn else [True] * len(answer)
-            examples.append(Example(question, last, text, answer, flags))
+        for (prompt, example, *_), example_ids in answers:
+            answer_text = example.text[len(prompt.text) :]
+            written = answer_text
+            if example.messages is not None:
+                written = example.messages[-1].get("content") or ""
+            learned = [True] * len(example_ids)
+            if self.multiturn:
+                learned = self._rows.learned(position)[len(prompt_ids) :].tolist()
+            question = Prompt(prompt.text, prompt_ids, index=number, messages=prompt.messages)
+            examples.append(Example(question, written, answer_text, example_ids, learned))
         return examples
 
     def _pad_id(self) -> int:
@@ -207,7 +210,7 @@ class SFTDataset(PreparedDataset):
         return tokenizer.pad_token_id
 
     def _render_row(self, row: Mapping[str, Any]) -> Sequence[Any]:
-        """Return prompt and whole, as of :meth:`_rendered`; with ``multiturn`` also where its turns are."""
+        """Return what :meth:`_rendered` does; with ``multiturn`` also where the turns of the assistant are."""
         prompt, completion = read_example(row, self.fields)
         options = template_options(row)
         if not self.multiturn:
@@ -220,9 +223,9 @@ class SFTDataset(PreparedDataset):
             raise BadRowError(
                 "wrong_type", "--multiturn: the row is no chat; set --apply_chat_template for texts"
             )
-        text, spans = assistant_turns(self.template, chat, options)
-        start = Rendered(text[: spans[0][0]], is_chat=True, messages=chat[:1])
-        return start, Rendered(text, is_chat=True, messages=chat), spans
+        chat_text, spans = assistant_turns(self.template, chat, options)
+        question = Rendered(chat_text[: spans[0][0]], is_chat=True, messages=chat[:1])
+        return question, Rendered(chat_text, is_chat=True, messages=chat), spans
 
     def _rendered(
         self,
@@ -238,74 +241,76 @@ class SFTDataset(PreparedDataset):
                 "no completion: set --output_key, or pretrain_mode for text without a prompt",
             )
         if is_text and self.pretrain_mode:
-            document = Rendered(f"{prompt}{completion or ''}", is_chat=False, messages=None)
+            document = Rendered(f"{prompt}{completion or ''}")
             return document, document
         if is_text and not self.template.apply_chat_template:
-            start = self.template.render(prompt, options)
-            return start, Rendered(f"{start.text}{completion}", is_chat=False, messages=None)
+            question = self.template.render(prompt, options)
+            return question, Rendered(f"{question.text}{completion}")
         chat = as_chat(prompt, "user")
-        answer = [] if completion is None else as_chat(completion, "assistant")
+        answer = []
+        if completion is not None:
+            answer = as_chat(completion, "assistant")
         text = closed(self.template.chat_text(chat + answer, options))
-        whole = Rendered(text, is_chat=True, messages=chat + answer)
+        example = Rendered(text, is_chat=True, messages=chat + answer)
         if self.pretrain_mode:
-            check_answer((chat + answer)[-1], whole.text)
-            return whole, whole
-        start = Rendered(
-            self.template.chat_text(chat, options, add_generation_prompt=True),
-            is_chat=True,
-            messages=chat,
-        )
-        shared = shared_length(start.text, whole.text)
+            check_answer((chat + answer)[-1], text)
+            return example, example
+        prompt_text = self.template.chat_text(chat, options, add_generation_prompt=True)
+        length = shared_length(prompt_text, text)
         for message in answer:
             if message["role"] == "assistant":
-                check_answer(message, whole.text[shared:])
-        if shared < len(start.text):
-            raise BadRowError("template", differs(start.text, whole.text, shared))
-        return start, whole
+                check_answer(message, text[length:])
+        if length < len(prompt_text):
+            raise BadRowError("template", differs(prompt_text, text, length))
+        return Rendered(prompt_text, is_chat=True, messages=chat), example
 
     def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         if not self.multiturn:
-            for ids, prompt_length in self._ids(rendered):
-                yield self._fit_example(ids, prompt_length)
+            for token_ids, prompt_length in self._ids(rendered):
+                yield self._fit_example(token_ids, prompt_length)
             return
-        for _, whole, spans in rendered:
-            ids, learned = self._ids_of_turns(whole.text, spans)
-            fitted = self._fit_example(ids, learned.index(True))
-            yield fitted._replace(learned=learned) if isinstance(fitted, Encoded) else fitted
+        for _, example, spans in rendered:
+            token_ids, learned = self._ids_of_turns(example.text, spans)
+            outcome = self._fit_example(token_ids, learned.index(True))
+            if isinstance(outcome, Encoded):
+                outcome = outcome._replace(learned=learned)
+            yield outcome
 
-    def _ids_of_turns(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    def _ids_of_turns(self, chat_text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Return ids of a chat, and which are learned. No token spans the end of a prompt: none does in a rollout."""
-        ids: list[int] = []
-        learned: list[bool] = []
-        place = 0
+        pieces = []
+        position = 0
         for begin, end in spans:
-            for piece, is_learned in ((text[place:begin], False), (text[begin:end], True)):
-                new = self._ids_of_piece(piece, is_first=not ids)
-                ids += new
-                learned += [is_learned] * len(new)
-            place = end
-        rest = self._ids_of_piece(text[place:], is_first=False)
-        ids = ids + rest
-        learned = learned + [False] * len(rest)
-        ends = ids[-1:] != [self.tokenizer.eos_token_id]
-        return ids + [self.tokenizer.eos_token_id] * ends, learned + [True] * ends
-
-    def _ids_of_piece(self, text: str, is_first: bool) -> list[int]:
-        if not text:
-            return []
-        if is_first:
-            return self.template.encode([text], special_tokens=False)[0]
-        return self.template.encode_behind(text)
+            pieces += [(chat_text[position:begin], False), (chat_text[begin:end], True)]
+            position = end
+        pieces.append((chat_text[position:], False))
+        token_ids: list[int] = []
+        learned: list[bool] = []
+        for piece, is_learned in pieces:
+            if token_ids and piece:
+                piece_ids = self.template.encode_behind(piece)
+            elif piece:
+                (piece_ids,) = self.template.encode([piece], special_tokens=False)
+            else:
+                continue
+            token_ids += piece_ids
+            learned += [is_learned] * len(piece_ids)
+        if token_ids[-1:] != [self.tokenizer.eos_token_id]:
+            token_ids.append(self.tokenizer.eos_token_id)
+            learned.append(True)
+        return token_ids, learned
 
     def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
         """Yield ids, which end with the end-of-text, and how many of them are the prompt's."""
         if self.pretrain_mode:
-            wholes = self.template.encode_rendered([whole for _, whole in rendered])
-            answered: Iterator[tuple[list[int], int]] = ((ids, 0) for ids in wholes)
+            documents = self.template.encode_rendered([document for _, document in rendered])
+            examples: Iterator[tuple[list[int], int]] = ((token_ids, 0) for token_ids in documents)
         else:
-            answered = self.template.encode_answered(rendered)
-        for ids, start in answered:
-            yield ended(ids, self.tokenizer.eos_token_id) if len(ids) > start else ids, start
+            examples = self.template.encode_answered(rendered)
+        for token_ids, prompt_length in examples:
+            if len(token_ids) > prompt_length:
+                token_ids = ended(token_ids, self.tokenizer.eos_token_id)
+            yield token_ids, prompt_length
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         outcomes = super()._encode_chunk(rows)
@@ -313,37 +318,43 @@ class SFTDataset(PreparedDataset):
             return [_left_out(outcome) for outcome in outcomes]
         return outcomes
 
-    def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
-        if not (self.of_script and self.truncation == "right" and not self.pretrain_mode):
-            return self._fit(ids, prompt_length)
-        if prompt_length > self.max_len - _ROOM:
-            return "overlong"
-        fitted = self._fit(ids, prompt_length)
-        if not (isinstance(fitted, Encoded) and fitted.truncated):
-            return fitted
-        return fitted._replace(token_ids=[*fitted.token_ids[:-1], self.tokenizer.eos_token_id])
-
-    def _fit(self, ids: list[int], prompt_length: int) -> Outcome:
-        if len(ids) <= prompt_length:
-            what = "completion" if prompt_length else "text"
-            return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
-        if len(ids) <= self.max_len:
-            return Encoded(ids, prompt_length, truncated=False)
-        overlong = f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
-        no_room = self.truncation == "right" and prompt_length >= self.max_len
-        return self._cut(
-            ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong
+    def _fit_example(self, token_ids: list[int], prompt_length: int) -> Outcome:
+        is_cut_as_in_scripts = (
+            self.of_script and self.truncation == "right" and not self.pretrain_mode
         )
+        if is_cut_as_in_scripts and prompt_length > self.max_len - _LEAST_ANSWER:
+            return "overlong"
+        outcome = self._fit(token_ids, prompt_length)
+        if is_cut_as_in_scripts and isinstance(outcome, Encoded) and outcome.truncated:
+            token_ids = [*outcome.token_ids[:-1], self.tokenizer.eos_token_id]
+            return outcome._replace(token_ids=token_ids)
+        return outcome
+
+    def _fit(self, token_ids: list[int], prompt_length: int) -> Outcome:
+        if len(token_ids) <= prompt_length:
+            part_name = "completion" if prompt_length else "text"
+            return BadRowError("empty", f"the tokenizer makes no tokens of the {part_name}")
+        if len(token_ids) <= self.max_len:
+            return Encoded(token_ids, prompt_length, truncated=False)
+        overlong = (
+            f"{len(token_ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: "
+            f"{self.overlong_cure}"
+        )
+        truncation = self.truncation
+        if truncation == "right" and prompt_length >= self.max_len:
+            truncation = "error"
+        return self._cut(token_ids, prompt_length, self.max_len, truncation, overlong)
 
 
-def _settings(strategy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: setting(strategy, name, value) for name, value in given.items()}
+def _settings(strategy: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: setting(strategy, name, value) for name, value in arguments.items()}
 
 
 # -- rows of scripts -------------------------------------------------------------------------------------------------
 
 _LEFT_OUT = ("empty", "equal")  # rows with nothing to learn, which a script's data may have
-_ROOM = 2  # tokens of an answer that a prompt must leave room for, one of them the end-of-text
+# tokens of an answer that a prompt must leave room for, one of them the end-of-text
+_LEAST_ANSWER = 2
 
 
 def _left_out(outcome: Outcome) -> Outcome:
@@ -353,10 +364,9 @@ def _left_out(outcome: Outcome) -> Outcome:
 
 
 def _one_length(max_length: int | None, max_len: int | None) -> int:
-    given = [limit for limit in (max_length, max_len) if limit is not None]
-    if len(given) != 1:
+    if (max_length is None) == (max_len is None):
         raise DataError(f"give max_length or max_len, not both: {max_length} and {max_len}")
-    limit = int(given[0])
+    limit = int(max_length or max_len or 0)
     if limit < 2:
         raise DataError(f"max_len is {limit}; at least 2, one token to see and one to predict")
     return limit
@@ -368,11 +378,11 @@ def script_args(strategy: Any, tokenizer: Any, multiple_of: int) -> Any:
         raise DataError(
             f"multiple_of {multiple_of}: sequences are not split over ranks here; leave out --ring_attn_size"
         )
-    args = getattr(strategy, "args", None)
-    template = getattr(args, "tokenizer_chat_template", None)
-    if template and getattr(args, "apply_chat_template", False):
+    script_options = getattr(strategy, "args", None)
+    template = getattr(script_options, "tokenizer_chat_template", None)
+    if template and getattr(script_options, "apply_chat_template", False):
         tokenizer.chat_template = template
-    return args
+    return script_options
 
 
 def with_args(args: Any, **changes: Any) -> Any:

@@ -87,8 +87,8 @@ def _open_text(path: str | Path, name: str) -> Iterator[TextIO]:
     # utf-8-sig: drops a byte order mark, which is not part of the first key. newline="": as the csv module requires.
     options = {"encoding": "utf-8-sig", "newline": "", "compression": "infer"}
     try:
-        with fsspec.open(str(path), "rt", **options) as file:
-            yield file
+        with fsspec.open(str(path), "rt", **options) as text_file:
+            yield text_file
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: not UTF-8 text ({error})") from error
 
@@ -112,10 +112,10 @@ def _read_text(
 
     stat = os.stat(path)
     if ranks_on_node(1) > 1 and stat.st_size >= SHARED_BYTES and limit not in range(SHARED_ROWS):
-        key = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, name, limit]
+        cache_key = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, name, limit]
         try:
-            file = made_once(in_cache("rows", key, "rows.arrow"), write, name)
-            return Dataset.from_file(str(file))
+            cached_file = made_once(in_cache("rows", cache_key, "rows.arrow"), write, name)
+            return Dataset.from_file(str(cached_file))
         except TimeoutError:
             raise
         except OSError as error:
@@ -127,8 +127,8 @@ def _read_text(
 
 def _json_rows(path: str | Path, name: str) -> Rows:
     """Yield rows of a JSON array or of JSON lines."""
-    with _open_text(path, name) as file:
-        for origin, text, row in _json_values(file, name):
+    with _open_text(path, name) as json_file:
+        for origin, text, row in _json_values(json_file, name):
             if not isinstance(row, dict):
                 raise DataError(f"{origin}: an object is needed, not {type(row).__name__}")
             if "\\ud" in text or "\\uD" in text:
@@ -136,17 +136,17 @@ def _json_rows(path: str | Path, name: str) -> Rows:
             yield origin, row
 
 
-def _json_values(file: TextIO, name: str) -> Iterator[tuple[str, str, Any]]:
+def _json_values(json_file: TextIO, name: str) -> Iterator[tuple[str, str, Any]]:
     """Yield values with their origins and texts; the first character of the file says whether it is an array."""
-    characters = iter(lambda: file.read(1), "")
-    first = next((character for character in characters if not character.isspace()), "")
-    file.seek(0)
-    if first == "[":
-        text = file.read()
+    characters = iter(lambda: json_file.read(1), "")
+    first_character = next((character for character in characters if not character.isspace()), "")
+    json_file.seek(0)
+    if first_character == "[":
+        text = json_file.read()
         for number, value in enumerate(_parse_json(text, name, is_array=True), start=1):
             yield f"{name}, row {number}", text, value
         return
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(json_file, start=1):
         text = line.rstrip()  # behind a line break json would place the end of an unfinished line
         if text:
             origin = f"{name}:{number}"
@@ -203,8 +203,8 @@ def _csv_rows(path: str | Path, name: str, delimiter: str = ",") -> Rows:
     """Yield rows whose cells are all text; nothing is guessed (``007`` stays ``007``)."""
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is less than a long document
     number = 0
-    with _open_text(path, name) as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+    with _open_text(path, name) as csv_file:
+        reader = csv.reader(csv_file, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             _check_separator(header, delimiter, name)
@@ -223,7 +223,11 @@ def _csv_rows(path: str | Path, name: str, delimiter: str = ",") -> Rows:
 def _check_separator(header: list[str], delimiter: str, name: str) -> None:
     """Raise DataError where the first line has another separator than its file's name says."""
     separators = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars (|)"}
-    matches = [sign for sign in separators if sign != delimiter and sign in "".join(header)]
+    matches = [
+        separator
+        for separator in separators
+        if separator != delimiter and separator in "".join(header)
+    ]
     if len(header) == 1 and matches:
         raise DataError(
             f"{name}: the first line has {separators[matches[0]]} between the names of columns, and no "

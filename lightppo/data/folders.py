@@ -56,11 +56,11 @@ def check_model(
                 f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it"
             )
         if any(folder.glob("*/config.json")):
-            inner = ", ".join(
+            inner_folders = ", ".join(
                 sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3]
             )
             raise ModelLoadError(
-                f"{flag} {path} has no config.json, but folders in it have one: name one of {inner}"
+                f"{flag} {path} has no config.json, but folders in it have one: name one of {inner_folders}"
             )
         raise ModelLoadError(
             f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}"
@@ -106,7 +106,7 @@ def _local_folder(path: str, flag: str, kind: str) -> Path | None:
 
 
 def _check_tokenizer_files(folder: Path, path: str, flag: str) -> None:
-    if not any(next(folder.glob(name), None) for name in _TOKENIZER):
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER):
         elsewhere = "name another folder" if flag == "--tokenizer_path" else "set --tokenizer_path"
         raise ModelLoadError(
             f"{flag} {path} has no files of a tokenizer (tokenizer.json, tokenizer.model, vocab.json): copy them there "
@@ -120,12 +120,12 @@ def _check_tokenizer_files(folder: Path, path: str, flag: str) -> None:
 def weights_problem(folder: Path) -> str | None:
     """Return what is wrong with the files of weights in a folder, by their headers and sizes; None: nothing."""
     try:
-        files = list(_weight_files(folder))
+        weight_files = list(_weight_files(folder))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return f"its index of weights cannot be read ({error}): download it again"
-    if not files and not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
+    if not weight_files and not any(file.suffix in _WEIGHTS for file in folder.iterdir()):
         return "it has config.json but no weights (model.safetensors): download the rest of it"
-    for file in files:
+    for file in weight_files:
         if not file.is_file():
             return f"{file.name} is missing, which its index names: download it"
         if problem := file_problem(file):
@@ -135,51 +135,51 @@ def weights_problem(folder: Path) -> str | None:
 
 def _weight_files(folder: Path) -> Iterator[Path]:
     """Yield the files that a loader would read, as it chooses them."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            yield folder / name
+    for file_name in ("model.safetensors", "pytorch_model.bin"):
+        index_file = folder / f"{file_name}.index.json"
+        if (folder / file_name).is_file():
+            yield folder / file_name
             return
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            yield from (folder / name for name in sorted(set(names)))
+        if index_file.is_file():
+            file_names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
+            yield from (folder / file_name for file_name in sorted(set(file_names)))
             return
 
 
 def file_problem(file: Path) -> str | None:
     """Return what is wrong with one file of weights; None: nothing that its header and size would show."""
-    size = file.stat().st_size
+    file_size = file.stat().st_size
     with file.open("rb") as stream:
-        start = stream.read(len(_LFS))
-        if start == _LFS:
+        first_bytes = stream.read(len(_LFS))
+        if first_bytes == _LFS:
             return "is only a pointer of Git LFS, not the weights: run `git lfs pull` in its folder"
-        if size == 0:
+        if file_size == 0:
             return "is empty: download it again"
         if file.suffix != ".safetensors":
-            is_cut = start[:2] == b"PK" and not zipfile.is_zipfile(file)
+            is_cut = first_bytes[:2] == b"PK" and not zipfile.is_zipfile(file)
             if is_cut:
-                return f"is not complete ({size:,} bytes): download it again"
+                return f"is not complete ({file_size:,} bytes): download it again"
             return None
-        header_bytes = int.from_bytes(start[:8], "little")
-        if header_bytes > size - 8:
-            is_header = size > 8 and stream.seek(8) and stream.read(1) == b"{"
-            return f"is {'not complete' if is_header else 'no file of weights'} ({size:,} bytes): download it again"
+        header_bytes = int.from_bytes(first_bytes[:8], "little")
+        if header_bytes > file_size - 8:
+            is_header = file_size > 8 and stream.seek(8) and stream.read(1) == b"{"
+            return f"is {'not complete' if is_header else 'no file of weights'} ({file_size:,} bytes): download it again"
         stream.seek(8)
         try:
             tensors = json.loads(stream.read(header_bytes))
-            ends = [
-                entry["data_offsets"][1]
-                for name, entry in tensors.items()
-                if name != "__metadata__"
+            tensor_ends = [
+                tensor["data_offsets"][1]
+                for tensor_name, tensor in tensors.items()
+                if tensor_name != "__metadata__"
             ]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return "is damaged (its header cannot be read): download it again"
-    whole = 8 + header_bytes + max(ends, default=0)
-    if size > whole:
-        return f"is damaged: it has {size:,} bytes, and by its header {whole:,}: download it again"
-    if size == whole:
+    complete_size = 8 + header_bytes + max(tensor_ends, default=0)
+    if file_size > complete_size:
+        return f"is damaged: it has {file_size:,} bytes, and by its header {complete_size:,}: download it again"
+    if file_size == complete_size:
         return None
-    return f"is not complete: {size:,} of {whole:,} bytes; download it again"
+    return f"is not complete: {file_size:,} of {complete_size:,} bytes; download it again"
 
 
 # -- names that may be on the hub: one quick look, where loaders would try for half a minute -------------------------
@@ -218,9 +218,9 @@ def is_cached(name: str, kind: Kind) -> bool:
     from huggingface_hub import constants
 
     if kind != "dataset":
-        files = _CACHED_FILES[kind]
-        paths = [huggingface_hub.try_to_load_from_cache(name, file) for file in files]
-        return any(isinstance(path, str) for path in paths)
+        cached_files = _CACHED_FILES[kind]
+        cached_paths = [huggingface_hub.try_to_load_from_cache(name, file) for file in cached_files]
+        return any(isinstance(cached_path, str) for cached_path in cached_paths)
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
     snapshots = Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "snapshots")
     return prepared.joinpath(name.replace("/", "___")).is_dir() or snapshots.is_dir()
@@ -250,10 +250,10 @@ def mistyped_path(path: str) -> str:
     """Return ``"; there is FOLDER/NAME"`` for a file or folder beside it with nearly this name; else an empty text."""
     expanded = Path(path).expanduser()
     folder = expanded.parent
-    names: Sequence[str] = ()
+    file_names: Sequence[str] = ()
     if folder.is_dir() and os.access(folder, os.R_OK):
-        names = os.listdir(folder)
-    matches = similar(expanded.name, names)
+        file_names = os.listdir(folder)
+    matches = similar(expanded.name, file_names)
     if matches:
         return f"; there is {Path(path).parent / matches[0]}"
     return ""

@@ -57,16 +57,17 @@ class DatasetReport:
     bad: list[str] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
-        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items())) or "0"
+        reasons = sorted(self.dropped.items())
+        dropped = ", ".join(f"{count} {reason}" for reason, count in reasons) or "0"
         return f"{self.rows} rows: {self.kept} kept, {self.truncated} of them truncated; dropped: {dropped}"
 
     def warn(self) -> None:
         """Log which rows are not as they were; DataError if none is left."""
-        first = "".join(f"\n  {text}" for text in self.bad[:NAMED_ROWS])
+        examples = "".join(f"\n  {bad_row}" for bad_row in self.bad[:NAMED_ROWS])
         if not self.kept:
-            raise DataError(f"no row is left to train on. {self}{first}")
+            raise DataError(f"no row is left to train on. {self}{examples}")
         if self.bad:
-            logger.warning("bad rows skipped, the first of them:%s", first)
+            logger.warning("bad rows skipped, the first of them:%s", examples)
         logger.warning("%s", self)
 
 
@@ -81,9 +82,8 @@ class PreparedRows:
     first_answers: np.ndarray
     offsets: np.ndarray  # (N + 1,) where a row's ids begin in flat_ids
     flat_ids: np.ndarray  # of all rows
-    flat_learned: (
-        np.ndarray
-    )  # whether each of these ids is learned; none, where all behind a prompt are
+    # whether each of these ids is learned; none, where all behind a prompt are
+    flat_learned: np.ndarray
     report: DatasetReport
 
     def __len__(self) -> int:
@@ -91,15 +91,17 @@ class PreparedRows:
 
     def token_ids(self, position: int) -> list[int]:
         """Return the ids of the kept row at this position."""
-        return self.flat_ids[self.offsets[position] : self.offsets[position + 1]].tolist()
+        return self.flat_ids[self._slice(position)].tolist()
 
     def learned(self, position: int) -> np.ndarray:
         """Return whether each id of the kept row at this position is learned. (S,)"""
-        start = self.offsets[position]
-        end = self.offsets[position + 1]
+        id_slice = self._slice(position)
         if len(self.flat_learned):
-            return self.flat_learned[start:end]
-        return np.arange(end - start) >= self.prompt_lengths[position]
+            return self.flat_learned[id_slice]
+        return np.arange(id_slice.stop - id_slice.start) >= self.prompt_lengths[position]
+
+    def _slice(self, position: int) -> slice:
+        return slice(self.offsets[position], self.offsets[position + 1])
 
 
 def origin_of(row: Mapping[str, Any], number: int) -> str:
@@ -116,8 +118,8 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 def columns_of(dataset: Any) -> list[str]:
     """Return the names of columns; refuse anything but a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {kind}")
+        type_name = type(dataset).__name__
+        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {type_name}")
     if len(dataset) == 0:
         raise DataError(
             "the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data"
@@ -141,10 +143,10 @@ def prepare_rows(
     """
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
     rows = DatasetRows(dataset, columns, encode_chunk, on_bad_row)
-    arrays, dropped, bad = encode_by_shares(rows, num_workers, ranks or Alone())
+    arrays, dropped, bad_rows = encode_by_shares(rows, num_workers, ranks or Alone())
     lengths = arrays.pop("lengths")
     truncated = int(arrays["truncated"].sum())
-    report = DatasetReport(len(dataset), len(lengths), truncated, dict(dropped), bad)
+    report = DatasetReport(len(dataset), len(lengths), truncated, dict(dropped), bad_rows)
     if report.kept < report.rows or report.truncated:
         report.warn()
     return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **arrays)
@@ -165,40 +167,38 @@ class DatasetRows:
 
     def outcomes(self, rows: range) -> Iterator[Outcome]:
         """Yield the outcomes of these rows, chunk by chunk."""
-        read = self.dataset.select_columns(self.columns)
-        for start in range(rows.start, rows.stop, CHUNK_ROWS):
-            chunk = range(start, min(start + CHUNK_ROWS, rows.stop))
-            yield from self.encode_chunk(read.__getitems__(chunk))
+        dataset = self.dataset.select_columns(self.columns)
+        for i in range(0, len(rows), CHUNK_ROWS):
+            yield from self.encode_chunk(dataset.__getitems__(rows[i : i + CHUNK_ROWS]))
 
     def encoded(self, rows: range, outcomes: Iterable[Outcome]) -> EncodedRows:
         """Encode these rows. DataError names the first bad one, unless bad rows are skipped."""
         dropped: Counter[str] = Counter()
-        bad: list[str] = []
-        used: dict[int, Encoded] = {}  # by row number
+        bad_rows: list[str] = []
+        encoded: dict[int, Encoded] = {}  # by row number
         for number, outcome in zip(rows, outcomes):
             if isinstance(outcome, Encoded):
-                ids = np.asarray(outcome.token_ids, dtype=np.int32)
-                flags = np.asarray(outcome.learned, dtype=bool)[: len(ids)]
-                used[number] = outcome._replace(token_ids=ids, learned=flags)
+                token_ids = np.asarray(outcome.token_ids, dtype=np.int32)
+                learned = np.asarray(outcome.learned, dtype=bool)[: len(token_ids)]
+                encoded[number] = outcome._replace(token_ids=token_ids, learned=learned)
             elif isinstance(outcome, BadRowError):
                 dropped[outcome.reason] += 1
-                bad.append(self._refused(number, outcome))
+                bad_rows.append(self._refused(number, outcome))
             else:
                 dropped[outcome] += 1
+        kept_rows = list(encoded.values())
         arrays = {
-            "row_numbers": np.array(list(used), dtype=np.int64),
-            "prompt_lengths": np.array(
-                [row.prompt_length for row in used.values()], dtype=np.int64
-            ),
-            "truncated": np.array([row.truncated for row in used.values()], dtype=bool),
-            "first_answers": np.array([row.first_answer for row in used.values()], dtype=np.int64),
-            "lengths": np.array([len(row.token_ids) for row in used.values()], dtype=np.int64),
-            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in used.values())]),
+            "row_numbers": np.array(list(encoded), dtype=np.int64),
+            "prompt_lengths": np.array([row.prompt_length for row in kept_rows], dtype=np.int64),
+            "truncated": np.array([row.truncated for row in kept_rows], dtype=bool),
+            "first_answers": np.array([row.first_answer for row in kept_rows], dtype=np.int64),
+            "lengths": np.array([len(row.token_ids) for row in kept_rows], dtype=np.int64),
+            "flat_ids": np.concatenate([np.int32([]), *(row.token_ids for row in kept_rows)]),
             "flat_learned": np.concatenate(
-                [np.zeros(0, bool), *(row.learned for row in used.values())]
+                [np.zeros(0, bool), *(row.learned for row in kept_rows)]
             ),
         }
-        return arrays, dropped, bad
+        return arrays, dropped, bad_rows
 
     def _refused(self, number: int, error: BadRowError) -> str:
         """Return what the report says of a bad row, if bad rows are skipped."""
@@ -220,37 +220,40 @@ def encode_by_shares(rows: DatasetRows, num_workers: int, ranks: Ranks) -> Encod
     Raises:
         DataError: of the first bad row, on every rank.
     """
-    edges = [
+    start, end = (
         len(rows.dataset) * i // ranks.world_size for i in (ranks.get_rank(), ranks.get_rank() + 1)
-    ]
-    share = range(*edges)
+    )
+    share = range(start, end)
     if ranks.world_size == 1:
         return rows.encoded(share, _outcomes(rows, share, num_workers))
     import torch  # a look at rows before a run starts loads none
 
     arrays = {}
     dropped = Counter()
-    skipped = []
+    bad_rows = []
     failure = None
     try:
-        arrays, dropped, skipped = rows.encoded(share, _outcomes(rows, share, num_workers))
+        arrays, dropped, bad_rows = rows.encoded(share, _outcomes(rows, share, num_workers))
     except Exception as error:  # the others wait
         failure = error
     message = failure
     if failure is not None and not isinstance(failure, UserError):
         message = f"{type(failure).__name__}: {failure}"
-    failures, dropped_each, skipped_each = zip(
-        *ranks.all_gather_object((message, dropped, skipped))
+    failures, dropped_each, bad_rows_each = zip(
+        *ranks.all_gather_object((message, dropped, bad_rows))
     )
     if any(failures):  # the error of the first row that has one, on every rank
-        rank, first = next((i, text) for i, text in enumerate(failures) if text)
-        if rank == ranks.get_rank():
+        failed_rank, problem = next((i, problem) for i, problem in enumerate(failures) if problem)
+        if failed_rank == ranks.get_rank():
             raise failure
-        raise first if isinstance(first, UserError) else RuntimeError(f"rank {rank}: {first}")
+        if isinstance(problem, UserError):
+            raise problem
+        raise RuntimeError(f"rank {failed_rank}: {problem}")
     arrays = {
-        name: ranks.all_gather(torch.from_numpy(values)).numpy() for name, values in arrays.items()
+        array_name: ranks.all_gather(torch.from_numpy(values)).numpy()
+        for array_name, values in arrays.items()
     }
-    return arrays, sum(dropped_each, Counter()), [*chain(*skipped_each)]
+    return arrays, sum(dropped_each, Counter()), [*chain(*bad_rows_each)]
 
 
 def _outcomes(rows: DatasetRows, share: range, num_workers: int) -> Iterator[Outcome]:
@@ -259,22 +262,22 @@ def _outcomes(rows: DatasetRows, share: range, num_workers: int) -> Iterator[Out
         return
 
     def encode(start: int) -> list[Outcome]:
-        return list(rows.outcomes(range(start, min(start + CHUNK_ROWS, share.stop))))
+        return list(rows.outcomes(share[start : start + CHUNK_ROWS]))
 
     global _encode
     _encode = encode
     # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker. Threads of
     # the tokenizer inside forked workers would only compete.
-    quiet = ("TOKENIZERS_PARALLELISM", "false")
-    starts = range(share.start, share.stop, CHUNK_ROWS)
+    without_threads = ("TOKENIZERS_PARALLELISM", "false")
     with ProcessPoolExecutor(
-        num_workers, get_context("fork"), os.environ.__setitem__, quiet
-    ) as pool:
-        yield from chain.from_iterable(pool.map(_work, starts))
+        num_workers, get_context("fork"), os.environ.__setitem__, without_threads
+    ) as executor:
+        outcomes = executor.map(_encode_in_worker, range(0, len(share), CHUNK_ROWS))
+        yield from chain.from_iterable(outcomes)
 
 
-_encode: Callable[[int], list[Outcome]]  # the rows from a number on, in forked workers
+_encode: Callable[[int], list[Outcome]]  # a chunk of the share, in forked workers
 
 
-def _work(start: int) -> list[Outcome]:
+def _encode_in_worker(start: int) -> list[Outcome]:
     return _encode(start)

@@ -79,18 +79,19 @@ def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
 
 def _fields(record: Prompt | Rollout) -> dict[str, Any]:
     """Return a record's own fields, without the records and objects that it points to."""
-    names = (f.name for f in dataclasses.fields(record))
     return {
-        name: getattr(record, name)
-        for name in names
-        if name not in ("prompt", "baseline", "environment")
+        field.name: getattr(record, field.name)
+        for field in dataclasses.fields(record)
+        if field.name not in ("prompt", "baseline", "environment")
     }
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:
     """Invert :func:`to_plain`."""
     prompt = Prompt(**values["prompt"])
-    baseline = Rollout(prompt, **values["baseline"]) if values["baseline"] is not None else None
+    baseline = None
+    if values["baseline"] is not None:
+        baseline = Rollout(prompt, **values["baseline"])
     return [Rollout(prompt, **sample, baseline=baseline) for sample in values["samples"]]
 
 
@@ -98,11 +99,11 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """Group a list in which the samples of a prompt stand together, with rising ``sample_index``."""
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
-        last = groups[-1][-1] if groups else None
+        previous = groups[-1][-1] if groups else None
         if (
-            last
-            and last.prompt.index == rollout.prompt.index
-            and last.sample_index < rollout.sample_index
+            previous
+            and previous.prompt.index == rollout.prompt.index
+            and previous.sample_index < rollout.sample_index
         ):
             groups[-1].append(rollout)
         else:

@@ -53,7 +53,9 @@ class RowFields:
     @property
     def rendered(self) -> tuple[str, ...]:
         """The keys of what a model reads."""
-        return (*self.prompt, *(PREFERENCE_KEYS if self.prompt_of_pair else ()))
+        if self.prompt_of_pair:
+            return self.prompt + PREFERENCE_KEYS
+        return self.prompt
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """Return the columns that are needed to render and label a row."""
@@ -64,8 +66,8 @@ class RowFields:
         return _columns_of((*self.rendered, *TEMPLATE_KEYS), columns)
 
 
-def _columns_of(keys: Iterable[str], columns: Iterable[str]) -> list[str]:
-    needed = {column_of(key, columns) for key in keys}
+def _columns_of(field_keys: Iterable[str], columns: Iterable[str]) -> list[str]:
+    needed = {column_of(field_key, columns) for field_key in field_keys}
     return [column for column in columns if column in needed]
 
 
@@ -86,23 +88,17 @@ def resolve_fields(
     if label_key:
         require_column(label_key, columns, label_flag)
         label = (label_key,)
+    if input_key and input_key != DEFAULT_INPUT_KEY:
+        require_column(input_key, columns, "--input_key")
+        return RowFields((input_key,), label, label_key is not None)
     prompt_of_pair = set(PREFERENCE_KEYS) <= set(columns)
     prompt = known_keys(prompt_keys, columns)
-    if (input_key or DEFAULT_INPUT_KEY) != DEFAULT_INPUT_KEY:
-        require_column(input_key, columns, "--input_key")
-        prompt = (input_key,)
-        prompt_of_pair = False
     if not prompt and not prompt_of_pair and not has_prompt:
-        raise _no_prompt_column(columns)
+        raise DataError(
+            f"no column with a prompt: set --input_key to one of the columns: {_listed(columns)} (recognised without "
+            f"it: {', '.join(PROMPT_KEYS)}, or {' and '.join(PREFERENCE_KEYS)})"
+        )
     return RowFields(prompt, label, label_key is not None, prompt_of_pair)
-
-
-def _no_prompt_column(columns: Sequence[str]) -> DataError:
-    known = f"recognised without it: {', '.join(PROMPT_KEYS)}, or {' and '.join(PREFERENCE_KEYS)}"
-    listed = _listed(columns)
-    return DataError(
-        f"no column with a prompt: set --input_key to one of the columns: {listed} ({known})"
-    )
 
 
 def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
@@ -119,13 +115,16 @@ def require_column(key: str, columns: Sequence[str], flag: str) -> None:
 
 
 def _listed(columns: Iterable[str]) -> str:
-    return ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
+    return ", ".join(column for column in columns if column != ORIGIN_COLUMN) or "(none)"
 
 
 def column_of(key: str, columns: Iterable[str]) -> str | None:
     """Return the column that holds ``key``: itself, or the part before the first dot."""
+    parent = key.split(".")[0]
     columns = set(columns)
-    return next((name for name in (key, key.split(".")[0]) if name in columns), None)
+    if key in columns:
+        return key
+    return parent if parent in columns else None
 
 
 def lookup(row: Mapping[str, Any], key: str) -> Any:
@@ -133,15 +132,19 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
     if key in row:
         return row[key]
     value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    for field_name in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(field_name)
     return value
 
 
 def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None, Any]:
-    return next(
-        ((key, value) for key in keys if (value := lookup(row, key)) is not None), (None, None)
-    )
+    """Return the first of the keys that has a value, and the value; (None, None) if none has."""
+    for key in keys:
+        if (value := lookup(row, key)) is not None:
+            return key, value
+    return None, None
 
 
 # -- the parts of a row; BadRowError where one is missing, of the wrong type, or empty -------------------------------
@@ -174,8 +177,8 @@ def other_columns(row: Mapping[str, Any], key: str | None) -> dict[str, Any]:
 
     A conversation's own column stays: its last turn is not in the prompt.
     """
-    hidden = {ORIGIN_COLUMN} if key in (None, "messages") else {ORIGIN_COLUMN, key}
-    return {name: value for name, value in row.items() if name not in hidden}
+    hidden = {ORIGIN_COLUMN, key} - {"messages"}
+    return {column: value for column, value in row.items() if column not in hidden}
 
 
 def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
@@ -193,76 +196,83 @@ def as_chat(prompt: str | Chat, role: str) -> Chat:
     return [{"role": role, "content": prompt}]
 
 
-def text_or_chat(value: Any, where: str) -> str | Chat:
+def text_or_chat(value: Any, place: str) -> str | Chat:
+    """Return a checked text or chat; errors call it by its ``place`` in the row."""
     if isinstance(value, str):
         if not value.strip():
-            raise BadRowError("empty", f"{where} is empty")
+            raise BadRowError("empty", f"{place} is empty")
         return value
     if isinstance(value, list | tuple):
-        return checked_chat(value, where)
+        return checked_chat(value, place)
     raise BadRowError(
-        "wrong_type", f"{where} is {shown_value(value)}; text or a list of chat messages is needed"
+        "wrong_type", f"{place} is {shown_value(value)}; text or a list of chat messages is needed"
     )
 
 
-def checked_chat(value: Sequence[Any], where: str) -> Chat:
+def checked_chat(messages: Sequence[Any], place: str) -> Chat:
     """Return checked messages of ``role`` and text ``content``, without the None fields that Arrow adds.
 
     Arguments of calls are objects: OpenAI's form, a text of JSON, would be written as a text in a text.
     """
-    if not value:
-        raise BadRowError("empty", f"{where} is an empty list of messages")
+    if not messages:
+        raise BadRowError("empty", f"{place} is an empty list of messages")
     chat: Chat = []
-    for i, message in enumerate(value):
+    for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             needed = "a message has a role (text) and a content"
-            raise BadRowError("wrong_type", f"{where}[{i}] is {shown_value(message)}; {needed}")
+            raise BadRowError("wrong_type", f"{place}[{i}] is {shown_value(message)}; {needed}")
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        calls = message.get("tool_calls")
+        if not isinstance(content, str) and not (content is None and calls):
             raise BadRowError(
-                "wrong_type", f"{where}[{i}].content is {shown_value(content)}; only text is read"
+                "wrong_type", f"{place}[{i}].content is {shown_value(content)}; only text is read"
             )
-        chat.append({k: v for k, v in message.items() if v is not None or k == "content"})
-        if calls := chat[-1].get("tool_calls"):
-            chat[-1]["tool_calls"] = _checked_calls(calls, f"{where}[{i}].tool_calls")
-    last = chat[-1].get("content")
-    if last is not None and not last.strip() and not chat[-1].get("tool_calls"):
-        raise BadRowError("empty", f"{where}: the last message is empty")
+        checked_message = {
+            key: value for key, value in message.items() if value is not None or key == "content"
+        }
+        if calls:
+            checked_message["tool_calls"] = _checked_calls(calls, f"{place}[{i}].tool_calls")
+        chat.append(checked_message)
+    content = chat[-1].get("content")
+    if content is not None and not content.strip() and not chat[-1].get("tool_calls"):
+        raise BadRowError("empty", f"{place}: the last message is empty")
     return chat
 
 
-def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    calls = _from_json(calls, where)
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise BadRowError("wrong_type", f"{where} is {shown_value(calls)}; a list is needed")
+def _checked_calls(tool_calls: Any, place: str) -> list[dict[str, Any]]:
+    tool_calls = _from_json(tool_calls, place)
+    if not isinstance(tool_calls, list) or not all(
+        isinstance(tool_call, Mapping) for tool_call in tool_calls
+    ):
+        raise BadRowError("wrong_type", f"{place} is {shown_value(tool_calls)}; a list is needed")
     checked = []
-    for i, call in enumerate(calls):
-        call = {key: value for key, value in call.items() if value is not None}
-        is_nested = isinstance(call.get("function"), Mapping)
-        function = dict(call["function"]) if is_nested else call
+    for i, tool_call in enumerate(tool_calls):
+        tool_call = {key: value for key, value in tool_call.items() if value is not None}
+        is_nested = isinstance(tool_call.get("function"), Mapping)
+        function = dict(tool_call["function"]) if is_nested else tool_call
         if not isinstance(function.get("name"), str):
-            raise BadRowError("wrong_type", f"{where}[{i}] has no name of a function")
+            raise BadRowError("wrong_type", f"{place}[{i}] has no name of a function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = _from_json(arguments.strip() or "{}", f"{where}[{i}].arguments")
+            arguments = _from_json(arguments.strip() or "{}", f"{place}[{i}].arguments")
         if not isinstance(arguments, Mapping | None):
             raise BadRowError(
                 "wrong_type",
-                f"{where}[{i}].arguments is {shown_value(arguments)}; an object is needed",
+                f"{place}[{i}].arguments is {shown_value(arguments)}; an object is needed",
             )
         function["arguments"] = arguments or {}
-        checked.append(call | {"function": function} if is_nested else function)
+        checked.append(tool_call | {"function": function} if is_nested else function)
     return checked
 
 
-def _from_json(value: Any, where: str) -> Any:
+def _from_json(value: Any, place: str) -> Any:
     """Return what a text of JSON means; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except ValueError as error:
-        raise BadRowError("wrong_type", f"{where} is not JSON: {error}") from error
+        raise BadRowError("wrong_type", f"{place} is not JSON: {error}") from error
 
 
 def without_nulls(value: Any, feature: Any) -> Any:
@@ -272,28 +282,31 @@ def without_nulls(value: Any, feature: Any) -> Any:
     """
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
         return {
-            key: without_nulls(each, feature.get(key))
-            for key, each in value.items()
-            if each is not None
+            key: without_nulls(field, feature.get(key))
+            for key, field in value.items()
+            if field is not None
         }
-    within = _within(feature)
-    if isinstance(value, list) and within is not None:
-        return [without_nulls(each, within) for each in value]
+    element_feature = _feature_of_elements(feature)
+    if isinstance(value, list) and element_feature is not None:
+        return [without_nulls(element, element_feature) for element in value]
     return value
 
 
 def chat_without_nulls(value: Any, feature: Any) -> Any:
     """Do the same to a column: what the messages of a chat have themselves is left to :func:`checked_chat`."""
-    within = _within(feature)
-    if isinstance(value, list) and isinstance(within, Mapping):
+    message_feature = _feature_of_elements(feature)
+    if isinstance(value, list) and isinstance(message_feature, Mapping):
         return [
-            {key: without_nulls(part, within.get(key)) for key, part in (each or {}).items()}
-            for each in value
+            {
+                key: without_nulls(field, message_feature.get(key))
+                for key, field in (message or {}).items()
+            }
+            for message in value
         ]
     return without_nulls(value, feature)
 
 
-def _within(feature: Any) -> Any:
+def _feature_of_elements(feature: Any) -> Any:
     """Return the feature of a list's values; None: it is no list."""
     if isinstance(feature, list):
         return feature[0]
@@ -312,71 +325,87 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str | Chat, str | Chat, str | Chat]
 
 def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Return the common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        cut = shared_length(chosen, rejected)
-        if 0 < cut < min(len(chosen), len(rejected)):
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-        if cut:  # one has no message of its own
-            both = ("chosen", "rejected") if cut == len(chosen) else ("rejected", "chosen")
-            raise BadRowError(
-                "missing",
-                f"{both[0]!r} is the beginning of {both[1]!r}, so it has no answer of its own: end both at the answers "
-                "that differ",
-            )
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
-        start = chosen.rfind(turn, 0, shared_length(chosen, rejected))
-        cut = start + len(turn)
-        if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
-            return chosen[:cut], chosen[cut:], rejected[cut:]
-    else:
-        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
+    are_chats = isinstance(chosen, list) and isinstance(rejected, list)
+    if not are_chats and not (isinstance(chosen, str) and isinstance(rejected, str)):
+        types = f"{type(chosen).__name__} and {type(rejected).__name__}"
         raise BadRowError(
-            "wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats"
+            "wrong_type", f"'chosen' and 'rejected' are {types}; both must be text, or both chats"
         )
+    length = shared_length(chosen, rejected)
+    if are_chats and 0 < length < min(len(chosen), len(rejected)):
+        return chosen[:length], chosen[length:], rejected[length:]
+    if are_chats and length:  # one has no message of its own
+        names = ["chosen", "rejected"]
+        if length < len(chosen):
+            names.reverse()
+        raise BadRowError(
+            "missing",
+            f"{names[0]!r} is the beginning of {names[1]!r}, so it has no answer of its own: end both at the answers "
+            "that differ",
+        )
+    if not are_chats:
+        marker = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
+        marker_start = chosen.rfind(marker, 0, length)
+        prompt_length = marker_start + len(marker)
+        if marker_start >= 0 and chosen[:marker_start].strip() and chosen[prompt_length:].strip():
+            return chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
     raise BadRowError(
         "missing",
         "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it",
     )
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common beginning."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(one, other)) if x != y), min(len(one), len(other))
-    )
+    for i, (element, second_element) in enumerate(zip(first, second)):
+        if element != second_element:
+            return i
+    return min(len(first), len(second))
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a row gives the chat template beside its messages: ``tools``, and all of ``chat_template_kwargs``."""
     for key in MEDIA_KEYS:
-        if (media := row.get(key)) is not None and (not hasattr(media, "__len__") or len(media)):
+        media_value = row.get(key)
+        if media_value is not None and (not hasattr(media_value, "__len__") or len(media_value)):
             raise BadRowError(
                 "wrong_type",
-                f"{key!r} is {shown_value(media)}; models read text alone here: take the column out, or its rows",
+                f"{key!r} is {shown_value(media_value)}; models read text alone here: take the column out, or its rows",
             )
     try:
         options = template_kwargs(row.get("chat_template_kwargs"), "'chat_template_kwargs'")
     except ConfigError as error:
         raise BadRowError("wrong_type", str(error)) from error
-    if (tools := row.get("tools")) is None:
+    tools = row.get("tools")
+    if not tools:
         return options
-    tools = _from_json(tools, "'tools'") if tools else []
+    tools = _from_json(tools, "'tools'")
     if not isinstance(tools, list) or not all(map(name_of_tool, tools)):
         raise BadRowError(
             "wrong_type",
             f"'tools' is {shown_value(tools)}; a list of JSON schemas with a name each is needed, or rename the column",
         )
-    tools = [{k: v for k, v in tool.items() if v is not None} for tool in tools]
-    return options | ({"tools": tools} if tools else {})
+    if tools:
+        options = options | {
+            "tools": [
+                {key: value for key, value in tool.items() if value is not None} for tool in tools
+            ]
+        }
+    return options
 
 
 def name_of_tool(tool: Any) -> str | None:
-    function = tool.get("function") or tool if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) and name else None
+    """Return the name in a schema of a tool; None if it has none."""
+    if not isinstance(tool, Mapping):
+        return None
+    function = tool.get("function") or tool
+    function_name = function.get("name") if isinstance(function, Mapping) else None
+    return function_name if isinstance(function_name, str) and function_name else None
 
 
 def shown_value(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    """Return a value's type and the start of its text, for messages."""
+    value_text = repr(value)
+    if len(value_text) > 60:
+        value_text = value_text[:57] + "..."
+    return f"{type(value).__name__} {value_text}"

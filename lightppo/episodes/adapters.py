@@ -40,7 +40,7 @@ _GAME = re.compile(r"\.z[1-8]$|\.tw-pddl$")
 _GAME_PROMPT = re.compile(r"\n>[^\n]*\Z")  # where the game waits for a command, and its status line
 
 
-def adapted(prefix: str, rest: str) -> Adapted:
+def adapted(prefix: str, name: str) -> Adapted:
     """Return what ``--env PREFIX:REST`` makes, its class and its name."""
     makers = {
         "gym": _gym,
@@ -51,45 +51,45 @@ def adapted(prefix: str, rest: str) -> Adapted:
         "verifiers": verifiers,
         "openrlhf": _openrlhf,
     }
-    return makers[prefix](rest)
+    return makers[prefix](name)
 
 
 def adapter_of(target: Any) -> Adapted | None:
-    """For a class of another style, given as ``file.py:Class``: its maker, the adapter, and the contract of that."""
+    """Return the maker, the adapter and its contract for a class of another style, given as ``file.py:Class``."""
     if not isinstance(target, type):
         return None
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is not None and issubclass(target, gymnasium.Env):
         return partial(GymEnvironment, target), GymEnvironment, "lightppo"
-    base = getattr(sys.modules.get("skyrl_gym.envs.base_text_env"), "BaseTextEnv", None)
-    if base is not None and issubclass(target, base):
+    skyrl_base = getattr(sys.modules.get("skyrl_gym.envs.base_text_env"), "BaseTextEnv", None)
+    if skyrl_base is not None and issubclass(target, skyrl_base):
         return partial(SkyRLEnvironment, target), SkyRLEnvironment, "lightppo"
     if is_program(target):
-        name = f"--env {target.__name__}"
+        option = f"--env {target.__name__}"
         _installed(
-            "openenv.core.harness.capture", f"{name}: an agent program asks openenv's server"
+            "openenv.core.harness.capture", f"{option}: an agent program asks openenv's server"
         )
-        return (kind := environment_of(target)), kind, "lightppo"
+        return (environment_class := environment_of(target)), environment_class, "lightppo"
     if _is_agent(target):
         return partial(_make_agent, target), OpenRLHFAgent, "lightppo"
     return None
 
 
-def _installed(name: str, option: str) -> Any:
+def _installed(module_name: str, option: str) -> Any:
     """Return a package; ConfigError says how to install it."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module_name)
     except ImportError as error:
-        package = name.partition(".")[0].replace("_", "-")
-        raise ConfigError(f"{option}: {error}; pip install {package}") from error
+        package_name = module_name.partition(".")[0].replace("_", "-")
+        raise ConfigError(f"{option}: {error}; pip install {package_name}") from error
 
 
 def _numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
     """Return the numbers of what an environment tells beside the observation."""
     return {
-        str(key): float(value)
-        for key, value in info.items()
-        if isinstance(value, (bool, int, float))
+        str(metric_name): float(metric_value)
+        for metric_name, metric_value in info.items()
+        if isinstance(metric_value, (bool, int, float))
     }
 
 
@@ -97,37 +97,37 @@ def _numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
 
 
 class GymEnvironment:
-    """An environment of gymnasium that is played by text: the model's turn is the action.
+    """Play an environment of gymnasium by text: the model's turn is the action.
 
     For a discrete action space the last whole number of the turn counts; without one the model is asked again.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._env = make()
-        kind = type(self._env.action_space).__name__
-        if kind not in ("Text", "Discrete"):
+    def __init__(self, make_environment: Callable[[], Any]) -> None:
+        self._env = make_environment()
+        space_type = type(self._env.action_space).__name__
+        if space_type not in ("Text", "Discrete"):
             raise TypeError(
-                f"actions of the space {kind} cannot be told by text; use Text or Discrete"
+                f"actions of the space {space_type} cannot be told by text; use Text or Discrete"
             )
 
-    def reset(self, seed: int, **row: Any) -> str:
+    def reset(self, seed: int, **columns: Any) -> str:
         """Return the first observation."""
         return self._text(self._env.reset(seed=seed % _MOST_SEED)[0])
 
     def step(self, text: str) -> Step:
         """Return one action."""
-        space = self._env.action_space
+        action_space = self._env.action_space
         action = text.strip()
-        if type(space).__name__ == "Discrete":
+        if type(action_space).__name__ == "Discrete":
             numbers = re.findall(r"-?\d+", text)
-            first = int(space.start)
-            last = int(space.start + space.n) - 1
+            lowest = int(action_space.start)
+            highest = int(action_space.start + action_space.n) - 1
             # Python may refuse to read a number of very many digits, and no action has 20.
-            number = numbers[-1] if numbers and len(numbers[-1]) < 20 else None
-            if number is None or not first <= int(number) <= last:
-                ask = f"Answer with a whole number from {first} to {last}."
-                return Step(ask, metrics={"invalid_action": 1.0})
-            action = int(number)
+            last_number = numbers[-1] if numbers and len(numbers[-1]) < 20 else None
+            if last_number is None or not lowest <= int(last_number) <= highest:
+                instruction = f"Answer with a whole number from {lowest} to {highest}."
+                return Step(instruction, metrics={"invalid_action": 1.0})
+            action = int(last_number)
         observation, reward, terminated, truncated, info = self._env.step(action)
         done = bool(terminated or truncated)
         return Step(self._text(observation), reward, done, _numbers_of(info))
@@ -142,44 +142,58 @@ class GymEnvironment:
         return str(observation)
 
 
-def _gym(name: str) -> Adapted:
-    option = f"--env gym:{name}"
-    gymnasium = _installed("gymnasium", option)
+def _registered(name: str, find: Callable[[str], Any], option: str) -> tuple[str, Any]:
+    """Return the id in gymnasium's ``ID`` or ``MODULE:ID``, where the module registers it, and what is found by it."""
+    module_name, _, environment_id = name.rpartition(":")
     try:
-        module, _, own = name.rpartition(":")  # gymnasium's own MODULE:ID, which registers it
-        if module:
-            importlib.import_module(module)
-        spec = gymnasium.spec(own)
-        creator = spec.entry_point
-        if not callable(creator):
-            creator = gymnasium.envs.registration.load_env_creator(creator)
+        if module_name:
+            importlib.import_module(module_name)
+        return environment_id, find(environment_id)
     except BaseException as error:
         if not is_users_fault(error):
             raise
         raise ConfigError(f"{option}: {error_text(error)}") from error
-    options = {}
+
+
+def _gym(name: str) -> Adapted:
+    option = f"--env gym:{name}"
+    gymnasium = _installed("gymnasium", option)
+
+    def find(environment_id: str) -> tuple[Any, Any]:
+        gym_spec = gymnasium.spec(environment_id)
+        creator = gym_spec.entry_point
+        if not callable(creator):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
+        return gym_spec, creator
+
+    environment_id, (gym_spec, creator) = _registered(name, find, option)
+    make_options = {}
     if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
-        options["render_mode"] = "ansi"
-    return partial(GymEnvironment, partial(gymnasium.make, spec, **options)), GymEnvironment, own
+        make_options["render_mode"] = "ansi"
+    return (
+        partial(GymEnvironment, partial(gymnasium.make, gym_spec, **make_options)),
+        GymEnvironment,
+        environment_id,
+    )
 
 
 # --- reasoning-gym
 
 
 class ReasoningGymEnvironment:
-    """One question of reasoning-gym, made from the seed; the answer ends the episode, and is scored by its verifier."""
+    """Ask one question of reasoning-gym, made from the seed; the answer ends the episode, and is scored by its verifier."""
 
-    def __init__(self, package: Any, name: str) -> None:
+    def __init__(self, package: Any, dataset_name: str) -> None:
         self._package = package
-        self._name = name
+        self._name = dataset_name
 
-    def reset(self, seed: int, **row: Any) -> str:
+    def reset(self, seed: int, **columns: Any) -> str:
         """Return a question; a column ``config`` has options of the data set."""
-        options = dict(row.get("config") or {})
+        dataset_options = dict(columns.get("config") or {})
         if self._name == "composite":
-            options["datasets"] = self._parts(options.get("datasets"))
+            dataset_options["datasets"] = self._parts(dataset_options.get("datasets"))
         self._dataset = self._package.create_dataset(
-            self._name, size=1, seed=seed % _MOST_SEED, **options
+            self._name, size=1, seed=seed % _MOST_SEED, **dataset_options
         )
         self._entry = self._dataset[0]
         return f"{self._entry['question']}\n\nGive the final answer as <answer>…</answer>."
@@ -206,50 +220,57 @@ class ReasoningGymEnvironment:
             raise ValueError(
                 'composite needs a column config such as {"datasets": [{"name": "chain_sum", "weight": 2}, "gcd"]}'
             )
-        parts = [{"name": one} if isinstance(one, str) else dict(one) for one in datasets]
-        spec = self._package.composite.DatasetSpec
+        dataset_parts = [
+            {"name": dataset} if isinstance(dataset, str) else dict(dataset) for dataset in datasets
+        ]
+        make_part = self._package.composite.DatasetSpec
         return [
-            spec(part["name"], part.get("weight") or 1, part.get("config") or {}) for part in parts
+            make_part(
+                dataset_part["name"],
+                dataset_part.get("weight") or 1,
+                dataset_part.get("config") or {},
+            )
+            for dataset_part in dataset_parts
         ]
 
 
-def _reasoning_gym(name: str) -> Adapted:
-    package = _installed("reasoning_gym", f"--env reasoning_gym:{name}")
-    known = getattr(package.factory, "DATASETS", {name: None})
-    if name not in known:
+def _reasoning_gym(dataset_name: str) -> Adapted:
+    package = _installed("reasoning_gym", f"--env reasoning_gym:{dataset_name}")
+    dataset_names = getattr(package.factory, "DATASETS", {dataset_name: None})
+    if dataset_name not in dataset_names:
         raise ConfigError(
-            f"--env reasoning_gym:{name}: no such data set; it has {', '.join(sorted(known))}"
+            f"--env reasoning_gym:{dataset_name}: no such data set; it has {', '.join(sorted(dataset_names))}"
         )
-    make = partial(ReasoningGymEnvironment, package, name)
-    return make, ReasoningGymEnvironment, name
+    make_environment = partial(ReasoningGymEnvironment, package, dataset_name)
+    return make_environment, ReasoningGymEnvironment, dataset_name
 
 
 # --- skyrl-gym
 
 
 class SkyRLEnvironment:
-    """A ``BaseTextEnv`` of skyrl-gym.
+    """Play a ``BaseTextEnv`` of skyrl-gym.
 
     Its constructor gets the column ``config`` as ``env_config``, and the row's other columns but
     ``prompt`` as ``extras``. What ``init`` adds to the row's messages opens the episode.
     """
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
+    def __init__(self, make_environment: Callable[..., Any]) -> None:
+        self._make = make_environment
         self._env: Any = None
 
-    def reset(self, prompt: Any = None, config: Any = None, **row: Any) -> list[Any] | None:
+    def reset(self, prompt: Any = None, config: Any = None, **columns: Any) -> list[Any] | None:
         """Make the environment of the row, and call its ``init``."""
         from omegaconf import OmegaConf  # skyrl-gym needs it, too
 
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}] if prompt else []
-        self._env = self._make(env_config=OmegaConf.create(config or {}), extras=row)
-        opened, _ = self._env.init(copy.deepcopy(prompt or []))
-        shared = len(prompt or [])
-        if opened[:shared] != (prompt or []):
+        self._env = self._make(env_config=OmegaConf.create(config or {}), extras=columns)
+        opening_messages, _ = self._env.init(copy.deepcopy(prompt or []))
+        prompt_length = len(prompt or [])
+        if opening_messages[:prompt_length] != (prompt or []):
             raise ValueError("init changes the row's messages; it may only add to them")
-        return opened[shared:] or None
+        return opening_messages[prompt_length:] or None
 
     def step(self, text: str) -> Step:
         """Return one turn."""
@@ -274,23 +295,19 @@ class SkyRLEnvironment:
 def _skyrl_gym(name: str) -> Adapted:
     option = f"--env skyrl_gym:{name}"
     package = _installed("skyrl_gym", option)
-    module, _, own = name.rpartition(":")  # MODULE:ID, as for gymnasium
-    try:
-        if module:
-            importlib.import_module(module)
-        package.spec(own)
-    except BaseException as error:
-        if not is_users_fault(error):
-            raise
-        raise ConfigError(f"{option}: {error_text(error)}") from error
-    return partial(SkyRLEnvironment, partial(package.make, own)), SkyRLEnvironment, own
+    environment_id, _ = _registered(name, package.spec, option)
+    return (
+        partial(SkyRLEnvironment, partial(package.make, environment_id)),
+        SkyRLEnvironment,
+        environment_id,
+    )
 
 
 # --- TextWorld
 
 
 class TextWorldEnvironment:
-    """A game of TextWorld: the last line of the model's turn is the command.
+    """Play a game of TextWorld: the last line of the model's turn is the command.
 
     The reward of a turn is the score that it gained, as a share of the highest score if the game
     tells that. Of a folder of games, the column ``game`` names one. ``{"commands": true}`` in the
@@ -300,37 +317,49 @@ class TextWorldEnvironment:
     # Threads may play different games, but the package reads all of them with one parser.
     _one_at_a_time = threading.Lock()
 
-    def __init__(self, package: Any, path: Path) -> None:
+    def __init__(self, package: Any, game_path: Path) -> None:
         self._package = package
-        self._path = path
+        self._path = game_path
         self._env: Any = None
 
-    def reset(self, seed: int, game: str = "", config: Any = None, **row: Any) -> str:
+    def reset(self, seed: int, game: str = "", config: Any = None, **columns: Any) -> str:
         """Return the first observation."""
         self._shows = bool((config or {}).get("commands"))
-        names = ("won", "lost", "score", "max_score", "objective")
-        infos = dict.fromkeys([*names, *["admissible_commands"] * self._shows], True)
-        if self._path.is_dir() and not game:
-            raise ValueError(f"{self._path} is a folder: the row's column game must name one in it")
-        path = self._path / game if self._path.is_dir() else self._path
+        info_names = ("won", "lost", "score", "max_score", "objective")
+        requested_infos = dict.fromkeys([*info_names, *["admissible_commands"] * self._shows], True)
+        game_path = self._path
+        if game_path.is_dir():
+            if not game:
+                raise ValueError(
+                    f"{game_path} is a folder: the row's column game must name one in it"
+                )
+            game_path /= game
         with self._one_at_a_time:
-            self._env = self._package.start(str(path), self._package.EnvInfos(**infos))
+            self._env = self._package.start(
+                str(game_path), self._package.EnvInfos(**requested_infos)
+            )
             self._env.seed(seed % _MOST_SEED)
-            state = self._env.reset()
-        self._score = state.score or 0
-        return self._observation(state, state.feedback[self._begin(state) :], self._shows)
+            game_state = self._env.reset()
+        self._score = game_state.score or 0
+        return self._observation(
+            game_state, game_state.feedback[self._begin(game_state) :], self._shows
+        )
 
     def step(self, text: str) -> Step:
         """Return one command."""
-        lines = text.strip().splitlines() or [""]
+        command_lines = text.strip().splitlines() or [""]
         with self._one_at_a_time:
-            state, score, done = self._env.step(lines[-1].removeprefix(">").strip())
+            game_state, score, done = self._env.step(command_lines[-1].removeprefix(">").strip())
         if score is None:
             raise ValueError("the game tells no score, which would be the reward")
-        reward = (score - self._score) / (state.max_score or 1)
+        reward = (score - self._score) / (game_state.max_score or 1)
         self._score = score
-        metrics = {name: float(bool(state[name])) for name in ("won", "lost") if name in state}
-        observation = self._observation(state, state.feedback, self._shows and not done)
+        metrics = {
+            metric_name: float(bool(game_state[metric_name]))
+            for metric_name in ("won", "lost")
+            if metric_name in game_state
+        }
+        observation = self._observation(game_state, game_state.feedback, self._shows and not done)
         return Step(observation, reward, bool(done), metrics if done else {})
 
     def close(self) -> None:
@@ -339,31 +368,31 @@ class TextWorldEnvironment:
             self._env.close()
 
     @staticmethod
-    def _begin(state: Any) -> int:
+    def _begin(game_state: Any) -> int:
         """Return where the text begins that says what to do: a picture of letters stands before it."""
-        if state.objective:
-            return max(state.feedback.find(state.objective), 0)
+        if game_state.objective:
+            return max(game_state.feedback.find(game_state.objective), 0)
         return 0
 
     @staticmethod
-    def _observation(state: Any, text: str, with_commands: bool) -> str:
+    def _observation(game_state: Any, text: str, with_commands: bool) -> str:
         text = _GAME_PROMPT.sub("", text).strip()
-        if with_commands and state.admissible_commands:
-            text += f"\n\nCommands: {', '.join(state.admissible_commands)}"
+        if with_commands and game_state.admissible_commands:
+            text += f"\n\nCommands: {', '.join(game_state.admissible_commands)}"
         return text
 
 
 def _textworld(name: str) -> Adapted:
     option = f"--env textworld:{name}"
-    path = Path(name)
+    game_path = Path(name)
     package = _installed("textworld", option)
-    games = list(path.iterdir()) if path.is_dir() else [path]
-    if not any(game.is_file() and _GAME.search(game.name) for game in games):
+    candidates = list(game_path.iterdir()) if game_path.is_dir() else [game_path]
+    if not any(candidate.is_file() and _GAME.search(candidate.name) for candidate in candidates):
         raise ConfigError(
             f"{option}: no game there; name a file .z1 to .z8 or .tw-pddl, or a folder of such "
             "files (tw-make custom --output games/first.z8 makes one)"
         )
-    return partial(TextWorldEnvironment, package, path), TextWorldEnvironment, path.stem
+    return partial(TextWorldEnvironment, package, game_path), TextWorldEnvironment, game_path.stem
 
 
 # --- OpenEnv
@@ -380,7 +409,7 @@ def _openenv(url: str) -> Adapted:
 
 
 class OpenRLHFAgent:
-    """An ``AgentInstance`` of OpenRLHF's ``agent_func``.
+    """Play an ``AgentInstance`` of OpenRLHF's ``agent_func``.
 
     It reads the columns ``prompt`` and ``label``. What its ``reset`` returns beyond the prompt opens the episode. Chat
     markup in its feedback is left out: the feedback becomes a message of the user, by the model's own template.
@@ -392,14 +421,14 @@ class OpenRLHFAgent:
         self._text = ""
         self._label: Any = None
 
-    async def reset(self, **row: Any) -> str | None:
+    async def reset(self, **columns: Any) -> str | None:
         """Begin with the row's prompt."""
-        prompt = _plain_prompt(row.get("prompt"))
-        self._label = row.get("label")
+        prompt = _plain_prompt(columns.get("prompt"))
+        self._label = columns.get("label")
         states = {"observation": prompt, "prompt": prompt, "label": self._label}
         self._text = str((await _awaited(self._agent.reset(states)))["observation"])
-        new = self._text.removeprefix(prompt)
-        return _without_markup(new) or None
+        added_text = self._text.removeprefix(prompt)
+        return _without_markup(added_text) or None
 
     async def step(self, text: str) -> Step:
         """Return one turn."""
@@ -413,12 +442,12 @@ class OpenRLHFAgent:
         feedback = str(result["environment_feedback"])
         self._text += text + feedback
         metrics = {
-            str(key): number
-            for key, value in {
+            str(metric_name): metric_value
+            for metric_name, raw_number in {
                 **(result.get("extra_logs") or {}),
                 "scores": result.get("scores"),
             }.items()
-            if isinstance(number := _number(value), (int, float))
+            if isinstance(metric_value := _number(raw_number), (int, float))
         }
         done = bool(result["done"])
         reward = _number(result["rewards"])
@@ -434,16 +463,16 @@ def _openrlhf(spec: str) -> Adapted:
     return partial(_make_agent, agent), OpenRLHFAgent, agent.__name__
 
 
-async def _make_agent(kind: type) -> OpenRLHFAgent:
+async def _make_agent(agent_class: type) -> OpenRLHFAgent:
     """OpenRLHF's examples have ``async def __init__``."""
-    agent = kind.__new__(kind)
-    await _awaited(kind.__init__(agent))
+    agent = agent_class.__new__(agent_class)
+    await _awaited(agent_class.__init__(agent))
     return OpenRLHFAgent(agent)
 
 
 def _is_agent(target: Any) -> bool:
     return isinstance(target, type) and any(
-        base.__name__ == "AgentInstanceBase" for base in target.__mro__[1:]
+        base_class.__name__ == "AgentInstanceBase" for base_class in target.__mro__[1:]
     )
 
 
@@ -453,29 +482,29 @@ def _stand_in() -> Iterator[None]:
     if importlib.util.find_spec("openrlhf") is not None:
         yield
         return
-    names = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
-    modules = {name: ModuleType(name) for name in names}
-    for name in ("AgentInstanceBase", "AgentExecutorBase"):
-        setattr(modules[names[2]], name, type(name, (), {}))
-    executor = type("MultiTurnAgentExecutor", (modules[names[2]].AgentExecutorBase,), {})
-    modules[names[2]].MultiTurnAgentExecutor = executor
-    modules[names[0]].utils = modules[names[1]]
-    modules[names[1]].agent = modules[names[2]]
+    module_names = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
+    modules = {class_name: ModuleType(class_name) for class_name in module_names}
+    for class_name in ("AgentInstanceBase", "AgentExecutorBase"):
+        setattr(modules[module_names[2]], class_name, type(class_name, (), {}))
+    executor = type("MultiTurnAgentExecutor", (modules[module_names[2]].AgentExecutorBase,), {})
+    modules[module_names[2]].MultiTurnAgentExecutor = executor
+    modules[module_names[0]].utils = modules[module_names[1]]
+    modules[module_names[1]].agent = modules[module_names[2]]
     sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in names:
-            sys.modules.pop(name, None)
+        for class_name in module_names:
+            sys.modules.pop(class_name, None)
 
 
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _number(value: Any) -> Any:
+def _number(raw_number: Any) -> Any:
     """Return the number of a tensor with one number."""
-    return value.item() if hasattr(value, "item") else value
+    return raw_number.item() if hasattr(raw_number, "item") else raw_number
 
 
 def _plain_prompt(prompt: Any) -> str:

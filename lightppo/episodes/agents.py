@@ -38,27 +38,31 @@ _LAST_WORDS = 500  # characters of a program's output in an error
 _LAST_WAIT = 10.0  # seconds for the pipe of a killed program to end
 
 
-def is_program(target: Any) -> bool:
+def is_program(program: Any) -> bool:
     """Tell whether a class has ``run(base_url, api_key, …)``, and is no environment otherwise."""
-    run = getattr(target, "run", None)
-    if not isinstance(target, type) or not callable(run) or hasattr(target, "reset"):
+    run_method = getattr(program, "run", None)
+    if not isinstance(program, type) or not callable(run_method) or hasattr(program, "reset"):
         return False
-    return set(_GIVEN) <= inspect.signature(run).parameters.keys()
+    return set(_GIVEN) <= inspect.signature(run_method).parameters.keys()
 
 
 def environment_of(program: Any) -> type:
     """Return the class of environments that run such a program; ``reset`` takes the columns that ``run`` takes."""
 
-    async def reset(self: AgentEnvironment, **row: Any) -> Opening:
-        return await self._begin(row)
+    async def reset(self: AgentEnvironment, **columns: Any) -> Opening:
+        return await self._begin(columns)
 
     async def get_reward(self: AgentEnvironment) -> float:
         return await self._score()
 
-    run = inspect.signature(program.run)
-    columns = [one for name, one in run.parameters.items() if name not in _GIVEN]
+    run_signature = inspect.signature(program.run)
+    column_parameters = [
+        parameter
+        for parameter_name, parameter in run_signature.parameters.items()
+        if parameter_name not in _GIVEN
+    ]
     signed: Any = reset
-    signed.__signature__ = run.replace(parameters=columns)
+    signed.__signature__ = run_signature.replace(parameters=column_parameters)
     methods: dict[str, Any] = {"program": program, "reset": reset}
     if hasattr(program, "get_reward"):
         methods["get_reward"] = get_reward
@@ -66,7 +70,7 @@ def environment_of(program: Any) -> type:
 
 
 class AgentEnvironment:
-    """One run of a program. What it raises is a failure of the episode."""
+    """Run a program once. What it raises is a failure of the episode."""
 
     _asks_model = True
     program: type
@@ -78,9 +82,9 @@ class AgentEnvironment:
         self._running: asyncio.Future[Any] | None = None
         self._key = ""
 
-    async def step(self, said: dict[str, Any]) -> Step:
+    async def step(self, model_turn: dict[str, Any]) -> Step:
         """Give the program the model's turn, and wait for its next request or its end."""
-        self._conversation.answer(self._history.said(said))
+        self._conversation.answer(self._history.said(model_turn))
         request = await self._conversation.next()
         if request is None:
             return Step(None, done=True)
@@ -93,11 +97,11 @@ class AgentEnvironment:
         if hasattr(self._program, "close"):
             await _called(self._program.close)
 
-    async def _begin(self, row: Mapping[str, Any]) -> Opening:
+    async def _begin(self, columns: Mapping[str, Any]) -> Opening:
         self._conversation = Conversation()
         base_url, self._key = agent_server().open(self._conversation)
-        given = {"base_url": base_url, "api_key": self._key} | dict(row)
-        self._running = asyncio.ensure_future(_called(self._program.run, **given))
+        arguments = {"base_url": base_url, "api_key": self._key} | dict(columns)
+        self._running = asyncio.ensure_future(_called(self._program.run, **arguments))
         self._running.add_done_callback(self._conversation.program_ended)
         try:
             request = await self._conversation.next()
@@ -114,27 +118,27 @@ class AgentEnvironment:
         return await _called(self._program.get_reward)
 
     def close_access(self) -> None:
-        """The program's key and its requests count no more. May be called in any thread, and again."""
-        key = self._key
+        """End the validity of the program's key and its requests. May be called in any thread, and again."""
+        session_key = self._key
         self._key = ""
-        if not key:
+        if not session_key:
             return
-        agent_server().close(key)
+        agent_server().close(session_key)
         self._conversation.end()
 
     async def _stop(self) -> None:
         self.close_access()
-        running = self._running
+        running_program = self._running
         self._running = None
-        if running is not None:
-            running.cancel()
-            await asyncio.wait({running})
+        if running_program is not None:
+            running_program.cancel()
+            await asyncio.wait({running_program})
 
 
 async def run_program(
     command: Sequence[str], *, base_url: str, api_key: str, **variables: str
 ) -> str:
-    """For ``run``: start a program, wait until it ends, and return what it wrote, at most 16 MiB.
+    """Start a program, wait until it ends, and return what it wrote, at most 16 MiB; for ``run``.
 
     It gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``variables`` as environment variables. It is
     killed with all that it has started when the episode ends before it does, or when the trainer does.
@@ -142,42 +146,42 @@ async def run_program(
     Raises:
         EnvFailure: its exit code is not 0, and the text has the end of what it wrote; or it wrote more.
     """
-    given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    server_variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
     # Within a worker it stays in the worker's process group, with which it is killed.
-    guard = [] if contract.in_worker else [sys.executable, "-I", "-S", "-c", _GUARD]
-    start = asyncio.create_subprocess_exec(
-        *guard,
+    guard_command = [] if contract.in_worker else [sys.executable, "-I", "-S", "-c", _GUARD]
+    process_start = asyncio.create_subprocess_exec(
+        *guard_command,
         *command,
-        stdin=asyncio.subprocess.PIPE if guard else asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE if guard_command else asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | given | variables,
-        start_new_session=bool(guard),
+        env=os.environ | server_variables | variables,
+        start_new_session=bool(guard_command),
     )
-    starting = asyncio.ensure_future(start)
+    starting_process = asyncio.ensure_future(process_start)
     try:
         # If this were cancelled, asyncio would kill the program, but not what it has started by then.
-        process = await asyncio.shield(starting)
-        output: Any = process.stdout  # a pipe, as asked for above
-        written = await _read(output, command[0])
+        process = await asyncio.shield(starting_process)
+        output_pipe: Any = process.stdout  # a pipe, as asked for above
+        output_bytes = await _read(output_pipe, command[0])
         await process.wait()
     finally:
-        process = await starting
+        process = await starting_process
         if process.returncode is None:
-            kill = _killing_group(process.pid) if guard else process.kill
+            kill_program = _killing_group(process.pid) if guard_command else process.kill
             with contextlib.suppress(ProcessLookupError):
-                kill()
+                kill_program()
             with contextlib.suppress(TimeoutError):  # what left the group may hold the pipe open
                 async with asyncio.timeout(_LAST_WAIT):
                     # asyncio waits for the pipe's end too
                     while process.stdout is not None and await process.stdout.read(1 << 16):
                         pass
                     await process.wait()
-    text = written.decode("utf-8", "replace")
+    output = output_bytes.decode("utf-8", "replace")
     if process.returncode:
-        end = text.strip()[-_LAST_WORDS:]
-        raise EnvFailure(f"{command[0]} ended with code {process.returncode}: {end}")
-    return text
+        output_end = output.strip()[-_LAST_WORDS:]
+        raise EnvFailure(f"{command[0]} ended with code {process.returncode}: {output_end}")
+    return output
 
 
 # Runs a command until this process, which holds the other end of the standard input, or the command has ended; in the
@@ -210,50 +214,50 @@ os._exit(code)
 """
 
 
-async def _read(stream: asyncio.StreamReader, name: str) -> bytes:
-    written = bytearray()
-    while part := await stream.read(1 << 16):
-        written += part
-        if len(written) > _MOST_OUTPUT:
+async def _read(output_stream: asyncio.StreamReader, program_name: str) -> bytes:
+    output_bytes = bytearray()
+    while new_bytes := await output_stream.read(1 << 16):
+        output_bytes += new_bytes
+        if len(output_bytes) > _MOST_OUTPUT:
             raise EnvFailure(
-                f"{name} wrote more than {_MOST_OUTPUT >> 20} MiB: let it write into a file"
+                f"{program_name} wrote more than {_MOST_OUTPUT >> 20} MiB: let it write into a file"
             )
-    return bytes(written)
+    return bytes(output_bytes)
 
 
-def _killing_group(pid: int) -> Callable[[], None]:
-    return lambda: os.killpg(pid, signal.SIGKILL)
+def _killing_group(process_id: int) -> Callable[[], None]:
+    return lambda: os.killpg(process_id, signal.SIGKILL)
 
 
-def _called(function: Callable[..., Any], **given: Any) -> Awaitable[Any]:
+def _called(function: Callable[..., Any], **arguments: Any) -> Awaitable[Any]:
     """Return what a function of the program gives; one that is not async has a thread of its own."""
     if inspect.iscoroutinefunction(function):
-        return _as_failure(function(**given))
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+        return _as_failure(function(**arguments))
+    event_loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = event_loop.create_future()
 
     def work() -> None:
         try:
             with without_copies("the agent program"):
-                value = function(**given)
-                tell = result.set_result
+                outcome = function(**arguments)
+                set_outcome = result.set_result
         except Exception as error:
-            value = error
-            tell = result.set_exception
+            outcome = error
+            set_outcome = result.set_exception
         except BaseException as error:
-            value = _ended_by(error)
-            tell = result.set_exception
+            outcome = _ended_by(error)
+            set_outcome = result.set_exception
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda: result.done() or tell(value))
+            event_loop.call_soon_threadsafe(lambda: result.done() or set_outcome(outcome))
 
     threading.Thread(target=work, name="agent program", daemon=True).start()
     return result
 
 
-async def _as_failure(running: Awaitable[Any]) -> Any:
+async def _as_failure(running_program: Awaitable[Any]) -> Any:
     try:
         with without_copies("the agent program"):
-            return await running
+            return await running_program
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
         raise _ended_by(error) from error
 
@@ -283,7 +287,7 @@ _STRANGER_SECONDS = 10.0
 
 
 class AgentServer:
-    """openenv's server in a thread."""
+    """Run openenv's server in a thread."""
 
     def __init__(self) -> None:
         import uvicorn
@@ -293,29 +297,31 @@ class AgentServer:
 
         from lightppo.rewards.reward_server import Connections, Gate, GatedConnection
 
-        engines: dict[str, Engine] = {}
+        session_engines: dict[str, Engine] = {}
 
         class Engines(UpstreamPool):
-            """The engine of a session is its episode."""
+            """Give each session its episode as the engine."""
 
             async def resolve(self, upstream: Upstream) -> tuple[Engine, str]:
-                return engines[upstream.llm_url], "tokens"
+                return session_engines[upstream.llm_url], "tokens"
 
-        self._engines = engines
+        self._engines = session_engines
         self._upstream = Upstream
         self._error = UpstreamHTTPError
-        app = create_app(
+        application = create_app(
             model=MODEL,
             capture_level="tokens",
             max_output_tokens=None,  # the run's options say it
             admin_key=secrets.token_urlsafe(),  # of the routes that list and read all sessions
         )
-        app.state.inference = ServedModels()
-        app.state.upstreams = Engines(default_client=app.state.inference, default_level="tokens")
-        self.registry = app.state.registry
+        application.state.inference = ServedModels()
+        application.state.upstreams = Engines(
+            default_client=application.state.inference, default_level="tokens"
+        )
+        self.registry = application.state.registry
         self._connections = Connections(_STRANGERS, _STRANGER_SECONDS, _CONNECTIONS)
-        app.add_middleware(Counting)
-        app.add_middleware(
+        application.add_middleware(Counting)
+        application.add_middleware(
             Gate,
             connections=self._connections,
             key_of=partial(_key_of, self.registry, extract_api_key),
@@ -326,31 +332,33 @@ class AgentServer:
             error=_error,
         )
         logging.getLogger("intercept").addFilter(_worth_reading)  # openenv's
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        http = partial(GatedConnection, self._connections)
-        config = uvicorn.Config(app, http=http, ws="none", log_level="warning")
-        self._server = uvicorn.Server(config)
-        serving = {"sockets": [listening]}
+        server_socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{server_socket.getsockname()[1]}/v1"
+        http_protocol: Any = partial(GatedConnection, self._connections)
+        server_config = uvicorn.Config(
+            application, http=http_protocol, ws="none", log_level="warning"
+        )
+        self._server = uvicorn.Server(server_config)
+        serve_arguments = {"sockets": [server_socket]}
         self._thread = threading.Thread(
-            target=self._server.run, kwargs=serving, name="agent server", daemon=True
+            target=self._server.run, kwargs=serve_arguments, name="agent server", daemon=True
         )
         self._thread.start()
 
     def open(self, conversation: Conversation) -> tuple[str, str]:
         """Return the address for one episode, and the key that says which one."""
-        name = f"episode:{secrets.token_urlsafe()}"
-        self._engines[name] = Engine(conversation, self._error)
-        upstream = self._upstream(llm_url=name, model=MODEL)
+        engine_name = f"episode:{secrets.token_urlsafe()}"
+        self._engines[engine_name] = Engine(conversation, self._error)
+        upstream = self._upstream(llm_url=engine_name, model=MODEL)
         session = self.registry.create(purpose="train", upstream=upstream, capture_level="tokens")
         return self.url, session.session_id
 
-    def close(self, key: str) -> None:
+    def close(self, session_key: str) -> None:
         """Let its key in no more. May be called in any thread, and again."""
-        session = self.registry.get(key)
-        if session is not None and self.registry.delete(key):
+        session = self.registry.get(session_key)
+        if session is not None and self.registry.delete(session_key):
             del self._engines[session.upstream.llm_url]
-            self._connections.forget(key)
+            self._connections.forget(session_key)
 
     def end(self) -> None:
         """Stop the server."""
@@ -359,13 +367,18 @@ class AgentServer:
 
 
 def _key_of(
-    registry: Any, key_in: Callable[[dict[str, str]], str | None], headers: Mapping[bytes, bytes]
+    registry: Any,
+    extract_key: Callable[[dict[str, str]], str | None],
+    headers: Mapping[bytes, bytes],
 ) -> str | None:
     """Return the key of an episode that a request shows, in whichever of the headers that openenv reads."""
-    key = key_in(
-        {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+    session_key = extract_key(
+        {
+            header_name.decode("latin-1"): header_value.decode("latin-1")
+            for header_name, header_value in headers.items()
+        }
     )
-    return key if registry.get(key) is not None else None
+    return session_key if registry.get(session_key) is not None else None
 
 
 def _error(status: int, message: str) -> Any:
@@ -382,10 +395,10 @@ def _worth_reading(record: logging.LogRecord) -> bool:
 
 
 class Counting:
-    """Around openenv's routes that count tokens: they look at messages before anything has checked their form."""
+    """Check what openenv's routes that count tokens fail at: they look at messages of any form."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, application: Any) -> None:
+        self._app = application
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -399,7 +412,7 @@ class Counting:
 
 
 class ServedModels:
-    """For sessions without an engine, of which there are none; it names the model."""
+    """Name the model. It serves sessions without an engine, of which there are none."""
 
     api_key = None
     param_fixes = ()
@@ -412,7 +425,7 @@ class ServedModels:
 
 
 class Engine:
-    """An episode, as openenv's server sees it: a client of an engine."""
+    """Stand for an episode in openenv's server, as a client of an engine."""
 
     provider = "lightppo"
     served_model = MODEL
@@ -427,20 +440,23 @@ class Engine:
             raise self._error(400, _refusal(f"{constraint} cannot be trained: leave it out"))
         if problem := problem_of(request):
             raise self._error(400, _refusal(problem))
-        query = {"messages": request["messages"], "tools": request.get("tools") or []}
+        conversation_request = {
+            "messages": request["messages"],
+            "tools": request.get("tools") or [],
+        }
         try:
-            return completion_of(await self._conversation.ask(query))
+            return completion_of(await self._conversation.ask(conversation_request))
         except EnvFailure as error:
             raise self._error(400, _refusal(str(error))) from error
 
 
 def constraint_of(request: Mapping[str, Any]) -> str | None:
     """Return what of a request would have the model say something else than it would by itself."""
-    constraint = next((name for name in _CONSTRAINTS if request.get(name)), None)
+    constraint = next((field_name for field_name in _CONSTRAINTS if request.get(field_name)), None)
     if constraint is not None:
         return constraint
-    form = request.get("response_format") or {"type": "text"}
-    if not isinstance(form, Mapping) or form.get("type", "text") != "text":
+    response_format = request.get("response_format") or {"type": "text"}
+    if not isinstance(response_format, Mapping) or response_format.get("type", "text") != "text":
         return "response_format"
     if request.get("tool_choice") not in (None, "auto"):
         return "tool_choice"
@@ -449,8 +465,8 @@ def constraint_of(request: Mapping[str, Any]) -> str | None:
 
 def completion_of(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Return a turn in OpenAI's form, with vLLM's fields for token ids."""
-    prompt = len(turn["prompt_ids"])
-    sampled = len(turn["ids"])
+    prompt_tokens = len(turn["prompt_ids"])
+    sampled_tokens = len(turn["ids"])
     choice = {
         "index": 0,
         "message": turn["message"],
@@ -458,8 +474,8 @@ def completion_of(turn: Mapping[str, Any]) -> dict[str, Any]:
         "token_ids": turn["ids"],
         "logprobs": {
             "content": [
-                {"token": f"token_id:{id}", "logprob": log_prob, "top_logprobs": []}
-                for id, log_prob in zip(turn["ids"], turn["log_probs"], strict=True)
+                {"token": f"token_id:{token_id}", "logprob": log_prob, "top_logprobs": []}
+                for token_id, log_prob in zip(turn["ids"], turn["log_probs"], strict=True)
             ]
         },
     }
@@ -471,9 +487,9 @@ def completion_of(turn: Mapping[str, Any]) -> dict[str, Any]:
         "choices": [choice],
         "prompt_token_ids": turn["prompt_ids"],
         "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": sampled_tokens,
+            "total_tokens": prompt_tokens + sampled_tokens,
         },
     }
 

@@ -1,4 +1,4 @@
-"""How a tokenizer's chat template writes conversations, in token ids that only grow.
+"""Conversations as a tokenizer's chat template writes them, in token ids that only grow.
 
 Nothing is ever decoded and rendered again. What stands behind a sampled turn comes from a rendering of its own: a short
 conversation whose assistant turn is a sentinel, and the new messages behind it. What that rendering has behind the end
@@ -45,7 +45,7 @@ _MOST_KEPT = 256  # formats of rows with template options of their own
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """What the model said in one turn."""
+    """Hold what the model said in one turn."""
 
     text: str  # without thinking, calls and control tokens
     thinking: str | None
@@ -56,42 +56,45 @@ class AssistantTurn:
 
 @dataclass(frozen=True)
 class _Writing:
-    """How the sentinel's turn is written for a template: as text, or as the arguments of a call."""
+    """Write the sentinel's turn for a template: as text, or as the arguments of a call."""
 
     calls: int  # 0: as text
     as_json: bool = False  # arguments are a string of JSON, not an object
     own_ids: bool = True  # those of the turn's calls; otherwise made ones
 
-    def message(self, sentinel: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+    def message(self, sentinel: str, tool_calls: Sequence[Call] = ()) -> dict[str, Any]:
         if not self.calls:
             return {"role": "assistant", "content": sentinel}
-        names = [call.name for call in calls][-self.calls :]
-        arguments = [{"argument": _PROBE}] * (self.calls - 1) + [{"argument": sentinel}]
+        call_names = [_callable_name(call.name) for call in tool_calls][-self.calls :]
+        call_names = call_names or ["unknown"] * self.calls
+        values = [_PROBE] * (self.calls - 1) + [sentinel]
+        arguments: list[Any] = [{"argument": value} for value in values]
+        if self.as_json:
+            arguments = list(map(json.dumps, arguments))
         return {
             "role": "assistant",
             "content": "",
             "tool_calls": [
                 {
                     "type": "function",
-                    "id": id,
-                    "function": {
-                        "name": name if _NAME.fullmatch(name) else "unknown",
-                        "arguments": f'{{"argument": "{each["argument"]}"}}'
-                        if self.as_json
-                        else each,
-                    },
+                    "id": call_id,
+                    "function": {"name": name, "arguments": call_arguments},
                 }
-                for id, name, each in zip(
-                    self.ids(calls), names or ["unknown"] * self.calls, arguments, strict=True
+                for call_id, name, call_arguments in zip(
+                    self.ids(tool_calls), call_names, arguments, strict=True
                 )
             ],
         }
 
-    def ids(self, calls: Sequence[Call]) -> list[str]:
+    def ids(self, tool_calls: Sequence[Call]) -> list[str]:
         """Return the ids of the last calls, which the tools' messages repeat."""
-        ids = call_ids(calls) if self.own_ids and calls else []
-        ids = ids or [made_id(i) for i in range(max(self.calls, len(calls)))]
+        ids = call_ids(tool_calls) if self.own_ids and tool_calls else []
+        ids = ids or [made_id(i) for i in range(max(self.calls, len(tool_calls)))]
         return ids[-self.calls :] if self.calls else ids
+
+
+def _callable_name(name: str) -> str:
+    return name if _NAME.fullmatch(name) else "unknown"
 
 
 def made_id(index: int) -> str:
@@ -99,17 +102,17 @@ def made_id(index: int) -> str:
     return f"call{index:05d}"
 
 
-def call_ids(calls: Sequence[Call]) -> list[str]:
+def call_ids(tool_calls: Sequence[Call]) -> list[str]:
     """Return the ids of a turn's calls, as messages of its tools name them."""
     return [
-        call.id if call.id and _NAME.fullmatch(call.id) else made_id(i)
-        for i, call in enumerate(calls)
+        tool_call.id if tool_call.id and _NAME.fullmatch(tool_call.id) else made_id(i)
+        for i, tool_call in enumerate(tool_calls)
     ]
 
 
 @dataclass(frozen=True)
 class _Bridge:
-    """What leads from a turn to messages of certain roles."""
+    """Lead from a turn to messages of certain roles."""
 
     writing: _Writing
     end: int  # the token at the turn's end, in the rendering
@@ -118,15 +121,15 @@ class _Bridge:
 
 
 class ObservationError(ValueError):
-    """A message from an environment that cannot be shown to the model. It ends that episode, not the run."""
+    """Refuse a message of an environment that cannot be shown to the model. It ends that episode, not the run."""
 
 
 class _Refused(ConfigError):
-    """The template refuses a conversation, or drops part of it."""
+    """Say that the template refuses a conversation, or drops part of it."""
 
 
 class ChatFormat:
-    """How one tokenizer's template writes conversations, in token ids that only grow.
+    """Write conversations by one tokenizer's template, in token ids that only grow.
 
     Only caches change: several threads may use one object.
 
@@ -156,8 +159,8 @@ class ChatFormat:
         self.tools = _harmless_values(list(tools), breaker)
         self.template_options = dict(template_options or {})
         if "tools" in self.template_options:
-            shown = _harmless_values(self.template_options["tools"], breaker)
-            self.template_options["tools"] = shown
+            shown_tools = _harmless_values(self.template_options["tools"], breaker)
+            self.template_options["tools"] = shown_tools
         self._known_shapes: set[Any] = set()
         self._of_rows: dict[str, ChatFormat] = {}
         self._bridges: dict[tuple[int, tuple[str, ...]], _Bridge] = {}
@@ -195,64 +198,66 @@ class ChatFormat:
             ConfigError: the template refuses the row's messages.
             ObservationError: it refuses those of the environment, or one of them has no text.
         """
-        first = len(messages) - observed
-        harmless = [
+        row_length = len(messages) - observed
+        harmless_messages = [
             {**message, "content": spaced_out(message["content"])}
             if self.control.among(self.control.encode(message["content"]))
             else message
-            for message in self._harmless(messages[first:], roles=None)
+            for message in self._harmless(messages[row_length:], roles=None)
         ]
-        own = messages[:first]
-        messages = [*messages[:first], *harmless]
+        row_messages = messages[:row_length]
+        messages = [*messages[:row_length], *harmless_messages]
         if self.system_prompt is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+
+        def blame(problem: str) -> ValueError:
+            by_environment = observed and self._takes(row_messages)
+            return (ObservationError if by_environment else ConfigError)(problem)
+
         try:
-            text = with_calls(messages, self._render)
+            rendering = with_calls(messages, self._render)
             check_roles(messages, self._render, self._known_shapes)
-            check_shown(messages, text)
+            check_shown(messages, rendering)
         except _Refused as refusal:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            kind = ObservationError if observed and self._takes(own) else ConfigError
-            raise kind(
+            raise blame(
                 f"the chat template refuses messages of the roles {roles}"
                 f"{' with tools' if self.tools else ''}: {refusal}"
             ) from None
         except BadRowError as error:
-            kind = ObservationError if observed and self._takes(own) else ConfigError
-            raise kind(f"an episode's first messages: {error}") from None
-        self._check_tools_are_shown(text)
-        return self.control.encode(text)
+            raise blame(f"an episode's first messages: {error}") from None
+        self._check_tools_are_shown(rendering)
+        return self.control.encode(rendering)
 
-    def of_row(self, options: Mapping[str, Any]) -> ChatFormat:
+    def of_row(self, row_options: Mapping[str, Any]) -> ChatFormat:
         """Return the same for a row with template options of its own; ConfigError if it shows tools that nobody has.
 
         Where there are other tools, only such as these may be shown; where there are none, the calls are left in the
         text, for the environment to read.
         """
-        if not options:
+        if not row_options:
             return self
-        key = json.dumps(options, sort_keys=True, default=str)
-        if key not in self._of_rows:
-            shown, callable_ = (
-                {*map(name_of_tool, some)} for some in (options.get("tools", ()), self.tools)
-            )
-            if callable_ and (unknown := sorted(shown - callable_)):
+        cache_key = json.dumps(row_options, sort_keys=True, default=str)
+        if cache_key not in self._of_rows:
+            shown_names = {*map(name_of_tool, row_options.get("tools", ()))}
+            callable_names = {*map(name_of_tool, self.tools)}
+            if callable_names and (unknown_names := sorted(shown_names - callable_names)):
                 raise ConfigError(
-                    f"a row's tools have {unknown[0]!r}, which its environment has not ({', '.join(sorted(callable_))}): "
-                    "take the column out, or rename it"
+                    f"a row's tools have {unknown_names[0]!r}, which its environment has not "
+                    f"({', '.join(sorted(callable_names))}): take the column out, or rename it"
                 )
-            made = ChatFormat(
+            row_format = ChatFormat(
                 self.tokenizer,
                 self.tools,
                 tool_format=self.tool_format,
-                template_options=self.template_options | options,
+                template_options=self.template_options | row_options,
                 system_prompt=self.system_prompt,
             )
-            made.check()
+            row_format.check()
             if len(self._of_rows) >= _MOST_KEPT:
                 self._of_rows.pop(next(iter(self._of_rows)))
-            self._of_rows[key] = made
-        return self._of_rows[key]
+            self._of_rows[cache_key] = row_format
+        return self._of_rows[cache_key]
 
     def _takes(self, messages: Sequence[dict]) -> bool:
         """Tell whether the template writes these messages alone, each with its text."""
@@ -274,14 +279,15 @@ class ChatFormat:
             stopped: an end of turn was sampled, as the last id.
             prompt: the ids before it, which tell whether the template opened the thinking. None: as in an opening.
         """
-        ended = self._ended(ids, stopped)
-        body = ids[:-1] if ended else ids
-        thinking, text, is_open = self._split_thinking(self.control.decode(body), prompt)
-        complete = ended and not is_open
-        calls: Sequence[Call] = ()
-        if complete and self.tools:
-            end = self.control.decode(ids[-1:])
-            text, calls = self.format.fn(text, tools=self.tools, tokenizer=self.tokenizer, end=end)
+        turn_ids, has_ended = self._without_end(ids, stopped)
+        thinking, text, is_open = self._split_thinking(self.control.decode(turn_ids), prompt)
+        is_complete = has_ended and not is_open
+        tool_calls: Sequence[Call] = ()
+        if is_complete and self.tools:
+            end_text = self.control.decode(ids[-1:])
+            text, tool_calls = self.format.fn(
+                text, tools=self.tools, tokenizer=self.tokenizer, end=end_text
+            )
         if self._thinking == CHANNELS:
             text = CHANNEL_HEADER.sub("", text)
         return AssistantTurn(
@@ -289,15 +295,15 @@ class ChatFormat:
             thinking=None if thinking is None else without_marks(thinking).strip(),
             calls=tuple(
                 replace(
-                    call,
-                    name=without_marks(call.name),
-                    arguments=without_marks(call.arguments),
-                    problem=without_marks(call.problem),
+                    tool_call,
+                    name=without_marks(tool_call.name),
+                    arguments=without_marks(tool_call.arguments),
+                    problem=without_marks(tool_call.problem),
                 )
-                for call in calls
+                for tool_call in tool_calls
             ),
-            complete=complete,
-            end=ids[-1] if complete else None,
+            complete=is_complete,
+            end=ids[-1] if is_complete else None,
         )
 
     def closing(
@@ -305,16 +311,19 @@ class ChatFormat:
     ) -> list[int]:
         """Return what closes a turn whose end was not sampled: the end of its thinking, the end of the turn. Not to be
         trained."""
-        ended = self._ended(ids, stopped)
-        body = ids[:-1] if ended else ids
-        *_, is_open = self._split_thinking(self.control.decode(body), prompt)
-        if ended and not is_open:
+        turn_ids, has_ended = self._without_end(ids, stopped)
+        *_, is_open = self._split_thinking(self.control.decode(turn_ids), prompt)
+        if has_ended and not is_open:
             return []
-        closing = self.control.encode(self._thinking[1]) if is_open else []
-        ends = list(self._plain_ends)
-        written = [*body, *closing] if is_open else list(body)
-        done = next(n for n in range(len(ends), -1, -1) if not n or written[-n:] == ends[:n])
-        return [*closing, *ends[done:]]
+        closing = []
+        if is_open:
+            closing = self.control.encode(self._thinking[1])
+        end_ids = list(self._plain_ends)
+        written_ids = [*turn_ids, *closing]
+        count = len(end_ids)  # of the ends that the turn has already
+        while count and written_ids[-count:] != end_ids[:count]:
+            count -= 1
+        return [*closing, *end_ids[count:]]
 
     def continuation(self, turn: AssistantTurn, messages: Sequence[dict]) -> list[int]:
         """Return what stands behind a closed turn: new messages, made harmless, and what opens the model's next turn.
@@ -327,20 +336,21 @@ class ChatFormat:
                 that nothing keeps out.
         """
         roles = tuple(str(message.get("role")) for message in messages)
-        answers = roles.count("tool")
-        if answers > len(turn.calls):
-            raise ObservationError(f"{answers} messages of tools answer {len(turn.calls)} calls")
-        calls = turn.calls[:answers]
-        bridge = self._bridge(answers, roles)
+        answer_count = roles.count("tool")
+        if answer_count > len(turn.calls):
+            raise ObservationError(
+                f"{answer_count} messages of tools answer {len(turn.calls)} calls"
+            )
+        answered_calls = turn.calls[:answer_count]
+        bridge = self._bridge(answer_count, roles)
         messages = self._harmless(messages, roles=_OUTER_ROLES)
-        ids = self._behind(bridge, calls, messages)
+        ids = self._behind(bridge, answered_calls, messages)
         if self.control.among(ids) != bridge.control:
             # The tokenizer takes other characters for those of a control token.
             messages = [
                 {**message, "content": spaced_out(message["content"])} for message in messages
             ]
-            self._count(len(messages))
-            ids = self._behind(bridge, calls, messages)
+            ids = self._behind(bridge, answered_calls, messages)
             if self.control.among(ids) != bridge.control:
                 raise ObservationError(
                     "the tokenizer reads control tokens in an observation, and nothing that lightppo does keeps them "
@@ -359,10 +369,10 @@ class ChatFormat:
             message["tool_calls"] = [
                 {
                     "type": "function",
-                    "id": id,
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "id": call_id,
+                    "function": {"name": tool_call.name, "arguments": tool_call.arguments},
                 }
-                for id, call in zip(call_ids(turn.calls), turn.calls, strict=True)
+                for call_id, tool_call in zip(call_ids(turn.calls), turn.calls, strict=True)
             ]
         return message
 
@@ -373,15 +383,11 @@ class ChatFormat:
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Return the ids that end a turn by this template; engines should stop at all of them."""
-        ends = {
-            *self._plain_ends[-1:],
-            self._last_end,
-            getattr(self.tokenizer, "eos_token_id", None),
-        }
+        end_ids = {*self._plain_ends[-1:], self._last_end, *self._eos_ids}
         if self.tools:
-            ends.add(self._bridge(1, ("tool",)).end)
-        closer = self.control.encode(self._thinking[1])
-        return tuple(sorted(end for end in ends if end is not None and [end] != closer))
+            end_ids.add(self._bridge(1, ("tool",)).end)
+        thinking_end = self.control.encode(self._thinking[1])
+        return tuple(sorted(end_id for end_id in end_ids if [end_id] != thinking_end))
 
     # Rendering.
 
@@ -405,8 +411,8 @@ class ChatFormat:
     def _source(self) -> str:
         """Return the template's own text, or an empty one."""
         try:
-            tools = self.template_options.get("tools", self.tools)
-            return self.tokenizer.get_chat_template(tools=tools or None) or ""
+            shown_tools = self.template_options.get("tools", self.tools)
+            return self.tokenizer.get_chat_template(tools=shown_tools or None) or ""
         except (AttributeError, NotImplementedError, ValueError):
             return ""
 
@@ -423,26 +429,27 @@ class ChatFormat:
         while any(sentinel in str(message.get("content")) for message in messages):
             sentinel += "z"
         conversation = [_QUESTION, writing.message(sentinel, calls), *messages]
-        before, separator, behind = self._render(conversation, generation=generation).rpartition(
-            sentinel
-        )
+        rendering = self._render(conversation, generation=generation)
+        text_before, separator, text_behind = rendering.rpartition(sentinel)
         if not separator:
             raise _Refused("the model's turn before the messages is dropped")
-        return before, behind
+        return text_before, text_behind
 
     def _behind(
-        self, bridge: _Bridge, calls: Sequence[Call], messages: Sequence[dict]
+        self, bridge: _Bridge, tool_calls: Sequence[Call], messages: Sequence[dict]
     ) -> list[int]:
         """Return the ids behind the end of the sentinel's turn."""
-        messages = _with_ids(messages, bridge.writing.ids(calls), calls)
+        messages = _with_ids(messages, bridge.writing.ids(tool_calls), tool_calls)
         try:
-            _, text = self._written(bridge.writing, messages, generation=True, calls=calls)
-            ids = self.control.encode(text)
-            return ids[ids.index(bridge.end) + 1 :]
+            _, text_behind = self._written(
+                bridge.writing, messages, generation=True, calls=tool_calls
+            )
+            token_ids = self.control.encode(text_behind)
+            return token_ids[token_ids.index(bridge.end) + 1 :]
         except (_Refused, ValueError) as refusal:
-            if bridge.writing.own_ids and calls:
-                made = replace(bridge, writing=replace(bridge.writing, own_ids=False))
-                return self._behind(made, calls, messages)
+            if bridge.writing.own_ids and tool_calls:
+                made_bridge = replace(bridge, writing=replace(bridge.writing, own_ids=False))
+                return self._behind(made_bridge, tool_calls, messages)
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"the chat template refuses new messages of the roles {roles}: {refusal}"
@@ -450,135 +457,142 @@ class ChatFormat:
 
     # Bridges, found once for each shape of a continuation.
 
-    def _bridge(self, calls: int, roles: tuple[str, ...]) -> _Bridge:
+    def _bridge(self, call_count: int, roles: tuple[str, ...]) -> _Bridge:
         """Return how to go on from a turn, with messages of these roles, the first of which answer ``calls`` calls."""
-        if (calls, roles) not in self._bridges:
-            self._bridges[calls, roles] = self._find_bridge(calls, roles)
-        return self._bridges[calls, roles]
+        if (call_count, roles) not in self._bridges:
+            self._bridges[call_count, roles] = self._find_bridge(call_count, roles)
+        return self._bridges[call_count, roles]
 
-    def _find_bridge(self, calls: int, roles: tuple[str, ...]) -> _Bridge:
+    def _find_bridge(self, call_count: int, roles: tuple[str, ...]) -> _Bridge:
         reasons = []
-        counts = sorted({calls, min(calls, 1), 0}, reverse=True)
-        for count, as_json in itertools.product(counts, (False, True)):
-            if as_json and not count:
+        written_counts = sorted({call_count, min(call_count, 1), 0}, reverse=True)
+        for written_count, as_json in itertools.product(written_counts, (False, True)):
+            if as_json and not written_count:
                 continue
             try:
-                return self._try_bridge(_Writing(count, as_json), calls, roles)
+                return self._try_bridge(_Writing(written_count, as_json), call_count, roles)
             except _Refused as refusal:
                 reasons.append(str(refusal))
         raise ConfigError(
             f"the chat template cannot go on with messages of the roles {', '.join(roles)}: {reasons[0]}. Give the "
             "tokenizer a chat_template that can"
-            + (", or use an environment with step() instead of tools" if calls else "")
+            + (", or use an environment with step() instead of tools" if call_count else "")
         )
 
-    def _try_bridge(self, writing: _Writing, calls: int, roles: tuple[str, ...]) -> _Bridge:
-        messages = _probes(roles, writing, calls)
+    def _try_bridge(self, writing: _Writing, call_count: int, roles: tuple[str, ...]) -> _Bridge:
+        messages = _probes(roles, writing, call_count)
         probes = [message["content"] for message in messages]
-        before, behind = self._written(writing, messages, generation=True)
-        positions = [behind.find(probe) for probe in probes]
+        text_before, text_behind = self._written(writing, messages, generation=True)
+        positions = [text_behind.find(probe) for probe in probes]
         if -1 in positions:
             raise _Refused(f"it drops messages of the role {roles[positions.index(-1)]}")
         if positions != sorted(positions):
             raise _Refused("it changes the order of messages")
-        ids = self.control.encode(behind)
-        end, begins_next = self._find_end(writing, ids)
-        rest = ids[ids.index(end) + 1 :]
-        if not all(probe in self.control.decode(rest) for probe in probes):
+        behind_ids = self.control.encode(text_behind)
+        end_id, begins_next = self._find_end(writing, behind_ids)
+        following_ids = behind_ids[behind_ids.index(end_id) + 1 :]
+        if not all(probe in self.control.decode(following_ids) for probe in probes):
             raise _Refused("no token stands between the model's turn and the messages")
-        whole = self.control.encode(before + _SENTINEL + behind)
-        if whole[len(whole) - len(rest) :] != rest:
+        whole_ids = self.control.encode(text_before + _SENTINEL + text_behind)
+        if whole_ids[len(whole_ids) - len(following_ids) :] != following_ids:
             raise _Refused("the ids behind a turn depend on the turn")
-        return _Bridge(writing, end, begins_next, self.control.among(rest))
+        return _Bridge(writing, end_id, begins_next, self.control.among(following_ids))
 
-    def _find_end(self, writing: _Writing, behind: list[int]) -> tuple[int, bool]:
+    def _find_end(self, writing: _Writing, behind_ids: list[int]) -> tuple[int, bool]:
         """Return the token that ends the sentinel's turn, in the ids behind it; and whether it begins what follows."""
         try:
-            alone = self.control.encode(self._written(writing, (), generation=False)[1])
+            alone_ids = self.control.encode(self._written(writing, (), generation=False)[1])
         except _Refused:
-            alone = []
-        shared = _shared(alone, behind)
+            alone_ids = []
+        shared_ids = _shared(alone_ids, behind_ids)
         if not writing.calls:
-            return self._find_plain_end(alone, behind, shared)
-        inside = self.control.among(shared)
-        for id in inside:
-            if id in self._own_ends:
-                return id, False
-        if inside and not self._ends_each_call(writing, inside[-1]):
-            return inside[-1], True
-        following = self.control.among(behind[len(shared) :])
-        if not following:
+            return self._find_plain_end(alone_ids, behind_ids, shared_ids)
+        inside_ends = self.control.among(shared_ids)
+        for end_id in inside_ends:
+            if end_id in self._own_ends:
+                return end_id, False
+        if inside_ends and not self._ends_each_call(writing, inside_ends[-1]):
+            return inside_ends[-1], True
+        following_control = self.control.among(behind_ids[len(shared_ids) :])
+        if not following_control:
             raise _Refused("no token ends a turn")
-        return following[0], True
+        return following_control[0], True
 
     def _find_plain_end(
-        self, alone: list[int], behind: list[int], shared: list[int]
+        self, alone_ids: list[int], behind_ids: list[int], shared_ids: list[int]
     ) -> tuple[int, bool]:
         """Return the same of a turn of text. It has an end of its own if something stands behind it as the last turn."""
-        inside = self.control.among(shared)
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        if eos in inside:
-            return eos, False
-        control = self.control.among(behind)
-        if not control:
+        inside_ends = self.control.among(shared_ids)
+        if set(self._eos_ids) & set(inside_ends):
+            return self._eos_ids[0], False
+        control_ids = self.control.among(behind_ids)
+        if not control_ids:
             raise _Refused("no token ends a turn")
-        if control[0] == eos or self.control.among(alone):
-            return control[0], False
+        if control_ids[0] in self._eos_ids or self.control.among(alone_ids):
+            return control_ids[0], False
         # Does another role bring another token?
         try:
             messages = [{"role": "system", "content": _PROBE}]
-            other = self._written(_Writing(0), messages, generation=True)[1]
+            text_of_other_role = self._written(_Writing(0), messages, generation=True)[1]
         except _Refused:
-            return control[0], True
-        return control[0], self.control.among(self.control.encode(other))[:1] != control[:1]
+            return control_ids[0], True
+        other_ids = self.control.among(self.control.encode(text_of_other_role))
+        return control_ids[0], other_ids[:1] != control_ids[:1]
 
-    def _ends_each_call(self, writing: _Writing, id: int) -> bool:
+    def _ends_each_call(self, writing: _Writing, end_id: int) -> bool:
         """Tell whether a token stands between two calls of one turn: then it does not end the turn."""
-        two = replace(writing, calls=2)
+        two_calls = replace(writing, calls=2)
         try:
-            before, _ = self._written(two, (), generation=False)
+            text_before, _ = self._written(two_calls, (), generation=False)
         except _Refused:
             return False
-        between = before.rpartition(_PROBE)[2]
-        return id in self.control.encode(between)
+        text_between = text_before.rpartition(_PROBE)[2]
+        return end_id in self.control.encode(text_between)
+
+    @functools.cached_property
+    def _eos_ids(self) -> tuple[int, ...]:
+        eos_id = getattr(self.tokenizer, "eos_token_id", None)
+        return () if eos_id is None else (eos_id,)
 
     @functools.cached_property
     def _own_ends(self) -> tuple[int, ...]:
         """Return the tokens that end a turn of text and belong to it; none where the next message's first token does."""
         bridge = self._bridge(0, ("user",))
-        ends = [] if bridge.begins_next else [bridge.end]
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        return (*ends, *([eos] if eos is not None else ()))
+        return self._eos_ids if bridge.begins_next else (bridge.end, *self._eos_ids)
 
     @functools.cached_property
     def _plain_ends(self) -> tuple[int, ...]:
         """Return the tokens that close a turn that was cut: mostly one."""
         bridge = self._bridge(0, ("user",))
         if bridge.begins_next:
-            eos = getattr(self.tokenizer, "eos_token_id", None)
-            return () if eos is None else (eos,)
+            return self._eos_ids
         messages = [{"role": "user", "content": _PROBE}]
-        behind = self.control.encode(self._written(bridge.writing, messages, generation=True)[1])
-        ends = behind[: behind.index(bridge.end) + 1]
-        if self.control.among(ends) == tuple(ends):
-            return tuple(ends)
+        behind_ids = self.control.encode(
+            self._written(bridge.writing, messages, generation=True)[1]
+        )
+        end_ids = behind_ids[: behind_ids.index(bridge.end) + 1]
+        if self.control.among(end_ids) == tuple(end_ids):
+            return tuple(end_ids)
         return (bridge.end,)
 
     @functools.cached_property
-    def _last_end(self) -> int | None:
+    def _last_end(self) -> int:
         """Return the token that ends the last turn of a conversation: gpt-oss has one of its own."""
         bridge = self._bridge(0, ("user",))
         try:
-            behind = self.control.encode(self._written(_Writing(0), (), generation=False)[1])
+            behind_ids = self.control.encode(self._written(_Writing(0), (), generation=False)[1])
         except _Refused:
             return bridge.end
-        control = self.control.among(behind)
-        if control and bridge.end not in control:
-            return control[0]
+        control_ids = self.control.among(behind_ids)
+        if control_ids and bridge.end not in control_ids:
+            return control_ids[0]
         return bridge.end
 
-    def _ended(self, ids: Sequence[int], stopped: bool) -> bool:
-        return bool(ids) and (stopped or ids[-1] in self.stop_ids)
+    def _without_end(self, ids: Sequence[int], stopped: bool) -> tuple[Sequence[int], bool]:
+        """Return the ids of a turn without its end, and whether it has one."""
+        if ids and (stopped or ids[-1] in self.stop_ids):
+            return ids[:-1], True
+        return ids, False
 
     # Messages from outside.
 
@@ -590,8 +604,8 @@ class ChatFormat:
                 raise ObservationError(
                     f"an observation has the role {role!r}; it may have: {', '.join(roles)}"
                 )
-            text, _ = self._breaker(text_of(message.get("content")))
-            harmless_messages.append({"role": role, "content": text})
+            harmless_text, _ = self._breaker(text_of(message.get("content")))
+            harmless_messages.append({"role": role, "content": harmless_text})
         return harmless_messages
 
     @functools.cached_property
@@ -604,21 +618,22 @@ class ChatFormat:
     def _scaffold(self) -> set[str]:
         """Return what the template writes around messages that reads like a marker: ``[INST]``, ``</tool_response>``."""
         conversation = [_QUESTION, {"role": "assistant", "content": _SENTINEL}, _QUESTION]
-        texts = [self._render(conversation)]
+        renderings = [self._render(conversation)]
         if self.tools:
             writing = self._bridge(1, ("tool",)).writing
-            behind = self._written(writing, _probes(("tool",), writing, 1), generation=True)[1]
-            texts.append(_QUESTION["content"] + behind)
+            text_behind = self._written(writing, _probes(("tool",), writing, 1), generation=True)[1]
+            renderings.append(_QUESTION["content"] + text_behind)
         markers: set[str] = set()
-        for text in texts:
+        for rendering in renderings:
             # The text before the first message describes the tools.
-            text = text.partition(_QUESTION["content"])[2]
-            markers |= set(re.findall(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]", text))
+            rendering = rendering.partition(_QUESTION["content"])[2]
+            markers |= set(re.findall(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]", rendering))
             markers |= set(
-                re.findall(r"^\W*[A-Za-z][\w ]{1,30}:(?=\s*$|\s+qz)", text, re.MULTILINE)
+                re.findall(r"^\W*[A-Za-z][\w ]{1,30}:(?=\s*$|\s+qz)", rendering, re.MULTILINE)
             )
-        own = (_SENTINEL, _PROBE, _QUESTION["content"])
-        return {each.strip() for each in markers if not any(word in each for word in own)}
+        probe_texts = (_SENTINEL, _PROBE, _QUESTION["content"])
+        own_markers = {marker for marker in markers if any(text in marker for text in probe_texts)}
+        return {marker.strip() for marker in markers - own_markers}
 
     # Thinking.
 
@@ -630,9 +645,12 @@ class ChatFormat:
     @functools.cached_property
     def _known_thinking(self) -> list[tuple[str, str]]:
         """Return pairs in the template or the vocabulary. Without any, thinking counts only where a turn begins with it."""
-        known = (self._source, "\n".join(self.control.strings.values()))
+        sources = (self._source, "\n".join(self.control.strings.values()))
         return [
-            pair for text in known for pair in THINKING if all(marker in text for marker in pair)
+            marker_pair
+            for source in sources
+            for marker_pair in THINKING
+            if all(marker in source for marker in marker_pair)
         ]
 
     @functools.cached_property
@@ -647,18 +665,18 @@ class ChatFormat:
         self, text: str, prompt: Sequence[int] | None
     ) -> tuple[str | None, str, bool]:
         """Return the thinking, the text outside of it, and whether the thinking goes on at the end."""
-        opener, closer = self._thinking
+        opening, closing = self._thinking
         is_open = self._opens_thinking if prompt is None else self._is_open(prompt)
-        if not is_open and not self._known_thinking and not text.lstrip().startswith(opener):
+        if not is_open and not self._known_thinking and not text.lstrip().startswith(opening):
             return None, text, False
-        if not is_open and closer in text.partition(opener)[0]:
+        if not is_open and closing in text.partition(opening)[0]:
             is_open = True  # the opening was left out
         thoughts: list[str] = []
         outside: list[str] = []
         while True:
-            piece, mark, text = text.partition(closer if is_open else opener)
-            (thoughts if is_open else outside).append(piece)
-            if not mark:
+            part, delimiter, text = text.partition(closing if is_open else opening)
+            (thoughts if is_open else outside).append(part)
+            if not delimiter:
                 break
             is_open = not is_open
         return "\n".join(thoughts) if thoughts else None, "".join(outside), is_open
@@ -670,16 +688,16 @@ class ChatFormat:
         """Return how calls are read."""
         if self.tool_format != "auto":
             return find_format(self.tool_format)
-        entries = [entry for name, entry in TOOL_FORMATS.items() if name != TEMPLATE_FORMAT]
-        if getattr(self.tokenizer, "response_template", None):
-            entries.insert(0, TOOL_FORMATS[TEMPLATE_FORMAT])
-        written = self._written_call
-        for entry in itertools.chain(entries, vllm_formats(written or "")):
-            if self._reads(entry, written):
-                return entry
-        shown = f"; it writes calls as {written[:_SHOWN]!r}" if written else ""
+        has_template = getattr(self.tokenizer, "response_template", None)
+        names = [name for name in TOOL_FORMATS if name != TEMPLATE_FORMAT or has_template]
+        written_call = self._written_call
+        tool_formats = map(TOOL_FORMATS.__getitem__, names)
+        for tool_format in itertools.chain(tool_formats, vllm_formats(written_call or "")):
+            if self._reads(tool_format, written_call):
+                return tool_format
+        example = f"; it writes calls as {written_call[:_SHOWN]!r}" if written_call else ""
         raise ConfigError(
-            f"--tool_format auto: no format of {', '.join(TOOL_FORMATS)} fits the chat template{shown}. Name one of "
+            f"--tool_format auto: no format of {', '.join(TOOL_FORMATS)} fits the chat template{example}. Name one of "
             "vLLM's parsers, or a function of your own as path.py:name"
         )
 
@@ -689,48 +707,58 @@ class ChatFormat:
         writing = self._bridge(1, ("tool",)).writing
         if not writing.calls:
             return None
-        call = Call(self.tools[0].get("function", self.tools[0])["name"], {})
+        tool_call = Call(self.tools[0].get("function", self.tools[0])["name"], {})
         try:
-            before, behind = self._written(writing, (), generation=False, calls=[call])
+            text_before, text_behind = self._written(
+                writing, (), generation=False, calls=[tool_call]
+            )
         except _Refused:
             return None
-        turn = self.control.encode(before + _SENTINEL + behind)
-        opening = _shared(turn, self.control.encode(self._render([_QUESTION])))
-        return self._split_thinking(self.control.decode(turn[len(opening) :]), ())[1]
+        turn_ids = self.control.encode(text_before + _SENTINEL + text_behind)
+        shared_ids = _shared(turn_ids, self.control.encode(self._render([_QUESTION])))
+        return self._split_thinking(self.control.decode(turn_ids[len(shared_ids) :]), ())[1]
 
-    def _reads(self, entry: ToolFormat, written: str | None) -> bool:
+    def _reads(self, tool_format: ToolFormat, written_call: str | None) -> bool:
         """Tell whether a format reads what the template writes."""
-        if written is None:
-            if entry is TOOL_FORMATS[TEMPLATE_FORMAT]:
+        if written_call is None:
+            if tool_format is TOOL_FORMATS[TEMPLATE_FORMAT]:
                 return True
-            return bool(entry.markers) and all(each in self._source for each in entry.markers[:2])
-        end = self.control.strings.get(self._bridge(1, ("tool",)).end, "")
-        turn = written.rpartition(end)[0] if end and end in written else written
-        _, calls = entry.fn(turn, tools=self.tools, tokenizer=self.tokenizer, end=end)
-        name = self.tools[0].get("function", self.tools[0])["name"]
-        return [(call.name, call.arguments) for call in calls] == [(name, {"argument": _SENTINEL})]
+            return bool(tool_format.markers) and all(
+                marker in self._source for marker in tool_format.markers[:2]
+            )
+        end_text = self.control.strings.get(self._bridge(1, ("tool",)).end, "")
+        turn_text = written_call
+        if end_text and end_text in written_call:
+            turn_text = written_call.rpartition(end_text)[0]
+        _, tool_calls = tool_format.fn(
+            turn_text, tools=self.tools, tokenizer=self.tokenizer, end=end_text
+        )
+        tool_name = self.tools[0].get("function", self.tools[0])["name"]
+        read_calls = [(tool_call.name, tool_call.arguments) for tool_call in tool_calls]
+        return read_calls == [(tool_name, {"argument": _SENTINEL})]
 
-    def _check_tools_are_shown(self, opening: str) -> None:
+    def _check_tools_are_shown(self, rendering: str) -> None:
         """Raise ConfigError where neither the template nor the messages name the tools."""
-        tools = self.template_options.get("tools", self.tools)
-        if hidden := [name for name in map(name_of_tool, tools) if name not in opening]:
+        shown_tools = self.template_options.get("tools", self.tools)
+        tool_names = map(name_of_tool, shown_tools)
+        if hidden_names := [name for name in tool_names if name not in rendering]:
             raise ConfigError(
-                f"the chat template does not show the tools to the model ({', '.join(hidden)}), and the first messages "
-                "do not name them: describe them in the system message of each prompt (--system_prompt), or give the "
-                "tokenizer a chat_template that writes `tools`"
+                f"the chat template does not show the tools to the model ({', '.join(hidden_names)}), and the first "
+                "messages do not name them: describe them in the system message of each prompt (--system_prompt), or give "
+                "the tokenizer a chat_template that writes `tools`"
             )
 
     def _check_format(self) -> None:
         """Raise ConfigError where the format of ``--tool_format`` does not read what the template writes."""
-        if (written := self._written_call) and not self._reads(self.format, written):
+        if (written_call := self._written_call) and not self._reads(self.format, written_call):
             raise ConfigError(
                 f"--tool_format {self.tool_format}: it does not read the calls of the chat template, which writes "
-                f"{written[-_SHOWN:]!r}; take another format, or auto"
+                f"{written_call[-_SHOWN:]!r}; take another format, or auto"
             )
 
 
 class ChatFormats:
-    """The formats of a tokenizer's template for agent programs, by the tools that these bring.
+    """Make the formats of a tokenizer's template for agent programs, by the tools that these bring.
 
     Args:
         options: as of :class:`ChatFormat`.
@@ -748,12 +776,12 @@ class ChatFormats:
     def of(self, tools: Sequence[dict], kwargs: Mapping[str, Any] | None = None) -> ChatFormat:
         """Return the one with these tools, for a row with such variables of the template; ConfigError if the template cannot
         write their calls."""
-        key = json.dumps(tools)
-        if key not in self._known:
-            made = ChatFormat(self.tokenizer, tools, **self.options)
-            made.check()
-            self._known[key] = made
-        return self._known[key].of_row(kwargs or {})
+        cache_key = json.dumps(tools)
+        if cache_key not in self._known:
+            chat_format = ChatFormat(self.tokenizer, tools, **self.options)
+            chat_format.check()
+            self._known[cache_key] = chat_format
+        return self._known[cache_key].of_row(kwargs or {})
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -766,18 +794,18 @@ class ChatFormats:
         return tuple(sorted({*self.of([]).stop_ids, *with_calls}))
 
 
-def _harmless_values(value: Any, breaker: Breaker) -> Any:
+def _harmless_values(json_value: Any, breaker: Breaker) -> Any:
     """Return a JSON value without control tokens in any of its texts."""
-    if isinstance(value, str):
-        return breaker(value)[0]
-    if isinstance(value, Mapping):
+    if isinstance(json_value, str):
+        return breaker(json_value)[0]
+    if isinstance(json_value, Mapping):
         return {
-            _harmless_values(key, breaker): _harmless_values(each, breaker)
-            for key, each in value.items()
+            _harmless_values(member_name, breaker): _harmless_values(item, breaker)
+            for member_name, item in json_value.items()
         }
-    if isinstance(value, list):
-        return [_harmless_values(each, breaker) for each in value]
-    return value
+    if isinstance(json_value, list):
+        return [_harmless_values(item, breaker) for item in json_value]
+    return json_value
 
 
 def text_of(content: Any) -> str:
@@ -787,39 +815,50 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and all(
-        isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("text"), str))
-        for part in content
+        isinstance(content_part, str)
+        or (isinstance(content_part, Mapping) and isinstance(content_part.get("text"), str))
+        for content_part in content
     ):
-        return "".join(part if isinstance(part, str) else part["text"] for part in content)
+        return "".join(
+            content_part if isinstance(content_part, str) else content_part["text"]
+            for content_part in content
+        )
     raise ObservationError(f"an observation is no text, but {content!r:.80}")
 
 
-def _probes(roles: Sequence[str], writing: _Writing, calls: int) -> list[dict]:
+def _probes(roles: Sequence[str], writing: _Writing, call_count: int) -> list[dict]:
     """Return messages of some roles with texts that can be found again."""
-    called = [Call("unknown", {})] * calls
-    messages = [{"role": role, "content": f"{_PROBE}{i}z"} for i, role in enumerate(roles)]
-    return _with_ids(messages, writing.ids(called), called)
+    tool_calls = [Call("unknown", {})] * call_count
+    messages = [{"role": role, "content": f"{_PROBE}{index}z"} for index, role in enumerate(roles)]
+    return _with_ids(messages, writing.ids(tool_calls), tool_calls)
 
 
-def _with_ids(messages: Sequence[dict], ids: Sequence[str], calls: Sequence[Call]) -> list[dict]:
+def _with_ids(
+    messages: Sequence[dict], ids_of_calls: Sequence[str], tool_calls: Sequence[Call]
+) -> list[dict]:
     """Return messages of tools with the names and ids of the calls that they answer."""
-    answers = itertools.count()
-    result = []
+    answer_numbers = itertools.count()
+    named_messages = []
     for message in messages:
         if message["role"] == "tool":
-            place = next(answers)
-            if place < len(calls) and _NAME.fullmatch(calls[place].name):
-                name = calls[place].name
-            else:
-                name = "unknown"
-            id = ids[min(place, len(ids) - 1)] if ids else made_id(place)
-            message = {**message, "name": name, "tool_call_id": id}
-        result.append(message)
-    return result
+            number = next(answer_numbers)
+            call_name = "unknown"
+            if number < len(tool_calls):
+                call_name = _callable_name(tool_calls[number].name)
+            call_id = (
+                ids_of_calls[min(number, len(ids_of_calls) - 1)]
+                if ids_of_calls
+                else made_id(number)
+            )
+            message = {**message, "name": call_name, "tool_call_id": call_id}
+        named_messages.append(message)
+    return named_messages
 
 
 def _shared(left: Any, right: Any) -> Any:
     """Return what two texts, or two lists of ids, begin with alike."""
-    pairs = zip(left, right, strict=False)
-    count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return left[:count]
+    item_pairs = zip(left, right, strict=False)
+    shared_length = sum(
+        1 for _ in itertools.takewhile(lambda item_pair: item_pair[0] == item_pair[1], item_pairs)
+    )
+    return left[:shared_length]

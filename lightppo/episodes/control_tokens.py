@@ -1,4 +1,4 @@
-"""The control tokens of a tokenizer, and texts that contain none of them.
+"""Control tokens of a tokenizer, and texts that contain none of them.
 
 Control tokens are all tokens that were added to the vocabulary, special or not: ``<tool_call>`` is often not special.
 They split a text before it is tokenised, so that ids on both sides do not depend on each other.
@@ -21,7 +21,7 @@ MARK = "\U0010fffd"
 
 
 class Strings:
-    """Finds many strings in a text; those of six thousand added tokens in a millisecond."""
+    """Find many strings in a text; those of six thousand added tokens in a millisecond."""
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._by_beginning: dict[str, list[str]] = defaultdict(list)
@@ -30,22 +30,22 @@ class Strings:
 
     def broken(self, text: str, breaker: str) -> tuple[str, int]:
         """Return the text with ``breaker`` behind the first character of each string, and how many there were."""
-        total = 0
+        total_count = 0
         for _ in range(len(text) + 1):  # what stands between two halves may become whole
             matches = [
-                string
-                for beginning, strings in self._by_beginning.items()
+                candidate
+                for beginning, candidates in self._by_beginning.items()
                 if beginning in text
-                for string in strings
-                if string in text
+                for candidate in candidates
+                if candidate in text
             ]
             if not matches:
                 break
             matches.sort(key=len, reverse=True)
             pattern = "|".join(map(re.escape, matches))
-            text, count = re.subn(pattern, lambda match: _broken(match[0], breaker), text)
-            total += count
-        return text, total
+            text, count = re.subn(pattern, lambda occurrence: _broken(occurrence[0], breaker), text)
+            total_count += count
+        return text, total_count
 
 
 def _broken(string: str, breaker: str) -> str:
@@ -56,7 +56,7 @@ def _broken(string: str, breaker: str) -> str:
 
 
 class ControlTokens:
-    """Encodes and decodes, and tells control tokens from text.
+    """Encode and decode, and tell control tokens from text.
 
     What any text may become steers nothing: white space and single bytes that were added to a vocabulary, and the token
     of unknown characters.
@@ -64,52 +64,51 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = _own(tokenizer)
-        unknown = getattr(tokenizer, "unk_token_id", None)
-        added = getattr(tokenizer, "added_tokens_decoder", None)
-        added = (
-            added if isinstance(added, Mapping) else {}
-        )  # tokenizers without templates have none
+        unknown_id = getattr(tokenizer, "unk_token_id", None)
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", None)
+        if not isinstance(added_tokens, Mapping):  # tokenizers without templates have none
+            added_tokens = {}
         self.strings = {
-            id: token.content
-            for id, token in added.items()
-            if id != unknown
+            token_id: token.content
+            for token_id, token in added_tokens.items()
+            if token_id != unknown_id
             and token.content.strip()
             and (token.special or len(token.content) > 1)
             and not _BYTE.fullmatch(token.content)
         }
-        self.special = {id for id in self.strings if added[id].special}
+        self.special = {token_id for token_id in self.strings if added_tokens[token_id].special}
         self._all = Strings(self.strings.values())
 
     def encode(self, text: str) -> list[int]:
         """Return its ids; strings of control tokens become control tokens, and nothing is added."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def among(self, ids: Sequence[int]) -> tuple[int, ...]:
+    def among(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the control tokens in ids, in their order."""
-        return tuple(id for id in ids if id in self.strings)
+        return tuple(token_id for token_id in token_ids if token_id in self.strings)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return their text. Only true control tokens read as such: what only spells one has a ``MARK`` in it."""
         pieces: list[str] = []
-        ordinary: list[int] = []
-        for id in [*ids, None]:
-            if id is not None and id not in self.strings:
-                ordinary.append(id)
+        ordinary_ids: list[int] = []
+        for token_id in [*token_ids, None]:
+            if token_id is not None and token_id not in self.strings:
+                ordinary_ids.append(token_id)
                 continue
-            if ordinary:
-                text = self._tokenizer.decode(
-                    ordinary, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            if ordinary_ids:
+                ordinary_text = self._tokenizer.decode(
+                    ordinary_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
                 )
-                pieces.append(self._all.broken(text.replace(MARK, ""), MARK)[0])
-                ordinary = []
-            if id is not None:
-                pieces.append(self.strings[id])
+                pieces.append(self._all.broken(ordinary_text.replace(MARK, ""), MARK)[0])
+                ordinary_ids = []
+            if token_id is not None:
+                pieces.append(self.strings[token_id])
         return "".join(pieces)
 
     def without_special(self, text: str) -> str:
         """Return a decoded text without its special tokens."""
-        for id in self.special:
-            text = text.replace(self.strings[id], "")
+        for token_id in self.special:
+            text = text.replace(self.strings[token_id], "")
         return text
 
 
@@ -128,7 +127,7 @@ _LOCK = threading.Lock()
 
 
 class Breaker:
-    """Makes texts from outside harmless: no control token and no marker of the chat's format is left in them."""
+    """Make texts from outside harmless: no control token and no marker of the chat's format is left in them."""
 
     def __init__(self, control: ControlTokens, markers: Iterable[str]) -> None:
         self._strings = Strings([*control.strings.values(), *filter(None, markers)])
@@ -141,16 +140,19 @@ class Breaker:
 
 
 def spaced_out(text: str) -> str:
-    """The text with a space behind each sign: for tokenizers that take other characters for those of a control token."""
+    """Return the text with a space behind each sign: for tokenizers that take others for those of a control token."""
     return re.sub(r"([^\w\s])", r"\1 ", text)
 
 
-def without_marks(value: Any) -> Any:
+def without_marks(json_value: Any) -> Any:
     """Return a text, or JSON value, as the model wrote it."""
-    if isinstance(value, str):
-        return value.replace(MARK, "")
-    if isinstance(value, dict):
-        return {without_marks(key): without_marks(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_marks(each) for each in value]
-    return value
+    if isinstance(json_value, str):
+        return json_value.replace(MARK, "")
+    if isinstance(json_value, dict):
+        return {
+            without_marks(member_name): without_marks(item)
+            for member_name, item in json_value.items()
+        }
+    if isinstance(json_value, list | tuple):
+        return [without_marks(item) for item in json_value]
+    return json_value

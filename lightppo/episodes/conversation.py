@@ -1,4 +1,4 @@
-"""What an agent program asks the model, and how its requests follow from one another.
+"""Requests of an agent program to the model, and how they follow from one another.
 
 A program sends the whole conversation each time. :class:`History` finds what is new in a request, and
 refuses one that does not go on from what was said. :class:`Conversation` brings requests from the
@@ -24,7 +24,7 @@ _SHOWN = 200  # characters of a message in an error
 
 
 class History:
-    """The conversation as both the program and the episode have it."""
+    """Hold the conversation as both the program and the episode have it."""
 
     def __init__(self) -> None:
         self._known: list[Message] = []
@@ -38,36 +38,36 @@ class History:
         Raises:
             EnvFailure: it has no messages, calls of tools among them, or something that is no text.
         """
-        messages = [plain_message(message) for message in request["messages"]]
+        messages = list(map(plain_message, request["messages"]))
         if not messages:
             raise EnvFailure("the agent program's first request has no messages")
-        if any("calls" in one or one["role"] == "tool" for one in messages):
+        if any("calls" in message or message["role"] == "tool" for message in messages):
             raise EnvFailure("the agent program's first request has calls of tools already")
         self._known = messages
         self._tools = list(request.get("tools") or [])
-        return Opening([dict(one) for one in messages], self._tools)
+        return Opening(list(map(dict, messages)), self._tools)
 
-    def said(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+    def said(self, model_turn: Mapping[str, Any]) -> dict[str, Any]:
         """Return a turn of the model as the program gets it: each call has an id of its own, arguments are JSON."""
-        message = dict(turn["message"])
+        message = dict(model_turn["message"])
         self._turns += 1
-        calls = [
+        tool_calls = [
             {
                 "id": f"call_{self._turns}_{i}",
                 "type": "function",
                 "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    "name": tool_call["function"]["name"],
+                    "arguments": json.dumps(tool_call["function"]["arguments"], ensure_ascii=False),
                 },
             }
-            for i, call in enumerate(message.pop("tool_calls", ()))
+            for i, tool_call in enumerate(message.pop("tool_calls", ()))
         ]
-        if calls:
-            message["tool_calls"] = calls
+        if tool_calls:
+            message["tool_calls"] = tool_calls
         self._known.append(plain_message(message))
-        self._calls = {call["id"]: call["function"]["name"] for call in calls}
-        reason = "tool_calls" if calls else turn["finish_reason"]
-        return {**turn, "message": message, "finish_reason": reason}
+        self._calls = {tool_call["id"]: tool_call["function"]["name"] for tool_call in tool_calls}
+        finish_reason = "tool_calls" if tool_calls else model_turn["finish_reason"]
+        return {**model_turn, "message": message, "finish_reason": finish_reason}
 
     def further(self, request: Request) -> list[Message]:
         """Return what a later request adds: answers to all calls of the last turn, in their order, and messages.
@@ -75,32 +75,34 @@ class History:
         Raises:
             EnvFailure: it does not go on from what was said.
         """
-        messages = [plain_message(message) for message in request["messages"]]
-        for i, known in enumerate(self._known):
-            if i >= len(messages) or messages[i] != known:
-                current = _shown(messages[i]) if i < len(messages) else "nothing"
+        messages = list(map(plain_message, request["messages"]))
+        for i, earlier_message in enumerate(self._known):
+            if i >= len(messages) or messages[i] != earlier_message:
+                current_message = _shown(messages[i]) if i < len(messages) else "nothing"
                 raise EnvFailure(
                     "the agent program changes what was said before, so its tokens cannot be trained: "
-                    f"message {i} was {_shown(known)}, it is now {current}"
+                    f"message {i} was {_shown(earlier_message)}, it is now {current_message}"
                 )
         if list(request.get("tools") or []) != self._tools:
             raise EnvFailure("the agent program changes its tools between two requests")
-        new = [dict(one) for one in messages[len(self._known) :]]
+        new_messages = list(map(dict, messages[len(self._known) :]))
         self._known = messages
-        if not new:
+        if not new_messages:
             raise EnvFailure("the agent program asks again, with nothing new behind the last turn")
-        answered = [one.pop("answers", None) for one in new if one["role"] == "tool"]
-        if answered != list(self._calls):
+        tool_messages = [message for message in new_messages if message["role"] == "tool"]
+        answered_calls = [message.pop("answers", None) for message in tool_messages]
+        if answered_calls != list(self._calls):
             raise EnvFailure(
-                f"the agent program answers the calls {answered} of {list(self._calls)}: it must "
+                f"the agent program answers the calls {answered_calls} of {list(self._calls)}: it must "
                 "answer all of them, in their order"
             )
-        names = iter(self._calls.values())
-        return [one | {"name": next(names)} if one["role"] == "tool" else one for one in new]
+        for message, name in zip(tool_messages, self._calls.values(), strict=True):
+            message["name"] = name
+        return new_messages
 
 
 class Conversation:
-    """Requests on their way to the episode, and turns on their way back; one at a time.
+    """Bring requests to the episode and turns back, one at a time.
 
     It is made in the event loop that waits for requests; the server asks in a thread of its own.
     """
@@ -131,42 +133,42 @@ class Conversation:
 
     async def next(self) -> Request | None:
         """Return the next request; None: the program has ended. Raises what it raised."""
-        came = await self._came.get()
-        if isinstance(came, BaseException):
-            raise came
-        return came
+        arrival = await self._came.get()
+        if isinstance(arrival, BaseException):
+            raise arrival
+        return arrival
 
-    def answer(self, turn: dict[str, Any]) -> None:
+    def answer(self, model_turn: dict[str, Any]) -> None:
         """Answer the request that waits."""
         with self._lock:
             self._request = None
-            self._answer.set_result(turn)
+            self._answer.set_result(model_turn)
 
-    def end(self, why: str = HAS_ENDED) -> None:
+    def end(self, reason: str = HAS_ENDED) -> None:
         """Refuse the request that waits, and all later ones."""
         with self._lock:
-            self._refusal = self._refusal or why
+            self._refusal = self._refusal or reason
             if self._request is not None:
                 self._request = None
                 self._answer.set_exception(EnvFailure(self._refusal))
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """A failure is told to the program, too."""
+        """Tell the program of a failure inside, too."""
         try:
             yield
         except EnvFailure as error:
             self.end(str(error))
             raise
 
-    def program_ended(self, running: asyncio.Future[Any]) -> None:
-        """A callback of the running program; in the loop."""
-        if not running.cancelled():
-            self._came.put_nowait(running.exception())
+    def program_ended(self, running_program: asyncio.Future[Any]) -> None:
+        """Take note of the program's end; a callback, in the loop."""
+        if not running_program.cancelled():
+            self._came.put_nowait(running_program.exception())
 
-    def _tell(self, came: Request | BaseException) -> None:
+    def _tell(self, arrival: Request | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._came.put_nowait, came)
+            self._loop.call_soon_threadsafe(self._came.put_nowait, arrival)
 
 
 def problem_of(request: Request) -> str:
@@ -178,12 +180,12 @@ def problem_of(request: Request) -> str:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f"message {i} must be an object with a text as its role"
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
+        content_parts = content if isinstance(content, list) else []
         is_readable = content is None or isinstance(content, (str, list))
-        if not is_readable or not all(isinstance(part, Mapping) for part in parts):
+        if not is_readable or not all(isinstance(part, Mapping) for part in content_parts):
             return f"message {i}: its content must be a text or a list of objects"
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        tool_calls = message.get("tool_calls") or []
+        if not isinstance(tool_calls, list) or not all(map(_is_call, tool_calls)):
             return f"message {i}: tool_calls must be a list of objects with a function's name and arguments"
     tools = request.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -191,26 +193,27 @@ def problem_of(request: Request) -> str:
     return ""
 
 
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
+def _is_call(tool_call: Any) -> bool:
+    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
     """Return role and text, calls as names and values, and the id that a tool's answer has; EnvFailure if it is no text."""
-    plain: Message = {"role": message["role"], "content": _text_of(message)}
+    plain_form: Message = {"role": message["role"], "content": _text_of(message)}
     if message["role"] == "assistant":
-        plain["content"] = plain["content"].strip()  # templates and clients do not agree on it
-        calls = [_call(one) for one in message.get("tool_calls") or ()]
-        if calls:
-            plain["calls"] = calls
+        # Templates and clients do not agree on white space around it.
+        plain_form["content"] = plain_form["content"].strip()
+        tool_calls = [_call(tool_call) for tool_call in message.get("tool_calls") or ()]
+        if tool_calls:
+            plain_form["calls"] = tool_calls
     if message["role"] == "tool":
-        plain["answers"] = message.get("tool_call_id")
-    return plain
+        plain_form["answers"] = message.get("tool_call_id")
+    return plain_form
 
 
-def _call(call: Mapping[str, Any]) -> tuple[str, Any]:
-    function = call["function"]
+def _call(tool_call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = tool_call["function"]
     arguments = function.get("arguments")
     try:
         return function["name"], json.loads(arguments)
@@ -222,8 +225,8 @@ def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    if all(isinstance(part.get("text"), str) for part in content):
-        return "".join(part["text"] for part in content)
+    if all(isinstance(content_part.get("text"), str) for content_part in content):
+        return "".join(content_part["text"] for content_part in content)
     raise EnvFailure(f"the agent program sends a message that is no text: {_shown(message)}")
 
 

@@ -1,4 +1,4 @@
-"""What environments and tools raise and return, and how a failed one is reported."""
+"""Answers and errors of environments and tools, and the report of a failed one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 Contract = Literal["lightppo", "trl"]
 FailureKind = Literal["exception", "timeout", "not_finite", "failure", "lost"]
-Place = Literal["constructor", "reset", "tool", "step", "get_reward", "close"]
+CallKind = Literal["constructor", "reset", "tool", "step", "get_reward", "close"]
 
 
 # in a worker process, which leads a group that is killed with it
@@ -15,16 +15,16 @@ in_worker = False
 
 
 class ToolError(Exception):
-    """A tool refuses what the model asked for: the text goes to the model, and the episode goes on."""
+    """Refuse what the model asked a tool for: the text goes to the model, and the episode goes on."""
 
 
 class EnvFailure(Exception):
-    """The world failed, not the model: the episode ends without a score."""
+    """Say that the world failed, not the model: the episode ends without a score."""
 
 
 @dataclass
 class Reply:
-    """What a tool answers; a plain text is enough where nothing else is to be said."""
+    """Answer a call of a tool; a plain text is enough where nothing else is to be said."""
 
     text: str
     done: bool = False  # the episode is over
@@ -35,7 +35,7 @@ class Reply:
 
 @dataclass
 class Step:
-    """What an environment with ``step`` answers to a turn; a plain observation is enough, too."""
+    """Answer a turn, in an environment with ``step``; a plain observation is enough, too."""
 
     observation: str | list[dict[str, Any]] | None
     reward: float = 0.0
@@ -45,16 +45,16 @@ class Step:
 
 @dataclass
 class Opening:
-    """What an agent program asks the model first: the whole conversation so far, and its tools."""
+    """Hold what an agent program asks the model first: the whole conversation so far, and its tools."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class EnvironmentFailed(Exception):
-    """An environment failed, so its episode has no score. The text names file, class, place and error."""
+    """Say that an environment failed, so its episode has no score. The text names file, class, place and error."""
 
-    def __init__(self, kind: FailureKind, place: Place, text: str) -> None:
+    def __init__(self, kind: FailureKind, place: CallKind, text: str) -> None:
         super().__init__(kind, place, text)  # all three, so that it pickles
         self.kind = kind
         self.place = place

@@ -1,4 +1,4 @@
-"""The environments of a run, and the sessions in which episodes use them. docs/environments.md shows what a user writes.
+"""Environments of a run, and the sessions in which episodes use them. docs/environments.md shows what a user writes.
 
 Every wait has a limit. Whatever the user's code does, a session raises :class:`EnvironmentFailed` and nothing else.
 """
@@ -6,21 +6,19 @@ Every wait has a limit. Whatever the user's code does, a session raises :class:`
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from lightppo.episodes import env_failures
 from lightppo.episodes.env_failures import (
+    CallKind,
     Contract,
     EnvFailure,
     EnvironmentFailed,
-    Place,
     Reply,
     Step,
     ToolError,
@@ -28,7 +26,6 @@ from lightppo.episodes.env_failures import (
 from lightppo.episodes.hosts import (
     Answers,
     Calls,
-    CallThread,
     Host,
     InThread,
     LocalPool,
@@ -44,6 +41,7 @@ from lightppo.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.episodes.tools import BadCall
 from lightppo.errors import ConfigError
 from lightppo.processes.fork_server import Answer, Respond, Worker, WorkerPool
+from lightppo.processes.user_calls import importable_name, in_daemon_thread
 from lightppo.user_code import error_text
 
 __all__ = [
@@ -63,7 +61,7 @@ ROUTING_COLUMN = "environment"
 
 
 class Environments:
-    """The classes of ``--env``, the functions of ``--tools``, and the sessions made of them.
+    """Make sessions of the classes of ``--env`` and the functions of ``--tools``.
 
     Args:
         entries: ``file.py:Class``, ``NAME=file.py:Class``, ``package:Class``, a class, or TRL's dict of classes.
@@ -111,30 +109,23 @@ class Environments:
 
     @property
     def names(self) -> list[str]:
-        """Of all environments."""
+        """Return the names of all environments."""
         return list(self._specs)
 
-    def tools(self, name: str) -> list[dict[str, Any]]:
-        """Return JSON schemas of the tools that the environment ``name`` has, for the chat template."""
-        if name not in self._schemas:
-            self._schemas[name] = [tool.schema() for tool in self._specs[name].tools.values()]
-        return self._schemas[name]
+    def tools(self, environment_name: str) -> list[dict[str, Any]]:
+        """Return JSON schemas of the tools that an environment has, for the chat template."""
+        if environment_name not in self._schemas:
+            tools = self._specs[environment_name].tools.values()
+            self._schemas[environment_name] = [tool.schema() for tool in tools]
+        return self._schemas[environment_name]
 
-    def has_step(self, name: str) -> bool:
-        """Tell whether the class answers turns by ``step``."""
-        return self._specs[name].method("step") is not None
-
-    def has_reset(self, name: str) -> bool:
+    def has_reset(self, environment_name: str) -> bool:
         """Tell whether the class may begin an episode with messages of its own."""
-        return self._specs[name].method("reset") is not None
+        return self._specs[environment_name].method("reset") is not None
 
-    def has_reward(self, name: str) -> bool:
-        """Tell whether the class has ``get_reward``."""
-        return self._specs[name].method("get_reward") is not None
-
-    def is_agent(self, name: str) -> bool:
-        """Tell whether the environment ``name`` is an agent program, which asks the model itself."""
-        return self._specs[name].is_agent
+    def is_agent(self, environment_name: str) -> bool:
+        """Tell whether the environment is an agent program, which asks the model itself."""
+        return self._specs[environment_name].is_agent
 
     def route(self, row: Mapping[str, Any]) -> str:
         """Return the environment of a row: its column ``environment``, or the only one."""
@@ -142,16 +133,11 @@ class Environments:
 
     async def open(self, row: Mapping[str, Any], *, seed: int) -> Session:
         """Make and reset an environment for one episode, or TRL's: take one and reset it."""
-        spec = self._specs[self.route(row)]
-        seat = await self._take(spec)
-        session = Session(self, spec, seat)
+        environment_spec = self._specs[self.route(row)]
+        seat = await self._take(environment_spec)
+        session = Session(self, environment_spec, seat)
         await session._start(self._columns(row), seed)
         return session
-
-    def warm_up(self) -> None:
-        """Start what worker processes come from, while something else happens."""
-        if self._workers is not None:
-            self._workers.start()
 
     async def close(self) -> None:
         """End all threads, loops and processes."""
@@ -165,52 +151,34 @@ class Environments:
         if self._python is not None:
             self._python.close()
 
-    @property
-    def hung_threads(self) -> int:
-        """Return threads whose call has not come back; they end with the program."""
-        return self._local.hung_threads
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Of what was left behind so far: hung threads, blocked event loops, worker processes killed or lost."""
-        return {
-            "hung_threads": self._local.hung_threads,
-            "blocked_loops": self._local.blocked_loops,
-            "lost_workers": self._workers.lost_workers if self._workers else 0,
-        }
-
-    async def _take(self, spec: EnvironmentSpec) -> Seat:
+    async def _take(self, environment_spec: EnvironmentSpec) -> Seat:
         while self._forgotten:
             self._forgotten.popleft().drop()
-        needs_process = spec.make is not None or spec.functions.keys() - {PYTHON_TOOL}
+        functions = environment_spec.functions.keys() - {PYTHON_TOOL}
+        needs_process = environment_spec.make is not None or functions
         if needs_process and self._workers is not None:
-            worker = await self._workers.take(spec.name)
-            return ProcessSeat(spec, worker, self._workers)
-        return await self._local.take(spec)
+            worker = await self._workers.take(environment_spec.name)
+            return ProcessSeat(environment_spec, worker, self._workers)
+        return await self._local.take(environment_spec)
 
-    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """TRL keeps the column that routes to itself where there is a choice."""
-        hidden = self.contract == "trl" and len(self._specs) > 1
-        return {
-            name: value for name, value in row.items() if not (hidden and name == ROUTING_COLUMN)
-        }
+        hidden = {ROUTING_COLUMN} if self.contract == "trl" and len(self._specs) > 1 else ()
+        return {name: value for name, value in columns.items() if name not in hidden}
 
     def _probe(self) -> None:
-        """A function that makes an environment does so once, so that its methods are known."""
+        """Call functions that make environments once, so that their methods are known."""
         for spec in self._specs.values():
             if spec.make is None or spec.kind is not None:
                 continue
-            thread = CallThread()
-            made: Future[tuple[bool, Any]] = thread.submit(lambda make=spec.make: _outcome(make))
-            thread.end()
+            environment = in_daemon_thread(spec.make)
             try:
-                good, value = made.result(self.timeout)
+                error = environment.exception(self.timeout)
             except TimeoutError:
-                good = False
-                value = TimeoutError(f"no answer within {self.timeout:g} s")
-            if not good:
-                raise ConfigError(f"--env: {spec.where} fails: {error_text(value)}")
-            spec.look_at(type(value))
+                error = TimeoutError(f"no answer within {self.timeout:g} s")
+            if error is not None:
+                raise ConfigError(f"--env: {spec.where} fails: {error_text(error)}")
+            spec.look_at(type(environment.result()))
 
     def _python_tool(self, sandbox: Callable[[], Any] | None) -> Any:
         if not any(PYTHON_TOOL in spec.functions for spec in self._specs.values()):
@@ -220,32 +188,34 @@ class Environments:
         return PythonRunner(sandbox)
 
 
-def routed(row: Mapping[str, Any], names: Sequence[str], contract: Contract) -> str:
+def routed(columns: Mapping[str, Any], environment_names: Sequence[str], contract: Contract) -> str:
     """Return the environment of a row among these; ConfigError where the row names none of several."""
-    wanted = row.get(ROUTING_COLUMN)
-    if len(names) == 1 and (wanted is None or contract == "trl"):
-        return names[0]
-    if not isinstance(wanted, str) or wanted not in names:
-        has = f"has {wanted!r}" if wanted is not None else "is missing"
+    requested_name = columns.get(ROUTING_COLUMN)
+    if len(environment_names) == 1 and (requested_name is None or contract == "trl"):
+        return environment_names[0]
+    if not isinstance(requested_name, str) or requested_name not in environment_names:
+        problem = f"has {requested_name!r}" if requested_name is not None else "is missing"
         raise ConfigError(
-            f"--env: the row's column {ROUTING_COLUMN!r} {has}; it must be one of {', '.join(names)}"
+            f"--env: the row's column {ROUTING_COLUMN!r} {problem}; it must be one of {', '.join(environment_names)}"
         )
-    return wanted
+    return requested_name
 
 
 class Session:
-    """One episode's environment. Calls come one after the other."""
+    """Call one episode's environment. Calls come one after the other."""
 
-    def __init__(self, environments: Environments, spec: EnvironmentSpec, seat: Seat) -> None:
-        self.name = spec.name
-        self.contract = spec.contract
+    def __init__(
+        self, environments: Environments, environment_spec: EnvironmentSpec, seat: Seat
+    ) -> None:
+        self.name = environment_spec.name
+        self.contract = environment_spec.contract
         # What reset returned; for an agent program, {"messages": …, "tools": …}.
         self.opening: str | list[dict[str, Any]] | dict[str, Any] | None = None
-        self.is_agent = spec.is_agent
-        self.has_step = spec.method("step") is not None
-        self.has_reward = spec.method("get_reward") is not None
+        self.is_agent = environment_spec.is_agent
+        self.has_step = environment_spec.method("step") is not None
+        self.has_reward = environment_spec.method("get_reward") is not None
         self._environments = environments
-        self._spec = spec
+        self._spec = environment_spec
         self._seat: Seat | None = seat
         self._failure: Exception | None = None
         self._is_made = False
@@ -262,10 +232,10 @@ class Session:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """Call a tool. What is wrong with the call is a reply with ``error``."""
-        python = self._environments._python
-        if name == PYTHON_TOOL and python is not None:
+        python_runner = self._environments._python
+        if name == PYTHON_TOOL and python_runner is not None:
             try:
-                return await python.call(self._spec.functions[name].check(arguments))
+                return await python_runner.call(self._spec.functions[name].check(arguments))
             except BadCall as error:
                 return Reply(str(error), error=True)
             except EnvFailure as error:
@@ -274,13 +244,13 @@ class Session:
                 raise self._failure from error
         return Reply(**await self._ask("tool", detail=str(name), name=name, arguments=arguments))
 
-    async def step(self, said: str | dict[str, Any], *, then_reward: bool = False) -> Step:
+    async def step(self, model_turn: str | dict[str, Any], *, then_reward: bool = False) -> Step:
         """Give the model's turn to an environment with ``step``: its text, or all of it to an agent program.
 
         ``then_reward``: :meth:`get_reward` follows if this is the last step; both are asked together.
         """
         async with self._one_at_a_time:
-            calls: dict[Place, dict[str, Any]] = {"step": {"said": said}}
+            calls: dict[CallKind, dict[str, Any]] = {"step": {"model_turn": model_turn}}
             if then_reward and self.has_reward:
                 calls["get_reward"] = {}
             answers = await self._used_seat.ask_in_turn(calls, self._environments.timeout)
@@ -288,7 +258,7 @@ class Session:
             return Step(**self._value("step", answers["step"]))
 
     async def get_reward(self) -> float | None:
-        """``None``: the class has none; in TRL's contract also: this episode has none."""
+        """Return the reward; ``None``: the class has none, or in TRL's contract this episode has none."""
         if self._rewarded is not None:
             return self._value("get_reward", self._rewarded)
         if self.has_reward:
@@ -299,14 +269,14 @@ class Session:
         """End the session; afterwards its failures are no news. May be called again."""
         if self._seat is None:
             return
-        failed = self._failure is not None
+        had_failed = self._failure is not None
         try:
             has_close = self._spec.method("close") is not None
             if has_close and self._is_made and not self._seat.is_lost:
                 self._failure = None
                 await self._ask("close")
         except EnvironmentFailed as error:
-            if not failed:
+            if not had_failed:
                 raise
             logger.debug("%s", error)
         finally:
@@ -316,7 +286,7 @@ class Session:
                 seat.leave()
 
     def __del__(self) -> None:
-        """A session that nobody closed must not keep a place for ever. Garbage is collected anywhere: in the loop."""
+        """Leave the place of a session that nobody closed; in the loop, as garbage is collected anywhere."""
         seat = getattr(self, "_seat", None)
         if seat is None:
             return
@@ -325,23 +295,23 @@ class Session:
         except RuntimeError:  # the loop is closed
             self._environments._forgotten.append(seat)
 
-    async def _start(self, row: Mapping[str, Any], seed: int) -> None:
+    async def _start(self, columns: Mapping[str, Any], seed: int) -> None:
         try:
-            calls = opening_calls(row, seed)
+            calls = opening_calls(columns, seed)
             timeout = self._environments.timeout
             answers = await self._used_seat.ask_in_turn(calls, timeout)
             self._is_made = "reset" in answers
-            place = list(answers)[-1]
-            self.opening = self._value(place, answers[place])
+            call_kind = list(answers)[-1]
+            self.opening = self._value(call_kind, answers[call_kind])
         except BaseException as error:
             self._failure = self._failure or error
             await self.close()
             raise
 
-    async def _ask(self, place: Place, *, detail: str = "", **given: Any) -> Any:
+    async def _ask(self, call_kind: CallKind, *, detail: str = "", **arguments: Any) -> Any:
         async with self._one_at_a_time:
-            answer = await self._used_seat.ask(place, given, self._environments.timeout)
-            return self._value(place, answer, detail)
+            answer = await self._used_seat.ask(call_kind, arguments, self._environments.timeout)
+            return self._value(call_kind, answer, detail)
 
     @property
     def _used_seat(self) -> Seat:
@@ -351,10 +321,10 @@ class Session:
             raise RuntimeError("the session has ended")
         return self._seat
 
-    def _value(self, place: Place, answer: Answer, detail: str = "") -> Any:
+    def _value(self, call_kind: CallKind, answer: Answer, detail: str = "") -> Any:
         if "value" in answer:
             return answer["value"]
-        self._failure = failure_of(self._spec, place, answer, detail)
+        self._failure = failure_of(self._spec, call_kind, answer, detail)
         raise self._failure
 
 
@@ -368,48 +338,39 @@ def opening_messages(
     A text continues the last message if that is the user's, after an empty line; in TRL's contract it continues the
     last message, whoever said it, at once. Otherwise it is a message of the user. Messages follow as they are.
     """
-    joined = [dict(message) for message in messages]
+    opened_messages = [dict(message) for message in messages]
     if opening is None:
-        return joined
+        return opened_messages
     if isinstance(opening, list):
-        return joined + [dict(message) for message in opening]
-    last = joined[-1] if joined else {}
-    if not isinstance(last.get("content"), str):
-        return [*joined, {"role": "user", "content": opening}]
+        return opened_messages + [dict(message) for message in opening]
+    last_message = opened_messages[-1] if opened_messages else {}
+    if not isinstance(last_message.get("content"), str):
+        return [*opened_messages, {"role": "user", "content": opening}]
     if contract == "trl":
-        joined[-1]["content"] = last["content"] + opening
-    elif last.get("role") == "user":
-        joined[-1]["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
+        opened_messages[-1]["content"] = last_message["content"] + opening
+    elif last_message.get("role") == "user":
+        texts = (last_message["content"], opening)
+        opened_messages[-1]["content"] = "\n\n".join(filter(None, texts))
     else:
-        joined.append({"role": "user", "content": opening})
-    return joined
+        opened_messages.append({"role": "user", "content": opening})
+    return opened_messages
 
 
-def _as_list(value: Any) -> list[Any]:
-    many = isinstance(value, Sequence) and not isinstance(value, str)
-    return list(value) if many else [value]
+def _as_list(entries: Any) -> list[Any]:
+    is_list = isinstance(entries, Sequence) and not isinstance(entries, str)
+    return list(entries) if is_list else [entries]
 
 
 def _text_of(entry: Any, option: str) -> str:
     """Return how another process finds a class or a function."""
-    if isinstance(entry, str):
-        return entry
-    module = inspect.getmodule(entry)
-    path = getattr(entry, "__qualname__", "")
-    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not entry:
+    text = entry if isinstance(entry, str) else importable_name(entry)
+    if text is None:
+        name = getattr(entry, "__qualname__", "") or repr(entry)
         raise ConfigError(
-            f"{option}: worker processes cannot find {path or entry!r}; it must be at the top level of a module, "
-            "or set --env_workers 0"
+            f"{option}: worker processes cannot find {name}; it must be at the top level of a module, or set "
+            "--env_workers 0"
         )
-    from_file = module.__name__.startswith("lightppo_file_")
-    return f"{module.__file__ if from_file else module.__name__}:{path}"
-
-
-def _outcome(function: Callable[[], Any]) -> tuple[bool, Any]:
-    try:
-        return True, function()
-    except BaseException as error:
-        return False, error
+    return text
 
 
 # --- worker processes
@@ -430,23 +391,25 @@ def worker_pool(
 
 
 class ProcessSeat:
-    """A session's worker."""
+    """Ask a worker for one session."""
 
     environment = None  # the object is in another process
 
-    def __init__(self, spec: EnvironmentSpec, worker: Worker, pool: WorkerPool) -> None:
+    def __init__(self, environment_spec: EnvironmentSpec, worker: Worker, pool: WorkerPool) -> None:
         self.is_lost = False
-        self._spec = spec
+        self._spec = environment_spec
         self._worker = worker
         self._pool = pool
 
-    async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
-        """As :class:`lightppo.episodes.hosts.Seat`."""
+    async def ask(
+        self, call_kind: CallKind, arguments: Mapping[str, Any], timeout: float
+    ) -> Answer:
+        """Return one call's answer; see :class:`lightppo.episodes.hosts.Seat`."""
         try:
-            question = pickle.dumps((self._spec.name, place, dict(given)))
+            question = pickle.dumps((self._spec.name, call_kind, dict(arguments)))
         except Exception as error:  # whatever __reduce__ of a user's object raises
-            text = f"the row cannot be sent to a worker process: {error_text(error)}"
-            return {"kind": "exception", "text": text}
+            message = f"the row cannot be sent to a worker process: {error_text(error)}"
+            return {"kind": "exception", "text": message}
         try:
             return await self._worker.exchange(question, timeout)
         finally:
@@ -456,11 +419,9 @@ class ProcessSeat:
         return await one_by_one(self, calls, timeout)
 
     def leave(self) -> None:
-        """As :class:`lightppo.episodes.hosts.Seat`."""
         self._pool.give_back(self._worker)
 
     def drop(self) -> None:
-        """As :class:`lightppo.episodes.hosts.Seat`."""
         self._worker.kill()
         self.leave()
 
@@ -472,7 +433,7 @@ def load_for_workers(settings: Mapping[str, Any]) -> Callable[[], Respond]:
 
 
 class _Hosts:
-    """The environments of a worker: sync code in the main thread, async code in a loop."""
+    """Run the environments of a worker: sync code in the main thread, async code in a loop."""
 
     def __init__(self, specs: Mapping[str, EnvironmentSpec]) -> None:
         env_failures.in_worker = True
@@ -480,15 +441,22 @@ class _Hosts:
         self.hosts: dict[str, Host] = {}
         self.user_loop: UserLoop | None = None
 
-    def respond(self, name: str, place: Place, arguments: Mapping[str, Any]) -> Answer:
-        spec = self.specs[name]
-        if place == "constructor" and not (name in self.hosts and self.hosts[name].is_reusable):
-            invoke = in_loop if spec.is_async else InThread(self.loop)
-            self.hosts[name] = Host(spec, invoke, own_process=True)
-        coroutine = self.hosts[name].handle(place, arguments)
-        answer = self.loop().submit(coroutine).result() if spec.is_async else drive(coroutine)
-        if place == "close":
-            self.hosts.pop(name)
+    def respond(
+        self, environment_name: str, call_kind: CallKind, arguments: Mapping[str, Any]
+    ) -> Answer:
+        environment_spec = self.specs[environment_name]
+        host = self.hosts.get(environment_name)
+        if call_kind == "constructor" and not (host and host.is_reusable):
+            invoke = in_loop if environment_spec.is_async else InThread(self.loop)
+            host = Host(environment_spec, invoke, own_process=True)
+            self.hosts[environment_name] = host
+        coroutine = host.handle(call_kind, arguments)
+        if environment_spec.is_async:
+            answer = self.loop().submit(coroutine).result()
+        else:
+            answer = drive(coroutine)
+        if call_kind == "close":
+            self.hosts.pop(environment_name)
         return answer
 
     def loop(self) -> UserLoop:

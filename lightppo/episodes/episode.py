@@ -9,14 +9,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lightppo.data.chat_templates import ids_behind
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import template_options
 from lightppo.episodes.calls import Call, Direct, Sample
-from lightppo.episodes.chat_format import AssistantTurn, ObservationError, text_of
-from lightppo.episodes.env_failures import EnvironmentFailed, Place
+from lightppo.episodes.chat_format import (
+    AssistantTurn,
+    ChatFormat,
+    ChatFormats,
+    ObservationError,
+    text_of,
+)
+from lightppo.episodes.env_failures import CallKind, EnvironmentFailed
 from lightppo.episodes.environments import Environments, Session, opening_messages
 from lightppo.errors import RolloutError
 from lightppo.rollout.engine import Turn
@@ -24,36 +30,8 @@ from lightppo.rollout.engine import Turn
 _NOT_EXECUTED = "Not executed: another call of this turn cannot be read."
 
 
-class Format(Protocol):
-    """How a conversation is written in token ids; see :class:`lightppo.episodes.chat_format.ChatFormat`."""
-
-    stop_ids: tuple[int, ...]
-
-    def of_row(self, options: Mapping[str, Any]) -> Format: ...
-
-    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]: ...
-
-    def harmless(self, text: str) -> tuple[str, int]: ...
-
-    def parse(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> AssistantTurn: ...
-
-    def closing(self, ids: list[int], *, stopped: bool, prompt: list[int]) -> list[int]: ...
-
-    def continuation(self, turn: AssistantTurn, messages: list[dict[str, Any]]) -> list[int]: ...
-
-    def message(self, turn: AssistantTurn) -> dict[str, Any]: ...
-
-
-class FormatsByTools(Protocol):
-    """How conversations of an agent program are written, whose tools its first request has."""
-
-    stop_ids: tuple[int, ...]
-
-    def of(self, tools: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> Format: ...
-
-
 class PlainText:
-    """Conversations without a template: observations follow answers as they are."""
+    """Write conversations without a template, as :class:`ChatFormat` does with one: texts follow as they are."""
 
     stop_ids = ()
 
@@ -62,22 +40,19 @@ class PlainText:
 
     def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the texts of messages behind others; what is written like a special token is text."""
-        text = "".join(text_of(message["content"]) for message in messages)
-        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        joined_text = "".join(text_of(message["content"]) for message in messages)
+        encode_options = {"add_special_tokens": False, "split_special_tokens": True}
 
         def encode(texts: list[str]) -> list[list[int]]:
-            return self.tokenizer(texts, **plain).input_ids
+            return self.tokenizer(texts, **encode_options).input_ids
 
-        if not text:
+        if not joined_text:
             return []
-        ids = ids_behind(text, encode)
-        return encode([text])[0] if ids is None else ids
+        continuation_ids = ids_behind(joined_text, encode)
+        return encode([joined_text])[0] if continuation_ids is None else continuation_ids
 
     def of_row(self, options: Mapping[str, Any]) -> PlainText:
         return self  # rows of plain text have none
-
-    def opening(self, messages: list[dict[str, Any]], *, observed: int = 0) -> list[int]:
-        return self.ids_of(messages)
 
     def harmless(self, text: str) -> tuple[str, int]:
         return text, 0
@@ -96,9 +71,12 @@ class PlainText:
         return {"role": "assistant", "content": turn.text}
 
 
+Format = ChatFormat | PlainText
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Where an episode ends, or a text is cut."""
+    """Say where an episode ends, or a text is cut."""
 
     budget: int  # most tokens behind the opening, observations included
     max_opening: int  # most tokens of the opening
@@ -108,17 +86,17 @@ class Limits:
     max_observation_len: int | None = None  # tokens
     seconds: float | None = None  # that the environment may take in all
 
-    def turn_budget(self, taken: int) -> int:
+    def turn_budget(self, used_tokens: int) -> int:
         """Return the most tokens of the next turn."""
-        left = self.budget - taken
+        remaining = self.budget - used_tokens
         if self.max_turn_tokens is None:
-            return left
-        return min(left, self.max_turn_tokens)
+            return remaining
+        return min(remaining, self.max_turn_tokens)
 
 
 @dataclass
 class Transcript:
-    """What was said behind the opening."""
+    """Hold what was said behind the opening."""
 
     ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -139,25 +117,27 @@ class Transcript:
         self.ids += rollout.response_ids
         self.trained += [True] * len(rollout.response_ids)
         self.log_probs += rollout.log_probs
-        end = len(self.ids) - 1
-        self.turns.append({"end": end, "reward": 0.0, "calls": 0, "errors": 0, "seconds": 0.0})
+        last_position = len(self.ids) - 1
+        self.turns.append(
+            {"end": last_position, "reward": 0.0, "calls": 0, "errors": 0, "seconds": 0.0}
+        )
 
-    def add(self, ids: list[int]) -> None:
+    def add(self, token_ids: list[int]) -> None:
         """Add ids that nobody sampled."""
-        self.ids += ids
-        self.trained += [False] * len(ids)
-        self.log_probs += [0.0] * len(ids)
+        self.ids += token_ids
+        self.trained += [False] * len(token_ids)
+        self.log_probs += [0.0] * len(token_ids)
 
 
 @dataclass
 class Episode:
-    """Plays one sample of a prompt."""
+    """Play one sample of a prompt."""
 
     prompt: Prompt
     sample_index: int
     stream: int  # number of the sample among those that share its random numbers' key
     seed: int  # of the environment: the same for all samples of the prompt
-    format: Format | FormatsByTools
+    format: Format | ChatFormats
     environments: Environments
     limits: Limits
     sample: Sample
@@ -172,14 +152,12 @@ class Episode:
         self.transcript = Transcript()
         self.metrics = {}
         self.spent = 0.0
-        row = row_of(self.prompt)
-        session = await self._in_time(
-            "reset", lambda: self.environments.open(row, seed=self.seed), seed=self.seed
-        )
+        open_session = partial(self.environments.open, row_of(self.prompt), seed=self.seed)
+        session = await self._in_time("reset", open_session, seed=self.seed)
         try:
             opening = self._open(session)
-            reason = "no turn"
-            while reason in ("no turn", None):
+            reason = None
+            while reason is None:
                 reason = await self._turn(session)
             if self.keeps_rewards:
                 reward = await self._in_time("get_reward", session.get_reward)
@@ -202,116 +180,124 @@ class Episode:
         """Return the first messages: the row's, and what ``reset`` gave; ``self.opened`` is the prompt of them."""
         if session.is_agent:
             return self._open_agent(**session.opening)
-        options = template_options(self.prompt.extra)
-        self.spoken = self.format.of_row(options) if options else self.format
-        added = session.opening
-        if isinstance(added, str):
-            added, escapes = self.spoken.harmless(added)
+        self.chat_format = self.format.of_row(template_options(self.prompt.extra))
+        added_messages = session.opening
+        if isinstance(added_messages, str):
+            added_messages, escapes = self.chat_format.harmless(added_messages)
             self.transcript.escapes += escapes
-        messages = opening_messages(messages_of(self.prompt), added or None, session.contract)
-        observed = len(added) if isinstance(added, list) else 0
-        return self._opened(self._opening_ids(self.spoken, messages, observed, added), messages)
+        messages = opening_messages(
+            messages_of(self.prompt), added_messages or None, session.contract
+        )
+        observed_count = len(added_messages) if isinstance(added_messages, list) else 0
+        return self._opened(messages, observed_count, added_messages)
 
     def _open_agent(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the same of an agent program: what it asks first stands in place of the row's messages."""
-        options = template_options(self.prompt.extra)
-        self.spoken = self.format.of(tools, {k: v for k, v in options.items() if k != "tools"})
+        row_options = dict(template_options(self.prompt.extra))
+        row_options.pop("tools", None)
+        self.chat_format = self.format.of(tools, row_options)
         for message in messages:
-            self.transcript.escapes += self.spoken.harmless(message["content"])[1]
-        ids = self._opening_ids(self.spoken, messages, len(messages))
-        return self._opened(ids, messages)
+            self.transcript.escapes += self.chat_format.harmless(message["content"])[1]
+        return self._opened(messages, len(messages))
 
-    def _opening_ids(
-        self, spoken: Format, messages: list[dict[str, Any]], observed: int, added: Any = None
-    ) -> list[int]:
+    def _opened(
+        self, messages: list[dict[str, Any]], observed: int, added_messages: Any = None
+    ) -> list[dict[str, Any]]:
         try:
-            if isinstance(spoken, PlainText):
-                return self.prompt.token_ids + spoken.ids_of(as_messages(added, "user"))
-            return spoken.opening(messages, observed=observed)
+            if isinstance(self.chat_format, PlainText):
+                added_ids = self.chat_format.ids_of(as_messages(added_messages, "user"))
+                token_ids = self.prompt.token_ids + added_ids
+            else:
+                token_ids = self.chat_format.opening(messages, observed=observed)
         except ObservationError as error:
             raise EnvironmentFailed("exception", "reset", f"the first messages: {error}") from error
-
-    def _opened(self, ids: list[int], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if len(ids) > self.limits.max_opening:
+        if len(token_ids) > self.limits.max_opening:
             raise RolloutError(
-                f"prompt {self.prompt.index} has {len(ids)} tokens with what its environment adds (tools, reset): "
+                f"prompt {self.prompt.index} has {len(token_ids)} tokens with what its environment adds (tools, reset): "
                 f"raise --prompt_max_len, now {self.limits.max_opening}"
             )
-        self.opened = replace(self.prompt, token_ids=ids, messages=messages)
+        self.opened = replace(self.prompt, token_ids=token_ids, messages=messages)
         return messages
 
     async def _turn(self, session: Session) -> str | None:
         """Return one turn of the model and one of the environment; why the episode has ended, or None."""
-        said = self.transcript
-        before = self.opened.token_ids + said.ids
+        transcript = self.transcript
+        prompt_ids = self.opened.token_ids + transcript.ids
         request = Turn(
             self.prompt,
             self.stream,
-            before,
-            max_new_tokens=self.limits.turn_budget(len(said.ids)),
-            number=len(said.turns),
-            sampled=said.sampled,
-            final=len(said.turns) + 1 == self.limits.max_turns,
+            prompt_ids,
+            max_new_tokens=self.limits.turn_budget(len(transcript.ids)),
+            number=len(transcript.turns),
+            sampled=transcript.sampled,
+            final=len(transcript.turns) + 1 == self.limits.max_turns,
         )
         sampled = await self.calls.sample(request, self.sample)
-        said.add_sampled(sampled)
+        transcript.add_sampled(sampled)
         stopped = sampled.finish_reason == "stop"
-        turn = self.spoken.parse(sampled.response_ids, stopped=stopped, prompt=before)
-        said.text = turn.text
-        said.messages.append(self.spoken.message(turn))
-        if not stopped and len(said.ids) >= self.limits.budget:
+        turn = self.chat_format.parse(sampled.response_ids, stopped=stopped, prompt=prompt_ids)
+        transcript.text = turn.text
+        transcript.messages.append(self.chat_format.message(turn))
+        if not stopped and len(transcript.ids) >= self.limits.budget:
             return "length"
-        closing = self.spoken.closing(sampled.response_ids, stopped=stopped, prompt=before)
+        closing_ids = self.chat_format.closing(
+            sampled.response_ids, stopped=stopped, prompt=prompt_ids
+        )
         if session.is_agent:
-            answer, done = await self._answer_of_agent(session, turn, request, sampled)
+            answer = self._answer_of_agent(session, turn, request, sampled)
         else:
-            answer, done = await self._answer(session, turn)
-        if done is not None:
-            return done
-        return self._go_on(turn, closing, answer)
+            answer = self._answer(session, turn)
+        answer_messages, end_reason = await answer
+        return end_reason or self._go_on(turn, closing_ids, answer_messages)
 
     async def _answer(
         self, session: Session, turn: AssistantTurn
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Return the environment's messages, and why the episode has ended, or None."""
-        now = self.transcript.turns[-1]
+        turn_record = self.transcript.turns[-1]
         if session.has_step:
-            ask = partial(session.step, turn.text, then_reward=self.keeps_rewards)
-            step = await self._in_time("step", ask)
-            now["reward"] += step.reward
-            self._note(step.metrics)
-            messages = as_messages(step.observation, "user")
-            return messages, "done" if step.done or not messages else None
+            make_call = partial(session.step, turn.text, then_reward=self.keeps_rewards)
+            step_answer = await self._in_time("step", make_call)
+            turn_record["reward"] += step_answer.reward
+            self._note(step_answer.metrics)
+            messages = as_messages(step_answer.observation, "user")
+            return messages, "done" if step_answer.done or not messages else None
         if not turn.calls:
             return [], "answer" if turn.complete or turn.text else "no call"
         messages = []
-        done = None
-        for call in turn.calls:
-            now["calls"] += 1
-            if call.problem is not None:
-                now["errors"] += 1
-                messages.append(tool_message(call, call.problem))
+        end_reason = None
+        for tool_call in turn.calls:
+            turn_record["calls"] += 1
+            if tool_call.problem is not None:
+                turn_record["errors"] += 1
+                messages.append(tool_message(tool_call, tool_call.problem))
                 continue
-            ask = partial(session.call, call.name, call.arguments)
-            reply = await self._in_time("tool", ask, tool=call.name, arguments=call.arguments)
-            now["errors"] += reply.error
-            now["reward"] += reply.reward
+            make_call = partial(session.call, tool_call.name, tool_call.arguments)
+            reply = await self._in_time(
+                "tool", make_call, tool=tool_call.name, arguments=tool_call.arguments
+            )
+            turn_record["errors"] += reply.error
+            turn_record["reward"] += reply.reward
             self._note(reply.metrics)
-            messages.append(tool_message(call, reply.text))
-            done = "done" if reply.done else done
-        return messages, done or self._too_many_calls()
+            messages.append(tool_message(tool_call, reply.text))
+            if reply.done:
+                end_reason = "done"
+        return messages, end_reason or self._too_many_calls()
 
     async def _answer_of_agent(
         self, session: Session, turn: AssistantTurn, request: Turn, sampled: Rollout
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Return the same of an agent program: what its next request adds. It never sees a turn with an unreadable call."""
-        now = self.transcript.turns[-1]
-        now["calls"] = len(turn.calls)
-        now["errors"] = sum(call.problem is not None for call in turn.calls)
-        if now["errors"]:
-            answers = [tool_message(call, call.problem or _NOT_EXECUTED) for call in turn.calls]
+        turn_record = self.transcript.turns[-1]
+        turn_record["calls"] = len(turn.calls)
+        turn_record["errors"] = sum(tool_call.problem is not None for tool_call in turn.calls)
+        if turn_record["errors"]:
+            answers = [
+                tool_message(tool_call, tool_call.problem or _NOT_EXECUTED)
+                for tool_call in turn.calls
+            ]
             return answers, self._too_many_calls()
         completion = {
             "message": self.transcript.messages[-1],
@@ -320,37 +306,37 @@ class Episode:
             "ids": sampled.response_ids,
             "log_probs": sampled.log_probs,
         }
-        step = await self._in_time("step", lambda: session.step(completion))
-        now["reward"] += step.reward
-        self._note(step.metrics)
-        messages = as_messages(step.observation, "user")
-        return messages, "done" if step.done else self._too_many_calls()
+        step_answer = await self._in_time("step", lambda: session.step(completion))
+        turn_record["reward"] += step_answer.reward
+        self._note(step_answer.metrics)
+        messages = as_messages(step_answer.observation, "user")
+        return messages, "done" if step_answer.done else self._too_many_calls()
 
     def _too_many_calls(self) -> str | None:
         limit = self.limits.max_tool_calls
-        calls = sum(turn["calls"] for turn in self.transcript.turns)
-        if limit is not None and calls >= limit:
+        call_count = sum(turn_record["calls"] for turn_record in self.transcript.turns)
+        if limit is not None and call_count >= limit:
             return "max_tool_calls"
         return None
 
     def _go_on(
-        self, turn: AssistantTurn, closing: list[int], answer: list[dict[str, Any]]
+        self, turn: AssistantTurn, closing_ids: list[int], answer_messages: list[dict[str, Any]]
     ) -> str | None:
         """Add what stands between this turn and the next; why there is no next one, or None."""
-        said = self.transcript
-        if self.limits.max_turns is not None and len(said.turns) >= self.limits.max_turns:
+        transcript = self.transcript
+        if self.limits.max_turns is not None and len(transcript.turns) >= self.limits.max_turns:
             return "max_turns"
-        answer = [self._shortened(message) for message in answer]
-        for message in answer:
-            said.escapes += self.spoken.harmless(str(message["content"]))[1]
+        answer_messages = [self._shortened(message) for message in answer_messages]
+        for message in answer_messages:
+            transcript.escapes += self.chat_format.harmless(str(message["content"]))[1]
         try:
-            ids = closing + self.spoken.continuation(turn, answer)
+            added_ids = closing_ids + self.chat_format.continuation(turn, answer_messages)
         except ObservationError as error:
             raise EnvironmentFailed("exception", "step", f"an observation: {error}") from error
-        if len(said.ids) + len(ids) >= self.limits.budget:
+        if len(transcript.ids) + len(added_ids) >= self.limits.budget:
             return "length"  # no token could follow it
-        said.add(ids)
-        said.messages += answer
+        transcript.add(added_ids)
+        transcript.messages += answer_messages
         return None
 
     def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -361,53 +347,58 @@ class Episode:
             return message
         return message | {"content": self.shortened(text, limit)}
 
-    async def _in_time(self, place: Place, call: Call, **given: Any) -> Any:
+    async def _in_time(self, call_kind: CallKind, make_call: Call, **details: Any) -> Any:
         """Return what the environment gives; its seconds are counted, and limited over the whole episode."""
         try:
-            result = await self.calls.ask(place, len(self.transcript.turns), call, **given)
+            result = await self.calls.ask(
+                call_kind, len(self.transcript.turns), make_call, **details
+            )
         finally:
             self.spent += self.calls.seconds
             if self.transcript.turns:
                 self.transcript.turns[-1]["seconds"] += self.calls.seconds
         if self.limits.seconds is not None and self.spent > self.limits.seconds:
-            text = f"the episode's environment took {self.spent:.1f} s, --episode_timeout is {self.limits.seconds:g}"
-            raise EnvironmentFailed("timeout", place, text)
+            problem = f"the episode's environment took {self.spent:.1f} s, --episode_timeout is {self.limits.seconds:g}"
+            raise EnvironmentFailed("timeout", call_kind, problem)
         return result
 
     def _note(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for metric_name, value in metrics.items():
+            self.metrics[metric_name] = self.metrics.get(metric_name, 0.0) + value
 
     def _rollout(self, opening: list[dict[str, Any]], reason: str) -> Rollout:
-        said = self.transcript
-        turns = self.transcript.turns
+        transcript = self.transcript
+        turn_records = self.transcript.turns
         extras = {
-            "turns": float(len(turns)),
-            "tool_calls": float(sum(turn["calls"] for turn in turns)),
-            "tool_errors": float(sum(turn["errors"] for turn in turns)),
+            "turns": float(len(turn_records)),
+            "tool_calls": float(sum(turn_record["calls"] for turn_record in turn_records)),
+            "tool_errors": float(sum(turn_record["errors"] for turn_record in turn_records)),
             "environment_seconds": self.spent,
-            "observation_tokens": float(len(said.ids) - said.sampled),
-            "escapes": float(said.escapes),
+            "observation_tokens": float(len(transcript.ids) - transcript.sampled),
+            "escapes": float(transcript.escapes),
         }
         return Rollout(
             self.opened,
             self.sample_index,
-            said.ids,
-            said.text,
+            transcript.ids,
+            transcript.text,
             "length" if reason == "length" else "stop",
-            said.log_probs,
-            trained=said.trained,
-            messages=[*opening, *said.messages],
-            turns=turns,
+            transcript.log_probs,
+            trained=transcript.trained,
+            messages=[*opening, *transcript.messages],
+            turns=turn_records,
             extras=extras | self.metrics,
-            texts={"stop_reason": reason, "conversation": as_text([*opening, *said.messages])},
+            texts={
+                "stop_reason": reason,
+                "conversation": as_text([*opening, *transcript.messages]),
+            },
         )
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """Return the columns that an environment gets."""
-    start = prompt.text if prompt.messages is None else prompt.messages
-    return {"prompt": start, "label": prompt.label} | prompt.extra
+    opening = prompt.text if prompt.messages is None else prompt.messages
+    return {"prompt": opening, "label": prompt.label} | prompt.extra
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
@@ -433,6 +424,6 @@ def as_text(messages: list[dict[str, Any]]) -> str:
     return json.dumps(messages, ensure_ascii=False, default=str)
 
 
-def tool_message(call: Any, text: str) -> dict[str, Any]:
+def tool_message(tool_call: Any, text: str) -> dict[str, Any]:
     """Return a tool's answer."""
-    return {"role": "tool", "name": call.name, "content": text}
+    return {"role": "tool", "name": tool_call.name, "content": text}

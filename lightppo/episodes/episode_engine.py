@@ -21,11 +21,9 @@ from lightppo.config.rules import template_kwargs
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import template_options
 from lightppo.episodes.calls import (
-    Answered,
     AnsweredEnvironments,
     Direct,
     EpisodeTape,
-    Recording,
     description_of,
 )
 from lightppo.episodes.chat_format import ChatFormat, ChatFormats
@@ -34,7 +32,6 @@ from lightppo.episodes.environments import Environments, Session
 from lightppo.episodes.episode import (
     Episode,
     Format,
-    FormatsByTools,
     Limits,
     PlainText,
     messages_of,
@@ -66,7 +63,7 @@ CUT = " … [cut] … "
 
 
 class EpisodeEngine:
-    """A :class:`~lightppo.rollout.engine.RolloutEngine` whose responses are episodes.
+    """Sample episodes, as a :class:`~lightppo.rollout.engine.RolloutEngine`.
 
     ``generate`` plays ``sampling.n`` episodes of each prompt; ``sampling.max_new_tokens`` is the budget of each,
     observations included. The environments run on an event loop in a thread of their own, while this one decodes.
@@ -80,7 +77,7 @@ class EpisodeEngine:
         strategy: Ranks,
         *,
         limits: Limits,
-        formats: dict[str, Format | FormatsByTools],
+        formats: dict[str, Format | ChatFormats],
         retries: int = 0,
         failure_limit: float = 1.0,
         keeps_rewards: bool = True,
@@ -116,9 +113,9 @@ class EpisodeEngine:
         environments take: the trainer makes its own.
         """
         of_engine = capabilities_of(self.engine)
-        exact = of_engine.exact_log_probs and self.batch_invariant
+        is_exact = of_engine.exact_log_probs and self.batch_invariant
         return replace(
-            of_engine, exact_log_probs=exact, reports_finished=True, heats_first_token=False
+            of_engine, exact_log_probs=is_exact, reports_finished=True, heats_first_token=False
         )
 
     @property
@@ -147,8 +144,10 @@ class EpisodeEngine:
         self._close_kept([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
         streams = request_streams(prompts, sampling)
-        requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
-        batch = self.tape.next_batch() if self.tape is not None else 0
+        requests = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        batch_number = 0
+        if self.tape is not None:
+            batch_number = self.tape.next_batch()
         episodes: dict[Key, Coroutine[Any, Any, Rollout]] = {}
         for number, (prompt, sample_index) in enumerate(requests):
             episode = Episode(
@@ -163,43 +162,42 @@ class EpisodeEngine:
                 shortened=self.shortened,
                 keeps_rewards=self.keeps_rewards,
                 keep_open=self._last_sessions[-1].append if self._keeps_objects else None,
-                calls=self._calls((batch, *streams[number]), sample_index),
+                calls=self._calls((batch_number, *streams[number]), sample_index),
             )
             episodes[streams[number]] = self._played(episode)
-        begin = time.monotonic()
+        start_time = time.monotonic()
         stage.begin(episodes)
         try:
             self._generate_turns(stage, sampling)
         finally:
             stage.end()
-        self.episode_sums.generated(time.monotonic() - begin, stage.waited)
-        rollouts = [stage.rollouts[key] for key in streams]
+        self.episode_sums.generated(time.monotonic() - start_time, stage.waited)
+        rollouts = [stage.rollouts[episode_key] for episode_key in streams]
         self._check_failures(rollouts)
         _share_openings(rollouts, sampling.n)
         return rollouts
 
-    def _calls(self, key: tuple[int, int, int], sample_index: int) -> Direct:
+    def _calls(self, episode_key: tuple[int, int, int], sample_index: int) -> Direct:
         """Return how an episode asks: by way of the tape where there is one, and the run is on its way."""
         if self.tape is None or not self.tape.is_on:
             return Direct()
         # Reward functions ask the objects of TRL's environments, and no tape has these.
-        episode_tape = EpisodeTape(self.tape, key, sample_index, may_answer=not self._keeps_objects)
-        if episode_tape.answers:
-            return Answered(episode_tape)
-        return Recording(episode_tape)
+        may_answer = not self._keeps_objects
+        return EpisodeTape(self.tape, episode_key, sample_index, may_answer=may_answer)
 
     @property
     def _keeps_objects(self) -> bool:
         return self.environments.contract == "trl"
 
-    def _close_kept(self, following: list[Session]) -> None:
+    def _close_kept(self, next_sessions: list[Session]) -> None:
         """Close the sessions of the call before the last one."""
-        oldest = self._last_sessions[0]
-        self._last_sessions.append(following)
-        for error in self._done(_all_closed(oldest), "to close environments") if oldest else ():
-            logger.warning("%s", error)  # its episode has been scored
+        oldest_sessions = self._last_sessions[0]
+        self._last_sessions.append(next_sessions)
+        if oldest_sessions:
+            for error in self._done(_all_closed(oldest_sessions), "to close environments"):
+                logger.warning("%s", error)  # its episode has been scored
 
-    def _done(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+    def _done(self, coroutine: Coroutine[Any, Any, Any], purpose: str) -> Any:
         """Return what a coroutine gives in the episodes' thread, as soon as one call of an environment may take.
 
         Raises:
@@ -212,31 +210,35 @@ class EpisodeEngine:
         except TimeoutError:
             future.cancel()
             raise RolloutError(
-                f"--env: it takes more than {seconds:g} s {what}: {_whereabouts(self._thread)}"
+                f"--env: it takes more than {seconds:g} s {purpose}: {_whereabouts(self._thread)}"
             ) from None
 
     def _ending(self, sampling: SamplingParams) -> SamplingParams:
         """Return the sampling with which turns end where their templates say, too."""
-        ends = {end for one in self.formats.values() for end in one.stop_ids}
-        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
+        stop_ids = {
+            stop_id for chat_format in self.formats.values() for stop_id in chat_format.stop_ids
+        }
+        return replace(
+            sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_ids}))
+        )
 
     async def _played(self, episode: Episode) -> Rollout:
         """Return the episode; what it was told so far is written down if an error breaks it off."""
         tries: list[EnvironmentFailed] = []
-        begin = time.monotonic()
+        start_time = time.monotonic()
         try:
             rollout = await self._tried(episode, tries)
         finally:
             episode.calls.flush()
         rollout.extras |= _counts(tries)
-        self.episode_sums.add(rollout, tries, time.monotonic() - begin)
+        self.episode_sums.add(rollout, tries, time.monotonic() - start_time)
         return rollout
 
     async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
         """Play an episode, again where its environment fails; without tokens if it always does."""
         calls = episode.calls
-        for number in range(calls.tries or self.retries + 1):
-            calls.begin_try(number)
+        for try_number in range(calls.tries or self.retries + 1):
+            calls.begin_try(try_number)
             try:
                 rollout = await episode.play()
             except EnvironmentFailed as error:
@@ -245,40 +247,42 @@ class EpisodeEngine:
                 calls.end()
                 return rollout
         calls.end()
-        failed = Rollout(
+        failed_rollout = Rollout(
             episode.prompt, episode.sample_index, [], "", "stop", [], trained=[], turns=[]
         )
-        failed.texts["failure"] = str(tries[-1])
-        return failed
+        failed_rollout.texts["failure"] = str(tries[-1])
+        return failed_rollout
 
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
         """Raise on every rank if too many episodes failed on all of them. Collective."""
         failures = [rollout.texts["failure"] for rollout in rollouts if has_failed(rollout)]
-        per_rank = self.strategy.all_gather_object((len(rollouts), failures))
-        total = sum(count for count, _ in per_rank)
-        texts = Counter(text for _, failures in per_rank for text in failures)
-        failed = texts.total()
-        if failed and self.strategy.is_rank_0():
+        rank_failures = self.strategy.all_gather_object((len(rollouts), failures))
+        episode_count = sum(count for count, _ in rank_failures)
+        failure_counts = Counter(failure for _, failures in rank_failures for failure in failures)
+        failure_count = failure_counts.total()
+        if failure_count and self.strategy.is_rank_0():
             logger.warning(
                 "the environments of %d of %d episodes failed, which are left out: %s",
-                failed,
-                total,
-                _most_common(texts),
+                failure_count,
+                episode_count,
+                _most_common(failure_counts),
             )
-        if failed > self.failure_limit * total:
+        if failure_count > self.failure_limit * episode_count:
             raise RolloutError(
-                f"the environments of {failed} of {total} episodes failed (--env_failure_limit "
-                f"{self.failure_limit:g}): {_most_common(texts)}"
+                f"the environments of {failure_count} of {episode_count} episodes failed (--env_failure_limit "
+                f"{self.failure_limit:g}): {_most_common(failure_counts)}"
             )
 
     def shortened(self, text: str, limit: int) -> str:
         """Return a text of about ``limit`` tokens: its beginning and its end."""
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) <= limit:
+        token_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(token_ids) <= limit:
             return text
-        head = ids[: (limit + 1) // 2]
-        tail = ids[len(ids) - limit // 2 :]
-        return CUT.join(self.tokenizer.decode(part) for part in (head, tail) if part)
+        head_ids = token_ids[: (limit + 1) // 2]
+        tail_ids = token_ids[len(token_ids) - limit // 2 :]
+        return CUT.join(
+            self.tokenizer.decode(part_ids) for part_ids in (head_ids, tail_ids) if part_ids
+        )
 
     # -- what the engine within does -------------------------------------------------------------------------------
 
@@ -324,32 +328,35 @@ class EpisodeEngine:
 
 def turn_sampler(engine: RolloutEngine) -> Callable[[TurnSource, SamplingParams], None]:
     """Return what samples turns with an engine. ConfigError: nothing does."""
-    own = getattr(engine, "generate_turns", None)
-    if own is not None:
-        return own
+    engine_sampler = getattr(engine, "generate_turns", None)
+    if engine_sampler is not None:
+        return engine_sampler
     if isinstance(engine, HFRolloutEngine):
         return partial(generate_turns, engine)
-    name = type(engine).__name__
-    raise ConfigError(f"--env: {name} samples no turns; set --rollout_engine hf or vllm")
+    engine_name = type(engine).__name__
+    raise ConfigError(f"--env: {engine_name} samples no turns; set --rollout_engine hf or vllm")
 
 
 async def _all_closed(sessions: Sequence[Session]) -> list[BaseException]:
     """Return what went wrong in closing sessions, all at once."""
-    ends = await asyncio.gather(*(one.close() for one in sessions), return_exceptions=True)
-    unexpected = [end for end in ends if end and not isinstance(end, EnvironmentFailed)]
-    if unexpected:
-        raise unexpected[0]
-    return [end for end in ends if end]
+    outcomes = await asyncio.gather(
+        *(session.close() for session in sessions), return_exceptions=True
+    )
+    unexpected_errors = [
+        outcome for outcome in outcomes if outcome and not isinstance(outcome, EnvironmentFailed)
+    ]
+    if unexpected_errors:
+        raise unexpected_errors[0]
+    return [outcome for outcome in outcomes if outcome]
 
 
 def _whereabouts(thread: threading.Thread) -> str:
     """Return what a thread is at: the innermost lines of its stack."""
     frame = sys._current_frames().get(thread.ident)
-    stack = traceback.extract_stack(frame)[-_MOST_NAMED:] if frame else []
-    lines = [f"{line.filename}:{line.lineno} {line.name}" for line in stack]
-    if lines:
-        return f"it is at {' → '.join(lines)}"
-    return "it has ended"
+    if frame is None:
+        return "it has ended"
+    stack = traceback.extract_stack(frame)[-_MOST_NAMED:]
+    return f"it is at {' → '.join(f'{line.filename}:{line.lineno} {line.name}' for line in stack)}"
 
 
 def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:
@@ -360,16 +367,18 @@ def _counts(tries: Sequence[EnvironmentFailed]) -> dict[str, float]:
     return {"failures": float(len(tries)), "timeouts": float(timeouts)}
 
 
-def _most_common(texts: Counter[str]) -> str:
-    named = [f"{text} ({count})" for text, count in texts.most_common(_MOST_NAMED)]
-    return "; ".join(named)
+def _most_common(counts: Counter[str]) -> str:
+    examples = [f"{text} ({count})" for text, count in counts.most_common(_MOST_NAMED)]
+    return "; ".join(examples)
 
 
 def _share_openings(rollouts: Sequence[Rollout], group_size: int) -> None:
     """Give all samples of a prompt one Prompt; RolloutError if their openings differ."""
-    for first in range(0, len(rollouts), group_size):
+    for first_index in range(0, len(rollouts), group_size):
         group = [
-            rollout for rollout in rollouts[first : first + group_size] if not has_failed(rollout)
+            rollout
+            for rollout in rollouts[first_index : first_index + group_size]
+            if not has_failed(rollout)
         ]
         for rollout in group:
             if rollout.prompt.token_ids != group[0].prompt.token_ids:
@@ -389,22 +398,22 @@ Key = tuple[int, int]  # of an episode: index of its prompt, number of its strea
 
 @dataclass(frozen=True)
 class _Asked:
-    """A turn that waits for the engine, and who waits for its tokens."""
+    """Hold a turn that waits for the engine, and who waits for its tokens."""
 
     turn: Turn
     future: asyncio.Future[Rollout]
 
 
 class _Stage:
-    """A :class:`~lightppo.rollout.engine.TurnSource` of the episodes of one call."""
+    """Bring the turns of the episodes of one call, as a :class:`~lightppo.rollout.engine.TurnSource`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        longest: int,
+        longest_sequence: int,
         on_finished: Callable[[list[Rollout]], object],
     ) -> None:
-        self.longest = longest
+        self.longest = longest_sequence
         self.rollouts: dict[Key, Rollout] = {}
         self._loop = loop
         self._on_finished = on_finished
@@ -426,14 +435,14 @@ class _Stage:
         self._loop.call_soon_threadsafe(self._create_tasks, episodes)
 
     def _create_tasks(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
-        for key, episode in episodes.items():
-            task = self._tasks[key] = self._loop.create_task(episode)
-            task.add_done_callback(partial(self._bring_end, key))
+        for episode_key, episode in episodes.items():
+            task = self._tasks[episode_key] = self._loop.create_task(episode)
+            task.add_done_callback(partial(self._bring_end, episode_key))
 
-    def _bring_end(self, key: Key, task: asyncio.Task[Rollout]) -> None:
+    def _bring_end(self, episode_key: Key, task: asyncio.Task[Rollout]) -> None:
         if not task.cancelled():
             task.exception()  # is raised where the episode's end is read, if it still is
-        self._brought.put((key, task))
+        self._brought.put((episode_key, task))
 
     async def sample(self, turn: Turn) -> Rollout:
         """Return what the engine samples. In the episodes' thread."""
@@ -446,10 +455,10 @@ class _Stage:
         return len(self._tasks)
 
     def take(self, wait: bool) -> list[Turn] | None:
-        begin = time.monotonic()
+        start_time = time.monotonic()
         turns = self._taken(wait)
         if wait and not self._decoding:
-            self.waited += time.monotonic() - begin
+            self.waited += time.monotonic() - start_time
         self._decoding += len(turns)
         if not turns and not self._tasks:
             return None
@@ -496,7 +505,7 @@ class _Stage:
             self._loop.call_soon_threadsafe(self._bring_sampled)
 
     def _bring_sampled(self) -> None:
-        """In the episodes' thread."""
+        """Hand over what the engine sampled; in the episodes' thread."""
         self._is_told = False
         while self._sampled:
             future, rollout = self._sampled.popleft()
@@ -515,11 +524,11 @@ class _Stage:
         for task in filter(None, list(self._tasks.values())):
             task.cancel()
 
-    def _finish(self, key: Key, task: Any) -> None:
+    def _finish(self, episode_key: Key, task: Any) -> None:
         """End an episode; raise what it raised."""
-        del self._tasks[key]
-        self.rollouts[key] = task.result()
-        self._on_finished([self.rollouts[key]])
+        del self._tasks[episode_key]
+        self.rollouts[episode_key] = task.result()
+        self._on_finished([self.rollouts[episode_key]])
 
 
 def with_episodes(
@@ -557,10 +566,11 @@ def with_episodes(
             seconds=options.episode_timeout,
         ),
         formats={
-            name: format_of(name, environments, tokenizer, config) for name in environments.names
+            environment_name: format_of(environment_name, environments, tokenizer, config)
+            for environment_name in environments.names
         },
         retries=options.env_retries,
-        failure_limit=0.0 if options.on_env_failure == "error" else options.env_failure_limit,
+        failure_limit=options.env_failure_limit,
         keeps_rewards=options.env_reward != "none",
         tape=tape,
         batch_invariant=config.flat().get("batch_invariant", False),
@@ -576,23 +586,27 @@ def check_openings(building: Any) -> None:
     if not options.get("env") and not options.get("tools"):
         return
     engine = building.rollout_engine
-    for rows in (building.rows.get(name) for name in ("prompt_data", "eval_data")):
+    for rows in (
+        building.rows.get(environment_name) for environment_name in ("prompt_data", "eval_data")
+    ):
         if not rows or not isinstance(getattr(engine, "environments", None), Environments):
             continue
         prompt = rows[0]
-        name = engine.environments.route(prompt.extra)
-        chat = engine.formats[name]
-        if not isinstance(chat, ChatFormat) or engine.environments.has_reset(name):
+        environment_name = engine.environments.route(prompt.extra)
+        chat_format = engine.formats[environment_name]
+        if not isinstance(chat_format, ChatFormat) or engine.environments.has_reset(
+            environment_name
+        ):
             continue
         try:
-            chat.of_row(template_options(prompt.extra)).opening(messages_of(prompt))
+            chat_format.of_row(template_options(prompt.extra)).opening(messages_of(prompt))
         except ConfigError as error:
             raise ConfigError(f"{rows.origin(0)}: {error}") from error
 
 
 def format_of(
-    name: str, environments: Environments, tokenizer: Any, config: Any
-) -> Format | FormatsByTools:
+    environment_name: str, environments: Environments, tokenizer: Any, config: Any
+) -> Format | ChatFormats:
     """Return how the conversations of an environment are written; ConfigError if the template cannot write them."""
     options = {
         "tool_format": config.episodes.tool_format,
@@ -600,19 +614,19 @@ def format_of(
             config.data.chat_template_kwargs, "--chat_template_kwargs"
         ),
     }
-    if environments.is_agent(name):
+    if environments.is_agent(environment_name):
         if not config.data.apply_chat_template:
             raise ConfigError(
-                f"--env {name}: an agent program sends chat messages; set --apply_chat_template"
+                f"--env {environment_name}: an agent program sends chat messages; set --apply_chat_template"
             )
         if config.data.system_prompt is not None:
             raise ConfigError(
-                f"--env {name}: an agent program writes its own messages; leave out --system_prompt"
+                f"--env {environment_name}: an agent program writes its own messages; leave out --system_prompt"
             )
         return ChatFormats(tokenizer, **options)
-    tools = environments.tools(name)
+    tools = environments.tools(environment_name)
     if not tools and not config.data.apply_chat_template:
         return PlainText(tokenizer)
-    chat = ChatFormat(tokenizer, tools, **options, system_prompt=config.data.system_prompt)
-    chat.check()
-    return chat
+    chat_format = ChatFormat(tokenizer, tools, **options, system_prompt=config.data.system_prompt)
+    chat_format.check()
+    return chat_format

@@ -1,4 +1,4 @@
-"""What happened in the episodes of a step or an evaluation, in numbers: ``episode/…`` and ``eval/episode/…``."""
+"""Metrics of the episodes of a step or an evaluation: ``episode/…`` and ``eval/episode/…``."""
 
 from __future__ import annotations
 
@@ -55,12 +55,15 @@ def names() -> dict[str, str]:
 
 def clocked_names() -> dict[str, str]:
     """Return the names of ``perf``."""
-    of_evaluations = {f"eval_{name}": f"{text}; of an evaluation" for name, text in CLOCKED.items()}
+    of_evaluations = {
+        f"eval_{metric_name}": f"{meaning}; of an evaluation"
+        for metric_name, meaning in CLOCKED.items()
+    }
     return CLOCKED | of_evaluations
 
 
 class EpisodeSums:
-    """Sums over the episodes of this rank since they were last taken."""
+    """Hold sums over the episodes of this rank since they were last taken."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
@@ -70,15 +73,15 @@ class EpisodeSums:
         sums = self._sums
         sums["episodes"] += 1
         sums["seconds"] += seconds
-        for failure in tries:
-            sums[f"failures_{failure.kind}"] += 1
+        for failed_try in tries:
+            sums[f"failures_{failed_try.kind}"] += 1
         if has_failed(rollout):
             sums["failed"] += 1
             return
         sums["played"] += 1
         sums[f"stop_{rollout.texts['stop_reason'].replace(' ', '_')}"] += 1
-        for name in _OF_EXTRAS:
-            sums[name] += rollout.extras[name]
+        for extra_name in _OF_EXTRAS:
+            sums[extra_name] += rollout.extras[extra_name]
 
     def generated(self, seconds: float, waited: float) -> None:
         """Count a call of the engine, and how long it had nothing to decode."""
@@ -89,7 +92,7 @@ class EpisodeSums:
         """Return the sums, with the same names on every rank; then they begin anew."""
         sums = self._sums
         self._sums = Counter()
-        return {name: float(sums[name]) for name in _SUMS}
+        return {sum_name: float(sums[sum_name]) for sum_name in _SUMS}
 
 
 _OF_EXTRAS = (
@@ -119,12 +122,20 @@ def numbers_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics by their names in ``NAMES``, of the sums over all ranks; empty without episodes."""
     if not sums["episodes"]:
         return {}
-    counted = [name for name in _OF_EXTRAS if name not in CLOCKED]
-    numbers = {name: sums[name] / max(1.0, sums["played"]) for name in counted}
-    numbers["tool_errors"] = sums["tool_errors"] / max(1.0, sums["tool_calls"])
-    numbers["failed"] = sums["failed"] / sums["episodes"]
-    reasons = {name: sums[name] / max(1.0, sums["played"]) for name in _REASONS}
-    return numbers | reasons | {name: sums[name] for name in _FAILURES if sums[name]}
+    counted_names = [metric_name for metric_name in _OF_EXTRAS if metric_name not in CLOCKED]
+    metrics = {
+        metric_name: sums[metric_name] / max(1.0, sums["played"]) for metric_name in counted_names
+    }
+    metrics["tool_errors"] = sums["tool_errors"] / max(1.0, sums["tool_calls"])
+    metrics["failed"] = sums["failed"] / sums["episodes"]
+    reason_shares = {
+        metric_name: sums[metric_name] / max(1.0, sums["played"]) for metric_name in _REASONS
+    }
+    return (
+        metrics
+        | reason_shares
+        | {metric_name: sums[metric_name] for metric_name in _FAILURES if sums[metric_name]}
+    )
 
 
 def clocked_numbers(sums: Mapping[str, float]) -> dict[str, float]:
@@ -141,8 +152,8 @@ def clocked_numbers(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
 
 
 def episode_metrics(run: Any) -> EpisodeMetrics | None:
@@ -154,7 +165,7 @@ def episode_metrics(run: Any) -> EpisodeMetrics | None:
 
 
 class EpisodeMetrics(Callback):
-    """Adds the numbers of the episodes that were played in a step, or in an evaluation."""
+    """Add the numbers of the episodes that were played in a step, or in an evaluation."""
 
     def __init__(self, episode_sums: EpisodeSums) -> None:
         self.episode_sums = episode_sums
@@ -169,7 +180,13 @@ class EpisodeMetrics(Callback):
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> dict[str, float]:
         return self._taken(run, "eval/episode/", "perf/eval_")
 
-    def _taken(self, run: Any, counted: str, clocked: str) -> dict[str, float]:
+    def _taken(self, run: Any, counted_prefix: str, clocked_prefix: str) -> dict[str, float]:
         sums = run.strategy.all_reduce(self.episode_sums.take(), "sum")
-        numbers = {f"{counted}{name}": value for name, value in numbers_of(sums).items()}
-        return numbers | {f"{clocked}{name}": x for name, x in clocked_numbers(sums).items()}
+        metrics = {
+            f"{counted_prefix}{metric_name}": value
+            for metric_name, value in numbers_of(sums).items()
+        }
+        return metrics | {
+            f"{clocked_prefix}{metric_name}": clocked_value
+            for metric_name, clocked_value in clocked_numbers(sums).items()
+        }

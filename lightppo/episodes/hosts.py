@@ -1,4 +1,4 @@
-"""Where the user's code runs: one object and its calls, in a thread of its own or in the event loop of all async ones.
+"""Calls of the user's code: of one object, in a thread of its own or in the event loop of all async ones.
 
 Worker processes (``workers.py``) run the same :class:`Host`.
 """
@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 from lightppo.episodes.agents import AgentEnvironment
 from lightppo.episodes.env_failures import (
+    CallKind,
     EnvFailure,
     EnvironmentFailed,
     FailureKind,
     Opening,
-    Place,
     Reply,
     Step,
     ToolError,
@@ -45,8 +45,8 @@ _MOST_TEXT = 4000  # characters of a failure's text
 Invoke = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class Unusable(Exception):
-    """A result that is not what the contract asks for."""
+class UnusableResult(Exception):
+    """Refuse a result that is not what the contract asks for."""
 
     def __init__(self, kind: FailureKind, text: str) -> None:
         super().__init__(text)
@@ -54,35 +54,37 @@ class Unusable(Exception):
 
 
 class Host:
-    """One environment and the calls of it. Nothing that the user's code does leaves it but answers of plain data.
+    """Call one environment. Nothing that the user's code does leaves it but answers of plain data.
 
     ``invoke`` calls a function without arguments and gives its result, awaited if it must be.
     """
 
-    def __init__(self, spec: EnvironmentSpec, invoke: Invoke, *, own_process: bool) -> None:
-        self.spec = spec
+    def __init__(
+        self, environment_spec: EnvironmentSpec, invoke: Invoke, *, own_process: bool
+    ) -> None:
+        self.spec = environment_spec
         self.environment: Any = None
         self._invoke = invoke
         self._own_process = own_process
-        self._spoilt = False  # something failed, so the object is not used again
+        self._has_failed = False  # something failed, so the object is not used again
 
-    async def handle(self, place: Place, given: Mapping[str, Any]) -> Answer:
+    async def handle(self, call_kind: CallKind, arguments: Mapping[str, Any]) -> Answer:
         """Return one call at one place."""
         try:
-            return {"value": await getattr(self, f"_{place}")(**given)}
+            return {"value": await getattr(self, f"_{call_kind}")(**arguments)}
         except EnvFailure as error:
-            failed = ("failure", error_text(error))
-        except Unusable as error:
-            failed = (error.kind, str(error))
+            failure = ("failure", error_text(error))
+        except UnusableResult as error:
+            failure = (error.kind, str(error))
         except BaseException as error:  # SystemExit, too: it must not end the loop or the worker
-            failed = ("exception", error_text(error))
-        self._spoilt = True
-        return {"kind": failed[0], "text": failed[1]}
+            failure = ("exception", error_text(error))
+        self._has_failed = True
+        return {"kind": failure[0], "text": failure[1]}
 
     @property
     def is_reusable(self) -> bool:
-        """In TRL's contract an object is made once and reset often."""
-        return self.spec.contract == "trl" and self.environment is not None and not self._spoilt
+        """Tell whether the object is reset again: in TRL's contract it is made once and reset often."""
+        return self.spec.contract == "trl" and self.environment is not None and not self._has_failed
 
     async def _called(self, function: Callable[[], Any]) -> Any:
         """Return what a function of the user's gives; a process that it forks does not come back."""
@@ -105,47 +107,47 @@ class Host:
             return
         self._seed(seed)
         self.environment = await self._called(self.spec.make)
-        self._spoilt = False
+        self._has_failed = False
         if self.spec.kind is None:
             self.spec.look_at(type(self.environment))
 
-    async def _reset(self, row: Mapping[str, Any], seed: int) -> Any:
+    async def _reset(self, columns: Mapping[str, Any], seed: int) -> Any:
         if self.spec.make is None:
             return None
         self._seed(seed)
-        arguments = self.spec.reset_arguments(row, seed)
+        arguments = self.spec.reset_arguments(columns, seed)
         if not self._own_process:  # the other samples of the prompt have the same row
-            arguments = {name: _own(value) for name, value in arguments.items()}
+            arguments = {name: _copied(argument) for name, argument in arguments.items()}
         return self._opening(await self._called(partial(self.environment.reset, **arguments)))
 
     async def _tool(self, name: str, arguments: Any) -> dict[str, Any]:
-        as_trl = self.spec.contract == "trl"
+        is_trl = self.spec.contract == "trl"
         try:
             tool = self.spec.tools.get(name)
             if tool is None:
-                known = ", ".join(self.spec.tools) or "none"
-                raise BadCall(f"There is no tool {name!r}. Tools: {known}.")
-            own = name not in self.spec.functions
-            function = getattr(self.environment, name) if own else tool.function
+                tool_names = ", ".join(self.spec.tools) or "none"
+                raise BadCall(f"There is no tool {name!r}. Tools: {tool_names}.")
+            is_method = name not in self.spec.functions
+            function = getattr(self.environment, name) if is_method else tool.function
             # TRL hands arguments over as they are
-            checked = dict(arguments) if as_trl else tool.check(arguments)
-            result = await self._called(partial(function, **checked))
+            checked_arguments = dict(arguments) if is_trl else tool.check(arguments)
+            result = await self._called(partial(function, **checked_arguments))
         except (BadCall, ToolError) as error:
             return self._refusal(error)
         except EnvFailure:
             raise
         except Exception as error:
-            if as_trl:
+            if is_trl:
                 return self._refusal(error)
             raise
         if not isinstance(result, Reply):
             result = Reply(result)
-        text = text_of(result.text, as_trl=as_trl)
-        return _checked_numbers(asdict_of(result) | {"text": text}, "the tool's Reply")
+        reply_text = text_of(result.text, as_trl=is_trl)
+        return _checked_numbers(asdict_of(result) | {"text": reply_text}, "the tool's Reply")
 
-    async def _step(self, said: str | dict[str, Any]) -> dict[str, Any]:
+    async def _step(self, model_turn: str | dict[str, Any]) -> dict[str, Any]:
         try:
-            result = await self._called(partial(self.environment.step, said))
+            result = await self._called(partial(self.environment.step, model_turn))
         except ToolError as error:
             result = Step(str(error), metrics={"tool_error": 1.0})
         step = asdict_of(_as_step(result))
@@ -162,19 +164,23 @@ class Host:
         await self._called(self.environment.close)
 
     def _refusal(self, error: Exception) -> dict[str, Any]:
-        text = str(error)
+        message = str(error)
         if self.spec.contract == "trl":
-            text = str({"error": text})  # its words
-        return asdict_of(Reply(text, error=True))
+            message = str({"error": message})  # its words
+        return asdict_of(Reply(message, error=True))
 
     def _opening(self, opening: Any) -> Any:
         if isinstance(opening, Opening):
             return asdict_of(opening)
         if self.spec.contract == "trl" and isinstance(opening, list):  # content parts
-            others = [part for part in opening if part.get("type") != "text"]
-            if others:
-                raise TypeError(f"reset returned content that is not text: {others[0].get('type')}")
-            return "".join(part["text"] for part in opening)
+            other_parts = [
+                content_part for content_part in opening if content_part.get("type") != "text"
+            ]
+            if other_parts:
+                raise TypeError(
+                    f"reset returned content that is not text: {other_parts[0].get('type')}"
+                )
+            return "".join(content_part["text"] for content_part in opening)
         return _checked_text(opening, "reset")
 
     def _seed(self, seed: int) -> None:
@@ -182,21 +188,21 @@ class Host:
         if not self._own_process:
             return
         random.seed(seed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
+        numpy_module = sys.modules.get("numpy")
+        if numpy_module is not None:
+            numpy_module.random.seed(seed % 2**32)
 
 
-def _own(value: Any) -> Any:
+def _copied(argument: Any) -> Any:
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(argument)
     except Exception:  # what cannot be copied is shared
-        return value
+        return argument
 
 
 def asdict_of(result: Reply | Step | Opening) -> dict[str, Any]:
     """Return the fields, not copied."""
-    return {one.name: getattr(result, one.name) for one in fields(result)}
+    return {field.name: getattr(result, field.name) for field in fields(result)}
 
 
 def _as_step(result: Any) -> Step:
@@ -222,56 +228,63 @@ def _numbers_of(info: Any) -> dict[str, float]:
     if not isinstance(info, Mapping):
         return {}
     return {
-        str(key): number for key, value in info.items() if (number := finite(value)) is not None
+        str(metric_name): number
+        for metric_name, metric_value in info.items()
+        if (number := finite(metric_value)) is not None
     }
 
 
-def _number(value: Any, what: str) -> float:
-    number = finite(value)
+def _number(raw_number: Any, subject: str) -> float:
+    number = finite(raw_number)
     if number is None:
-        raise Unusable("not_finite", f"{what} is no finite number: {plain(repr(value)[:200])}")
+        raise UnusableResult(
+            "not_finite", f"{subject} is no finite number: {plain(repr(raw_number)[:200])}"
+        )
     return number
 
 
-def _checked_numbers(answer: dict[str, Any], what: str) -> dict[str, Any]:
-    answer["reward"] = _number(answer["reward"], f"reward of {what}")
+def _checked_numbers(answer: dict[str, Any], subject: str) -> dict[str, Any]:
+    answer["reward"] = _number(answer["reward"], f"reward of {subject}")
     answer["done"] = bool(answer["done"])
     metrics = answer["metrics"] or {}
     answer["metrics"] = {
-        str(key): _number(value, f"metric {key} of {what}") for key, value in metrics.items()
+        str(metric_name): _number(metric_value, f"metric {metric_name} of {subject}")
+        for metric_name, metric_value in metrics.items()
     }
     return answer
 
 
-def _checked_text(value: Any, what: str) -> str | list[dict[str, Any]] | None:
+def _checked_text(content: Any, source: str) -> str | list[dict[str, Any]] | None:
     """Return a text, chat messages or nothing."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(
-        isinstance(one, Mapping)
-        and isinstance(one.get("role"), str)
-        and isinstance(one.get("content"), (str, list))
-        for one in value
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), (str, list))
+        for message in content
     ):
-        return [dict(one) for one in value]
+        return [dict(message) for message in content]
     raise TypeError(
-        f"{what} must be a text, a list of messages with role and content, or None, got {type(value).__name__}"
+        f"{source} must be a text, a list of messages with role and content, or None, got {type(content).__name__}"
     )
 
 
-def failure_of(spec: EnvironmentSpec, place: Place, answer: Answer, detail: str = "") -> Exception:
+def failure_of(
+    environment_spec: EnvironmentSpec, call_kind: CallKind, answer: Answer, detail: str = ""
+) -> Exception:
     """Return what a session raises for an answer that is a failure."""
-    text = without_secrets(
-        plain(f"{spec.where}: {place}{detail and f' {detail}'}: {answer['text']}")
+    message = without_secrets(
+        plain(f"{environment_spec.where}: {call_kind}{detail and f' {detail}'}: {answer['text']}")
     )
-    return EnvironmentFailed(answer["kind"], place, text[:_MOST_TEXT])
+    return EnvironmentFailed(answer["kind"], call_kind, message[:_MOST_TEXT])
 
 
 # --- threads and event loops
 
 
 class CallThread:
-    """A thread that makes one call after the other, so that a session's objects stay in their thread."""
+    """Make one call after the other in a thread, so that a session's objects stay in their thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -299,17 +312,13 @@ class CallThread:
         """After the calls so far."""
         self._jobs.put(None)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
 
 
 class UserLoop:
-    """An event loop for the user's coroutines, in a thread of its own, so that one that blocks it stalls no time-out."""
+    """Run the user's coroutines in an event loop, in a thread of its own, so that one that blocks it stalls no time-out."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -326,17 +335,17 @@ class UserLoop:
         answered: Future[None] = Future()
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             self.loop.call_soon_threadsafe(answered.set_result, None)
-        done, _ = await asyncio.wait({asyncio.wrap_future(answered)}, timeout=_PATIENCE)
-        if not done and not self.lost.has_happened:
+        finished, _ = await asyncio.wait({asyncio.wrap_future(answered)}, timeout=_PATIENCE)
+        if not finished and not self.lost.has_happened:
             logger.warning(
                 "an environment blocks the event loop of all async ones: it does something slow without await; "
                 "--env_workers runs each one in a process of its own"
             )
             self.end("another environment blocked the event loop")
 
-    def end(self, why: str) -> None:
-        """As soon as it can: tasks are cancelled, the thread ends. Who waits for it learns why at once."""
-        self.lost.happen(why)
+    def end(self, reason: str) -> None:
+        """End as soon as it can: tasks are cancelled, the thread ends. Who waits for it learns why at once."""
+        self.lost.happen(reason)
         self._ended = True
         with contextlib.suppress(RuntimeError):  # closed already
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -367,12 +376,12 @@ def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class InThread:
-    """Calls a function in the present thread; what must be awaited is, in the loop of the user's coroutines."""
+    """Call a function in the present thread; what must be awaited is, in the loop of the user's coroutines."""
 
-    def __init__(self, loop: Callable[[], UserLoop]) -> None:
+    def __init__(self, start_loop: Callable[[], UserLoop]) -> None:
         self.loop: UserLoop | None = None
         self.waits_for: Future[Any] | None = None
-        self._loop = loop
+        self._loop = start_loop
 
     async def __call__(self, function: Callable[[], Any]) -> Any:
         result = function()
@@ -380,11 +389,11 @@ class InThread:
             return result
         self.loop = self.loop or self._loop()
         self.waits_for = self.loop.submit(_as_outcome(result))
-        good, value = self.waits_for.result()
+        succeeded, outcome = self.waits_for.result()
         self.waits_for = None
-        if not good:
-            raise value
-        return value
+        if not succeeded:
+            raise outcome
+        return outcome
 
 
 async def in_loop(function: Callable[[], Any]) -> Any:
@@ -406,69 +415,69 @@ async def _as_outcome(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
 # --- seats: what a session talks to
 
 
-Calls = Mapping[Place, Mapping[str, Any]]  # what each is given, in their order
-Answers = dict[Place, Answer]
+Calls = Mapping[CallKind, Mapping[str, Any]]  # what each is given, in their order
+Answers = dict[CallKind, Answer]
 
 
-def opening_calls(row: Mapping[str, Any], seed: int) -> Calls:
+def opening_calls(columns: Mapping[str, Any], seed: int) -> Calls:
     """Return what begins a session."""
-    return {"constructor": {"seed": seed}, "reset": {"row": row, "seed": seed}}
+    return {"constructor": {"seed": seed}, "reset": {"columns": columns, "seed": seed}}
 
 
-def goes_on(place: Place, answer: Answer) -> bool:
+def goes_on(call_kind: CallKind, answer: Answer) -> bool:
     """Tell whether the next of several calls is made: not after a failure, nor a step that is not the last one."""
-    return "value" in answer and (place != "step" or answer["value"]["done"])
+    return "value" in answer and (call_kind != "step" or answer["value"]["done"])
 
 
 async def one_by_one(seat: Seat, calls: Calls, timeout: float) -> Answers:
     """See :meth:`Seat.ask_in_turn`."""
     answers: Answers = {}
-    for place, given in calls.items():
-        answers[place] = await seat.ask(place, given, timeout)
-        if not goes_on(place, answers[place]):
+    for call_kind, arguments in calls.items():
+        answers[call_kind] = await seat.ask(call_kind, arguments, timeout)
+        if not goes_on(call_kind, answers[call_kind]):
             break
     return answers
 
 
-class _Calling:
-    """:func:`one_by_one` in a thread, for which an event loop waits. A late call's answer is empty."""
+class _ThreadCalls:
+    """Do :func:`one_by_one` in a thread, for which an event loop waits. A late call's answer is empty."""
 
     def __init__(self, host: Host, calls: Calls, timeout: float) -> None:
         self._host = host
         self._calls = calls
         self._timeout = timeout
-        self._place = next(iter(calls))
+        self._call_kind = next(iter(calls))
         self._answers: Answers = {}
         self._waiting = asyncio.get_running_loop()
         self._since = self._waiting.time()  # when the present call began
         self._is_over = False
         self.answered: asyncio.Future[Answers] = self._waiting.create_future()
-        self._clock = self._waiting.call_at(self._since + timeout, self._look_at_clock)
+        self._clock = self._waiting.call_at(self._since + timeout, self._check_deadline)
 
     def run(self) -> None:
-        """In the thread."""
-        for place, given in self._calls.items():
-            self._place, self._since = place, self._waiting.time()
-            answer = drive(self._host.handle(place, given))
+        """Make the calls; in the thread."""
+        for call_kind, arguments in self._calls.items():
+            self._call_kind, self._since = call_kind, self._waiting.time()
+            answer = drive(self._host.handle(call_kind, arguments))
             if self._is_over:
                 return
-            self._answers[place] = answer
-            if not goes_on(place, answer):
+            self._answers[call_kind] = answer
+            if not goes_on(call_kind, answer):
                 break
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._waiting.call_soon_threadsafe(self._bring, self._answers)
 
     def end(self) -> None:
-        """Nobody waits any more: a late call is the last one."""
+        """Take note that nobody waits any more: a late call is the last one."""
         self._is_over = True
         self._clock.cancel()
 
-    def _look_at_clock(self) -> None:
-        end = self._since + self._timeout
-        if end > self._waiting.time():  # an earlier call was in time
-            self._clock = self._waiting.call_at(end, self._look_at_clock)
+    def _check_deadline(self) -> None:
+        deadline = self._since + self._timeout
+        if deadline > self._waiting.time():  # an earlier call was in time
+            self._clock = self._waiting.call_at(deadline, self._check_deadline)
         else:
-            self._bring(self._answers | {self._place: {}})
+            self._bring(self._answers | {self._call_kind: {}})
 
     def _bring(self, answers: Answers) -> None:
         """Only the first ones count."""
@@ -477,67 +486,75 @@ class _Calling:
 
 
 class Seat(Protocol):
-    """The place of one session."""
+    """Ask the environment of one session."""
 
     is_lost: bool  # nothing more can be asked of it
     environment: Any  # the user's object, if it is in this process
 
-    async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
+    async def ask(
+        self, call_kind: CallKind, arguments: Mapping[str, Any], timeout: float
+    ) -> Answer:
         """Return one call, with its limit; an answer that is late or never comes is a failure, too."""
 
     async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
         """Make several calls, each with this limit, until one of them is the last, see :func:`goes_on`."""
 
     def leave(self) -> None:
-        """The session has ended."""
+        """End the session."""
 
     def drop(self) -> None:
-        """Nobody knows how far the session came: its object is not used again."""
+        """Drop the session, as nobody knows how far it came: its object is not used again."""
 
 
 class LocalSeat:
-    """In this process: in a thread, or in the loop of all async environments if nothing of it needs a thread."""
+    """Ask in this process: in a thread, or in the loop of all async environments if nothing of it needs a thread."""
 
-    def __init__(self, spec: EnvironmentSpec, pool: LocalPool) -> None:
-        self.spec = spec
+    def __init__(self, environment_spec: EnvironmentSpec, pool: LocalPool) -> None:
+        self.spec = environment_spec
         self.is_lost = False
         self._pool = pool
         self._thread: CallThread | None = None
         self._loop: UserLoop | None = None
-        if spec.is_async:
+        if environment_spec.is_async:
             self._loop = pool.loop()
         self._in_thread = InThread(pool.loop)
-        self._host = Host(spec, in_loop if self._loop else self._in_thread, own_process=False)
+        self._host = Host(
+            environment_spec, in_loop if self._loop else self._in_thread, own_process=False
+        )
 
     @property
     def environment(self) -> Any:
         return self._host.environment
 
-    async def ask(self, place: Place, given: Mapping[str, Any], timeout: float) -> Answer:
-        loop = self._used_loop
-        if loop is not None and loop.lost.has_happened:
+    async def ask(
+        self, call_kind: CallKind, arguments: Mapping[str, Any], timeout: float
+    ) -> Answer:
+        user_loop = self._used_loop
+        if user_loop is not None and user_loop.lost.has_happened:
             self._abandon()
-            return {"kind": "lost", "text": loop.lost.value}
-        if loop is None:
-            return (await self._ask_thread({place: given}, timeout))[place]
-        with loop.lost.watched() as lost:
+            return {"kind": "lost", "text": user_loop.lost.value}
+        if user_loop is None:
+            return (await self._ask_thread({call_kind: arguments}, timeout))[call_kind]
+        with user_loop.lost.watched() as loop_lost:
             try:
-                future = self._submit(place, given)
+                future = self._submit(call_kind, arguments)
             except RuntimeError as error:
                 self.is_lost = True
                 return {"kind": "lost", "text": f"no thread can be started: {error}"}
-            waiting = {asyncio.wrap_future(one) for one in (future, lost)}
+            awaited_futures = {
+                asyncio.wrap_future(source_future) for source_future in (future, loop_lost)
+            }
             try:
-                await asyncio.wait(waiting, timeout=timeout, return_when=FIRST_COMPLETED)
+                await asyncio.wait(awaited_futures, timeout=timeout, return_when=FIRST_COMPLETED)
             except asyncio.CancelledError:
                 self._abandon(future)
                 raise
         answer = future.result() if future.done() and not future.cancelled() else {}
         if "value" in answer:
             return answer
-        if loop.lost.has_happened:  # then it is no fault of the call that it was cancelled
+        if user_loop.lost.has_happened:  # then it is no fault of the call that it was cancelled
             self._abandon(future)
-            return {"kind": "lost", "text": loop.lost.value}
+            return {"kind": "lost", "text": user_loop.lost.value}
         return answer or await self._give_up(timeout, future)
 
     async def ask_in_turn(self, calls: Calls, timeout: float) -> Answers:
@@ -551,19 +568,19 @@ class LocalSeat:
             self._thread = self._thread or self._pool.thread()
         except RuntimeError as error:
             self.is_lost = True
-            text = f"no thread can be started: {error}"
-            return {next(iter(calls)): {"kind": "lost", "text": text}}
-        calling = _Calling(self._host, calls, timeout)
-        self._thread.put(calling.run)
+            message = f"no thread can be started: {error}"
+            return {next(iter(calls)): {"kind": "lost", "text": message}}
+        thread_calls = _ThreadCalls(self._host, calls, timeout)
+        self._thread.put(thread_calls.run)
         try:
-            answers = await calling.answered
+            answers = await thread_calls.answered
         except asyncio.CancelledError:
             self._abandon()
             raise
         finally:
-            calling.end()
-        for place, answer in answers.items():
-            answers[place] = answer or await self._give_up(timeout)
+            thread_calls.end()
+        for call_kind, answer in answers.items():
+            answers[call_kind] = answer or await self._give_up(timeout)
         return answers
 
     async def _give_up(self, timeout: float, future: Future[Any] | None = None) -> Answer:
@@ -586,22 +603,22 @@ class LocalSeat:
             self.end()
 
     def drop(self) -> None:
-        """As :class:`Seat`."""
+        """Drop the session; see :class:`Seat`."""
         self.end()
 
     def end(self) -> None:
-        """Its thread ends."""
+        """End its thread."""
         if self._thread is not None:
             self._thread.end()
 
-    def _submit(self, place: Place, given: Mapping[str, Any]) -> Future[Any]:
+    def _submit(self, call_kind: CallKind, arguments: Mapping[str, Any]) -> Future[Any]:
         if self._loop is not None:
-            return self._loop.submit(self._host.handle(place, given))
+            return self._loop.submit(self._host.handle(call_kind, arguments))
         self._thread = self._thread or self._pool.thread()
-        return self._thread.submit(lambda: drive(self._host.handle(place, given)))
+        return self._thread.submit(lambda: drive(self._host.handle(call_kind, arguments)))
 
     def _abandon(self, future: Future[Any] | None = None) -> None:
-        """What hangs is cancelled where it can be. Its object is closed when the call has come back."""
+        """Cancel what hangs, where that is possible. Its object is closed when the call has come back."""
         self.is_lost = True
         if isinstance(self.environment, AgentEnvironment):  # a blocked loop may never close it
             self.environment.close_access()
@@ -617,7 +634,6 @@ class LocalSeat:
         if self._thread is not None:
             self._thread.submit(lambda: drive(self._close_late()))
             self._thread.end()
-            self._pool.abandon(self._thread)
 
     async def _close_late(self) -> None:
         if self._host.environment is not None and self.spec.method("close") is not None:
@@ -625,11 +641,9 @@ class LocalSeat:
 
 
 class LocalPool:
-    """The threads and loops of a run without worker processes, and TRL's objects that wait for their next reset."""
+    """Keep the threads and loops of a run without worker processes, and TRL's objects that wait for their next reset."""
 
     def __init__(self) -> None:
-        self.blocked_loops = 0
-        self._abandoned: list[CallThread] = []  # whose call hangs
         self._loop: UserLoop | None = None
         self._free_seats: dict[str, list[LocalSeat]] = {}
         # Threads of sessions that have ended. To start one costs as much as two calls.
@@ -643,21 +657,21 @@ class LocalPool:
             return self._idle.pop() if self._idle else CallThread()
 
     def take_back(self, thread: CallThread) -> None:
-        """For the next session."""
+        """Take a thread back, for the next session."""
         with self._lock:
             if not self._is_closed:
                 return self._idle.append(thread)
         thread.end()
 
-    async def take(self, spec: EnvironmentSpec) -> LocalSeat:
+    async def take(self, environment_spec: EnvironmentSpec) -> LocalSeat:
         with self._lock:
-            seats = self._free_seats.get(spec.name, [])
+            seats = self._free_seats.get(environment_spec.name, [])
             while seats:
                 seat = seats.pop()
                 if seat._used_loop is None or not seat._used_loop.lost.has_happened:
                     return seat
                 seat.end()
-        return LocalSeat(spec, self)
+        return LocalSeat(environment_spec, self)
 
     def keep(self, seat: LocalSeat) -> None:
         with self._lock:
@@ -667,34 +681,24 @@ class LocalPool:
         """Return the present loop; a new one after one that was blocked."""
         with self._lock:
             if self._loop is not None and self._loop.lost.has_happened:
-                self.blocked_loops += 1
                 self._loop = None
             if self._loop is None:
                 self._loop = UserLoop()
             return self._loop
 
-    def abandon(self, thread: CallThread) -> None:
-        """Its call does not come back."""
-        with self._lock:
-            self._abandoned = [one for one in self._abandoned if one.is_alive] + [thread]
-
-    @property
-    def hung_threads(self) -> int:
-        """Return threads whose call has not come back."""
-        return sum(thread.is_alive for thread in self._abandoned)
-
     def close(self) -> None:
         with self._lock:
             free_seats = self._free_seats
             self._free_seats = {}
-            idle = self._idle
+            idle_threads = self._idle
             self._idle = []
             self._is_closed = True
-            loop = self._loop
+            user_loop = self._loop
             self._loop = None
-        for thread in idle:
+        for thread in idle_threads:
             thread.end()
-        for seat in (seat for seats in free_seats.values() for seat in seats):
-            seat.end()
-        if loop is not None:
-            loop.end("the environments were closed")
+        for seats in free_seats.values():
+            for seat in seats:
+                seat.end()
+        if user_loop is not None:
+            user_loop.end("the environments were closed")

@@ -35,13 +35,13 @@ _RESERVED = ("reset", "step", "get_reward", "close")
 
 
 class OpenEnvEnvironment:
-    """A session on the server. The column ``config`` has arguments of ``reset`` beside the seed."""
+    """Play a session on the server. The column ``config`` has arguments of ``reset`` beside the seed."""
 
     def __init__(self, client: Any, schema: Mapping[str, Any]) -> None:
         self._client = client
         self._schema = schema
 
-    async def reset(self, seed: int, config: Any = None, **row: Any) -> str | None:
+    async def reset(self, seed: int, config: Any = None, **columns: Any) -> str | None:
         """Return the first observation."""
         try:
             result = await self._client.reset(**{"seed": seed} | dict(config or {}))
@@ -59,7 +59,7 @@ class OpenEnvEnvironment:
 
 
 class OpenEnvText(OpenEnvEnvironment):
-    """Played by text: the action as a JSON object, or the value of its only required field."""
+    """Play by text: the action as a JSON object, or the value of its only required field."""
 
     async def step(self, text: str) -> Step:
         """Return one action."""
@@ -72,31 +72,34 @@ class OpenEnvText(OpenEnvEnvironment):
         return Step(_text_of(result.observation), result.reward or 0.0, bool(result.done))
 
     def _action(self, text: str) -> dict[str, Any]:
-        fenced = re.fullmatch(r"```\w*\n(.*)\n```", text.strip(), re.DOTALL)
-        text = (fenced[1] if fenced else text).strip()
+        fence_match = re.fullmatch(r"```\w*\n(.*)\n```", text.strip(), re.DOTALL)
+        text = (fence_match[1] if fence_match else text).strip()
         try:
-            value = json.loads(text)
+            json_value = json.loads(text)
         except (ValueError, RecursionError):
-            value = text
-        if isinstance(value, dict):
-            return value
-        required = self._schema.get("required", [])
-        if len(required) != 1:
+            json_value = text
+        if isinstance(json_value, dict):
+            return json_value
+        required_fields = self._schema.get("required", [])
+        if len(required_fields) != 1:
             raise ToolError(self._usage)
-        is_text = self._fields[required[0]].get("type") == "string"
-        return {required[0]: text if is_text else value}
+        is_text = self._fields[required_fields[0]].get("type") == "string"
+        return {required_fields[0]: text if is_text else json_value}
 
     @property
     def _fields(self) -> dict[str, Any]:
         fields = self._schema.get("properties", {})
-        return {name: field for name, field in fields.items() if name != "metadata"}
+        return {
+            field_name: field for field_name, field in fields.items() if field_name != "metadata"
+        }
 
     @property
     def _usage(self) -> str:
-        fields = ", ".join(
-            f"{name}: {one.get('type', 'any')}" for name, one in self._fields.items()
+        field_list = ", ".join(
+            f"{field_name}: {field_schema.get('type', 'any')}"
+            for field_name, field_schema in self._fields.items()
         )
-        return f"Answer with a JSON object of {{{fields}}}."
+        return f"Answer with a JSON object of {{{field_list}}}."
 
 
 def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type, str]:
@@ -105,7 +108,7 @@ def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type
     Raises:
         ConfigError: no server answers there, or a tool of it cannot be called by name.
     """
-    make = partial(
+    make_client = partial(
         package.GenericEnvClient,
         url,
         connect_timeout_s=_CONNECT_SECONDS,
@@ -113,18 +116,18 @@ def served(package: Any, url: str, option: str) -> tuple[Callable[[], Any], type
     )
     try:
         schema = _schema(url)
-        tools = _tools(make) if schema.get("title") in _ACTIONS_OF_TOOLS else None
+        tools = _tools(make_client) if schema.get("title") in _ACTIONS_OF_TOOLS else None
     except Exception as error:  # of the client, the server or the network
         raise ConfigError(
             f"{option}: {error_text(error)}; start the environment's server there first"
         ) from error
     if tools is None:
-        return (lambda: OpenEnvText(make(), schema)), OpenEnvText, "openenv"
+        return (lambda: OpenEnvText(make_client(), schema)), OpenEnvText, "openenv"
     try:
-        kind = type("OpenEnvTools", (OpenEnvEnvironment,), dict(map(_method, tools)))
+        environment_class = type("OpenEnvTools", (OpenEnvEnvironment,), dict(map(_method, tools)))
     except (ValueError, KeyError) as error:
         raise ConfigError(f"{option}: {error_text(error)}") from error
-    return (lambda: kind(make(), schema)), kind, "openenv"
+    return (lambda: environment_class(make_client(), schema)), environment_class, "openenv"
 
 
 def _schema(url: str) -> dict[str, Any]:
@@ -132,68 +135,80 @@ def _schema(url: str) -> dict[str, Any]:
     import requests
 
     address = re.sub("^ws", "http", url.rstrip("/"))
-    answer = requests.get(f"{address}/schema", timeout=_CONNECT_SECONDS)
-    answer.raise_for_status()
-    return answer.json()["action"]
+    response = requests.get(f"{address}/schema", timeout=_CONNECT_SECONDS)
+    response.raise_for_status()
+    return response.json()["action"]
 
 
-def _tools(make: Callable[..., Any]) -> list[dict[str, Any]]:
-    with make(message_timeout_s=_CONNECT_SECONDS).sync() as client:
+def _tools(make_client: Callable[..., Any]) -> list[dict[str, Any]]:
+    with make_client(message_timeout_s=_CONNECT_SECONDS).sync() as client:
         return client.step({"type": "list_tools"}).observation["tools"]
 
 
 def _method(tool: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
     """Return a tool of the server as a method; ValueError if it has no name that a method can have."""
-    name = tool["name"]
-    schema = tool["input_schema"]
-    if name.startswith("_") or name in _RESERVED:
-        raise ValueError(f"the server has a tool named {name!r}, which cannot be called")
+    tool_name = tool["name"]
+    input_schema = tool["input_schema"]
+    if tool_name.startswith("_") or tool_name in _RESERVED:
+        raise ValueError(f"the server has a tool named {tool_name!r}, which cannot be called")
 
     async def call(self: OpenEnvEnvironment, **arguments: Any) -> Reply:
-        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        action = {"type": "call_tool", "tool_name": tool_name, "arguments": arguments}
         result = await self._client.step(action)
         error = result.observation.get("error")
         if error and error["error_type"] in _WORLD_ERRORS:
             raise EnvFailure(f"{error['error_type']}: {error['message']}")
-        said = error["message"] if error else _result_of(result.observation.get("result"))
-        return Reply(said, bool(result.done), result.reward or 0.0, error=bool(error))
+        reply_text = error["message"] if error else _result_of(result.observation.get("result"))
+        return Reply(reply_text, bool(result.done), result.reward or 0.0, error=bool(error))
 
-    hints = {key: _hint(one, schema) for key, one in schema.get("properties", {}).items()}
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = _docstring(tool["description"] or name, schema.get("properties", {}))
-    call.__annotations__ = hints
+    type_hints = {
+        argument_name: _hint(field_schema, input_schema)
+        for argument_name, field_schema in input_schema.get("properties", {}).items()
+    }
+    call.__name__ = call.__qualname__ = tool_name
+    call.__doc__ = _docstring(tool["description"] or tool_name, input_schema.get("properties", {}))
+    call.__annotations__ = type_hints
     call.__signature__ = inspect.Signature(
         [
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(_parameter(key, hints[key], key in schema.get("required", ())) for key in hints),
+            *(
+                _parameter(
+                    argument_name,
+                    type_hints[argument_name],
+                    argument_name in input_schema.get("required", ()),
+                )
+                for argument_name in type_hints
+            ),
         ]
     )
-    return name, call
+    return tool_name, call
 
 
-def _parameter(name: str, hint: Any, required: bool) -> inspect.Parameter:
-    default = inspect.Parameter.empty if required else None  # the server fills in its own
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+def _parameter(argument_name: str, type_hint: Any, is_required: bool) -> inspect.Parameter:
+    default = inspect.Parameter.empty if is_required else None  # the server fills in its own
+    return inspect.Parameter(
+        argument_name, inspect.Parameter.KEYWORD_ONLY, annotation=type_hint, default=default
+    )
 
 
-def _hint(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Any:
+def _hint(field_schema: Mapping[str, Any], input_schema: Mapping[str, Any]) -> Any:
     """Return a type that checks what Python can check, and is described as the server describes it."""
     from pydantic import WithJsonSchema
 
-    described = without_references(dict(field), schema.get("$defs", {}))
-    return Annotated[_TYPES.get(field.get("type"), Any), WithJsonSchema(described)]
+    description_schema = without_references(dict(field_schema), input_schema.get("$defs", {}))
+    return Annotated[_TYPES.get(field_schema.get("type"), Any), WithJsonSchema(description_schema)]
 
 
 def _docstring(description: str, fields: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the description, and a line for each argument, in the form that :class:`Tool` reads."""
-    text = re.split(r"\n\s*Args:", description)[0].strip()
-    lines = [
-        f"    {name}: {' '.join(str(field.get('description') or name).split())}"
-        for name, field in fields.items()
+    summary = re.split(r"\n\s*Args:", description)[0].strip()
+    argument_lines = [
+        f"    {argument_name}: {' '.join(str(field_schema.get('description') or argument_name).split())}"
+        for argument_name, field_schema in fields.items()
     ]
-    if lines:
-        return "\n".join([text, "", "Args:", *lines])
-    return text
+    if argument_lines:
+        return "\n".join([summary, "", "Args:", *argument_lines])
+    return summary
 
 
 def _result_of(result: Any) -> Any:
@@ -202,7 +217,11 @@ def _result_of(result: Any) -> Any:
         return result
     if result.get("data") is not None:
         return result["data"]
-    texts = [part.get("text") for part in result.get("content") or () if isinstance(part, Mapping)]
+    texts = [
+        content_part.get("text")
+        for content_part in result.get("content") or ()
+        if isinstance(content_part, Mapping)
+    ]
     if texts:
         return "\n".join(text for text in texts if text)
     return dict(result)
@@ -210,7 +229,9 @@ def _result_of(result: Any) -> Any:
 
 def _text_of(observation: Mapping[str, Any]) -> str:
     """Return an observation's fields as JSON, a lone text as it is; metadata if there is nothing else."""
-    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    fields = {
+        field_name: value for field_name, value in observation.items() if field_name != "metadata"
+    }
     fields = fields or observation.get("metadata") or {}
     values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):

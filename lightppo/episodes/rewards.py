@@ -41,17 +41,17 @@ class EnvironmentReward:
         self.of_turns = of_turns
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        if strange := next((one for one in rollouts if one.turns is None), None):
+        if plain_rollout := next((rollout for rollout in rollouts if rollout.turns is None), None):
             raise RewardError(
-                f"prompt {strange.prompt.index} is no episode: --reward_source environment needs --env"
+                f"prompt {plain_rollout.prompt.index} is no episode: --reward_source environment needs --env"
             )
         scores = [
-            None if has_failed(one) else sum(turn["reward"] for turn in one.turns)
-            for one in rollouts
+            None if has_failed(rollout) else sum(turn["reward"] for turn in rollout.turns)
+            for rollout in rollouts
         ]
         if not self.of_turns:
             return RewardOutput(scores)
-        return RewardOutput(scores, token_scores=[_token_scores(one) for one in rollouts])
+        return RewardOutput(scores, token_scores=[_token_scores(rollout) for rollout in rollouts])
 
 
 def has_failed(rollout: Rollout) -> bool:
@@ -71,8 +71,8 @@ def _token_scores(rollout: Rollout) -> list[float] | None:
 def unless_failed(source: RewardSource, request: RewardRequest) -> RewardSource:
     """Return the source that does not see failed episodes, in a run that plays any."""
     options = request.config.episodes
-    plays = options.env or options.tools
-    if plays and not isinstance(source, EnvironmentReward):
+    plays_episodes = options.env or options.tools
+    if plays_episodes and not isinstance(source, EnvironmentReward):
         return UnlessFailed(source)
     return source
 
@@ -86,24 +86,26 @@ class UnlessFailed:
         self.needs_all_ranks = getattr(source, "needs_all_ranks", False)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        played = [i for i, rollout in enumerate(rollouts) if not has_failed(rollout)]
-        answer = self.source.score([rollouts[i] for i in played])
-        if len(played) == len(rollouts):
+        played_indices = [
+            index for index, rollout in enumerate(rollouts) if not has_failed(rollout)
+        ]
+        answer = self.source.score([rollouts[index] for index in played_indices])
+        if len(played_indices) == len(rollouts):
             return answer
 
         def spread(values: list[Any] | None) -> list[Any] | None:
             if values is None:
                 return None
-            row: list[Any] = [None] * len(rollouts)
-            for place, value in zip(played, values):
-                row[place] = value
-            return row
+            spread_values: list[Any] = [None] * len(rollouts)
+            for sample_index, sample_value in zip(played_indices, values):
+                spread_values[sample_index] = sample_value
+            return spread_values
 
         return RewardOutput(
             spread(answer.scores),
-            {name: spread(values) for name, values in answer.metrics.items()},
+            {column_name: spread(values) for column_name, values in answer.metrics.items()},
             spread(answer.token_scores),
-            {name: spread(texts) for name, texts in answer.texts.items()},
+            {column_name: spread(texts) for column_name, texts in answer.texts.items()},
         )
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class UnlessFailed:
 
 
 def taped(
-    make: Callable[[], RewardSource], name: str, is_certain: bool, request: RewardRequest
+    make_source: Callable[[], RewardSource], name: str, is_certain: bool, request: RewardRequest
 ) -> RewardSource:
     """Return the source with the tape around it, where a tape has its answers; see ``RewardRequest.around``.
 
@@ -122,20 +124,21 @@ def taped(
     """
     tape = tape_of(request.ranks, request.config)
     if tape is None:
-        return make()
+        return make_source()
     # A function that scores only evaluations has an entry of its own.
-    name = name if request.flag == "--reward_fn" else f"{name} of {request.flag}"
+    if request.flag != "--reward_fn":
+        name = f"{name} of {request.flag}"
     if tape.plays:  # of a source that is not on the tape, the run itself is asked
-        is_there = name in tape.sources
-        if is_there:
+        is_on_tape = name in tape.sources
+        if is_on_tape:
             return TapedReward(None, name, tape, request.ranks)
-        return make()
-    of_file = name == "server" and is_file_alone(request.config.reward.remote_rm_url)
+        return make_source()
+    is_file = name == "server" and is_file_alone(request.config.reward.remote_rm_url)
     of_episode = request.config.flat().get("env_contract") == "trl"  # it asks their objects
-    is_kept = is_certain and not of_file
+    is_kept = is_certain and not is_file
     if not (is_kept or of_episode or request.config.tape.tape == "all"):
-        return make()
-    return TapedReward(make(), name, tape, request.ranks)
+        return make_source()
+    return TapedReward(make_source(), name, tape, request.ranks)
 
 
 class TapedReward:
@@ -186,32 +189,34 @@ class TapedReward:
             close_source(self.source)
 
     def _key(self, rollout: Rollout) -> Key:
-        place = (rollout.prompt.index, rollout.sample_index)
-        return (*place, self.tape.number_of_asking(self.kind, *place))
+        sample_place = (rollout.prompt.index, rollout.sample_index)
+        return (*sample_place, self.tape.number_of_asking(self.kind, *sample_place))
 
     def _are_there(self, rollouts: Sequence[Rollout], entries: Sequence[Entry | None]) -> bool:
         """Tell whether each sample has an answer for its response. Collective if the source is."""
-        there = all(
+        are_answered = all(
             entry is not None
             and (self.tape.plays or "failure" not in entry or entry["failure"]["goes_on"])
             and ("failure" in entry or entry["response"] == digest_of(rollout.response_ids))
             for rollout, entry in zip(rollouts, entries)
         )
         if self.needs_all_ranks:
-            return bool(self.ranks.all_reduce(int(there), "min"))
-        return there
+            return bool(self.ranks.all_reduce(int(are_answered), "min"))
+        return are_answered
 
     def _require(self, rollout: Rollout, key: Key, entry: Entry | None) -> None:
-        what = f"reward of {self.kind}, prompt {key[0]}, sample {key[1]}"
+        question = f"reward of {self.kind}, prompt {key[0]}, sample {key[1]}"
         if entry is None:
-            raise self.tape.lacks(what)
+            raise self.tape.lacks(question)
         if "failure" in entry or entry["response"] == digest_of(rollout.response_ids):
             return
-        tokens = entry.get("tokens")
-        differs = f": {first_difference(tokens, rollout.response_ids)}" if tokens else ""
+        taped_tokens = entry.get("tokens")
+        difference = (
+            f": {first_difference(taped_tokens, rollout.response_ids)}" if taped_tokens else ""
+        )
         raise TapeError(
-            f"{what}: the tape judges another response than this run has sampled in step "
-            f"{self.tape.step}{differs}. Another machine or version rounds otherwise; --skip_rollout keeps samples"
+            f"{question}: the tape judges another response than this run has sampled in step "
+            f"{self.tape.step}{difference}. Another machine or version rounds otherwise; --skip_rollout keeps samples"
         )
 
     def _ask_source(self, rollouts: list[Rollout], keys: Sequence[Key]) -> RewardOutput:
@@ -224,18 +229,28 @@ class TapedReward:
             failure = {"kind": type(error).__name__, "text": text, "goes_on": goes_on}
             self.tape.write({"kind": REWARD, "source": self.kind, "of": keys, "failure": failure})
             raise
-        rows = zip(keys, rollouts, range(len(rollouts)))
-        self.tape.write(*(self._entry(key, rollout, output, i) for key, rollout, i in rows))
+        numbered_rollouts = zip(keys, rollouts, range(len(rollouts)))
+        self.tape.write(
+            *(self._entry(key, rollout, output, index) for key, rollout, index in numbered_rollouts)
+        )
         return output
 
-    def _entry(self, key: Key, rollout: Rollout, output: RewardOutput, i: int) -> dict[str, Any]:
-        prompt, sample, number = key
-        entry: dict[str, Any] = {"kind": REWARD, "source": self.kind, "prompt": prompt}
-        entry |= {"sample": sample, "number": number, "score": output.scores[i]}
-        entry |= {"metrics": {name: values[i] for name, values in output.metrics.items()}}
-        entry |= {"texts": {name: texts[i] for name, texts in output.texts.items()}}
+    def _entry(
+        self, key: Key, rollout: Rollout, output: RewardOutput, index: int
+    ) -> dict[str, Any]:
+        prompt_index, stream, question_number = key
+        entry: dict[str, Any] = {"kind": REWARD, "source": self.kind, "prompt": prompt_index}
+        entry |= {"sample": stream, "number": question_number, "score": output.scores[index]}
+        entry |= {
+            "metrics": {
+                column_name: values[index] for column_name, values in output.metrics.items()
+            }
+        }
+        entry |= {
+            "texts": {column_name: texts[index] for column_name, texts in output.texts.items()}
+        }
         if output.token_scores is not None:
-            entry["token_scores"] = output.token_scores[i]
+            entry["token_scores"] = output.token_scores[index]
         entry["response"] = digest_of(rollout.response_ids)
         if rollout.turns is None:  # the turns of an episode are on the tape
             entry["tokens"] = rollout.response_ids
@@ -244,14 +259,19 @@ class TapedReward:
 
 def _output_of(entries: Sequence[Entry]) -> RewardOutput:
     """Return the answer that was given; raise the error that was raised."""
-    if failed := next((entry for entry in entries if "failure" in entry), None):
-        failure = failed["failure"]
-        kind = NonFiniteRewardError if failure["goes_on"] else RewardError
-        raise kind(failure["text"])
+    if failed_entry := next((entry for entry in entries if "failure" in entry), None):
+        failure = failed_entry["failure"]
+        error_type = NonFiniteRewardError if failure["goes_on"] else RewardError
+        raise error_type(failure["text"])
 
-    def columns(name: str) -> dict[str, list[Any]]:
-        names = dict.fromkeys(key for entry in entries for key in entry[name])
-        return {key: [entry[name].get(key) for entry in entries] for key in names}
+    def columns(column_name: str) -> dict[str, list[Any]]:
+        names = dict.fromkeys(
+            entry_column for entry in entries for entry_column in entry[column_name]
+        )
+        return {
+            entry_column: [entry[column_name].get(entry_column) for entry in entries]
+            for entry_column in names
+        }
 
     token_scores = None
     if any("token_scores" in entry for entry in entries):

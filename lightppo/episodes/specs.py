@@ -1,4 +1,4 @@
-"""The environments that a run names, loaded and looked at: which methods they have, and which are tools."""
+"""Environments that a run names, loaded and looked at: which methods they have, and which are tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTED = ("gym", "reasoning_gym", "skyrl_gym", "textworld", "openenv", "verifie
 
 @dataclass(eq=False)
 class EnvironmentSpec:
-    """One environment: how it is made, and what it offers."""
+    """Describe one environment: how it is made, and what it offers."""
 
     name: str
     where: str  # as texts name it
@@ -43,27 +43,31 @@ class EnvironmentSpec:
         else:
             self.check_types()
 
-    def look_at(self, kind: type) -> None:
+    def look_at(self, environment_class: type) -> None:
         """Find the methods of the class."""
-        self.kind = kind
-        if not callable(getattr(kind, "reset", None)):
-            raise ConfigError(f"{self.where}: {kind.__name__} has no method reset")
+        self.kind = environment_class
+        if not callable(getattr(environment_class, "reset", None)):
+            raise ConfigError(f"{self.where}: {environment_class.__name__} has no method reset")
         methods = {
-            name: Tool(
-                name,
-                getattr(kind, name),
-                where=f"{self.where}.{name}",
-                is_method=not isinstance(inspect.getattr_static(kind, name), staticmethod),
+            method_name: Tool(
+                method_name,
+                getattr(environment_class, method_name),
+                where=f"{self.where}.{method_name}",
+                is_method=not isinstance(
+                    inspect.getattr_static(environment_class, method_name), staticmethod
+                ),
             )
-            for name in self._method_names(kind)
+            for method_name in self._method_names(environment_class)
         }
         if self.is_agent and self.functions:
             raise ConfigError(
                 f"{self.where}: an agent program has tools of its own; leave out --tools"
             )
-        twice = methods.keys() & self.functions.keys()
-        if twice:
-            raise ConfigError(f"{self.where}: {', '.join(sorted(twice))} is in --tools, too")
+        doubled_names = methods.keys() & self.functions.keys()
+        if doubled_names:
+            raise ConfigError(
+                f"{self.where}: {', '.join(sorted(doubled_names))} is in --tools, too"
+            )
         self.tools = {**self.functions, **methods}
         self.check_types()
 
@@ -74,16 +78,25 @@ class EnvironmentSpec:
             if self.contract == "lightppo":
                 _ = tool.adapters
 
-    def _method_names(self, kind: type) -> list[str]:
-        """In the order of the source; in TRL's contract in its order."""
-        names = [name for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)]
+    def _method_names(self, environment_class: type) -> list[str]:
+        """Return the names of tools in the order of the source; in TRL's contract in its order."""
+        method_names = [
+            method_name
+            for method_name, _ in inspect.getmembers(
+                environment_class, predicate=inspect.isfunction
+            )
+        ]
         if self.contract == "lightppo":
-            written = [name for base in reversed(kind.__mro__) for name in vars(base)]
-            names.sort(key=written.index)
+            source_order = [
+                method_name
+                for base_class in reversed(environment_class.__mro__)
+                for method_name in vars(base_class)
+            ]
+            method_names.sort(key=source_order.index)
         return [
-            name
-            for name in names
-            if not name.startswith("_") and name not in RESERVED[self.contract]
+            method_name
+            for method_name in method_names
+            if not method_name.startswith("_") and method_name not in RESERVED[self.contract]
         ]
 
     def method(self, name: str) -> Callable[..., Any] | None:
@@ -100,37 +113,44 @@ class EnvironmentSpec:
     @property
     def is_async(self) -> bool:
         """Tell whether all of it runs in an event loop, so that it needs no thread."""
-        names = RESERVED[self.contract]
-        functions = [function for name in names if (function := self.method(name)) is not None]
-        functions += [tool.function for name, tool in self.tools.items() if name != PYTHON_TOOL]
+        reserved_names = RESERVED[self.contract]
+        functions = [
+            function
+            for method_name in reserved_names
+            if (function := self.method(method_name)) is not None
+        ]
+        functions += [
+            tool.function for method_name, tool in self.tools.items() if method_name != PYTHON_TOOL
+        ]
         return all(map(inspect.iscoroutinefunction, functions))
 
-    @property
-    def reset_names(self) -> tuple[set[str], set[str], bool]:
-        """Return columns that ``reset`` must have, those that it may have, and whether it takes all others, too."""
-        reset = self.method("reset")
-        if reset is None:
-            return set(), set(), False
-        static = isinstance(inspect.getattr_static(self.kind, "reset"), staticmethod)
-        parameters = list(inspect.signature(reset).parameters.values())[not static :]
-        named = [
-            one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        ]
-        needed = {one.name for one in named if one.default is one.empty}
-        others = any(one.kind == one.VAR_KEYWORD for one in parameters)
-        return needed, {one.name for one in named}, others
-
-    def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    def reset_arguments(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Return columns by name, and the seed for a ``reset`` that names it; a column ``seed`` comes first."""
-        needed, named, others = self.reset_names
-        given = {name: value for name, value in row.items() if others or name in named}
+        is_static = isinstance(inspect.getattr_static(self.kind, "reset"), staticmethod)
+        signature = inspect.signature(self.method("reset"))
+        parameters = list(signature.parameters.values())[not is_static :]
+        named = {
+            parameter.name: parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        takes_others = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+        arguments = {
+            name: value for name, value in columns.items() if takes_others or name in named
+        }
         if "seed" in named:
-            given.setdefault("seed", seed)
-        missing = needed - given.keys()
-        if missing:
-            has = ", ".join(row) or "none"
-            raise TypeError(f"reset takes {', '.join(sorted(missing))}; the row's columns: {has}")
-        return given
+            arguments.setdefault("seed", seed)
+        missing_names = [
+            name
+            for name in sorted(named.keys() - arguments.keys())
+            if named[name].default is inspect.Parameter.empty
+        ]
+        if missing_names:
+            column_names = ", ".join(columns) or "none"
+            raise TypeError(
+                f"reset takes {', '.join(missing_names)}; the row's columns: {column_names}"
+            )
+        return arguments
 
 
 def load_specs(
@@ -142,38 +162,42 @@ def load_specs(
     try:
         files = _objects_by_file(entries, tools)
         functions = _load_functions(tools, files)
-        specs: dict[str, EnvironmentSpec] = {}
+        environment_specs: dict[str, EnvironmentSpec] = {}
         for entry in entries:
-            for spec in _load_entry(entry, functions, contract, files):
-                if spec.name in specs:
+            for environment_spec in _load_entry(entry, functions, contract, files):
+                if environment_spec.name in environment_specs:
                     raise ConfigError(
-                        f"--env: two environments are named {spec.name!r}; write NAME=file.py:Class"
+                        f"--env: two environments are named {environment_spec.name!r}; write NAME=file.py:Class"
                     )
-                specs[spec.name] = spec
+                environment_specs[environment_spec.name] = environment_spec
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not specs:
+    if not environment_specs:
         if not functions:
             raise ConfigError("--env, --tools: name an environment or a tool")
-        specs[TOOLS_ONLY] = EnvironmentSpec(TOOLS_ONLY, "--tools", contract, functions=functions)
-    return specs
+        environment_specs[TOOLS_ONLY] = EnvironmentSpec(
+            TOOLS_ONLY, "--tools", contract, functions=functions
+        )
+    return environment_specs
 
 
 Files = dict[tuple[Path, str], Any]  # what is named, of files that each run once
 
 
 def _objects_by_file(entries: Sequence[Any], tools: Sequence[Any]) -> Files:
-    wanted: dict[Path, tuple[str, dict[str, None]]] = {}
-    for option, texts in (("--env", entries), ("--tools", tools)):
-        for text in texts:
-            for path, name in _names_of(text, option):
-                wanted.setdefault(path, (option, {}))[1][name] = None
+    requested_names: dict[Path, tuple[str, dict[str, None]]] = {}
+    for option, option_entries in (("--env", entries), ("--tools", tools)):
+        for entry in option_entries:
+            for path, object_name in _names_of(entry, option):
+                requested_names.setdefault(path, (option, {}))[1][object_name] = None
     return {
-        (path, name): target
-        for path, (option, names) in wanted.items()
-        for name, target in zip(names, load_python_objects(path, list(names), option=option))
+        (path, object_name): loaded_object
+        for path, (option, object_names) in requested_names.items()
+        for object_name, loaded_object in zip(
+            object_names, load_python_objects(path, list(object_names), option=option)
+        )
     }
 
 
@@ -181,18 +205,19 @@ def _names_of(entry: Any, option: str) -> list[tuple[Path, str]]:
     """Return file and name of each object that a text names; none of an object, a module or an adapter."""
     if not isinstance(entry, str) or (option == "--tools" and entry == PYTHON_TOOL):
         return []
-    spec = _split_name(entry)[1] if option == "--env" else entry
-    if spec.partition(":")[0] in ADAPTED:
+    python_spec = _split_name(entry)[1] if option == "--env" else entry
+    if python_spec.partition(":")[0] in ADAPTED:
         return []
-    head, _, names = spec.rpartition(":")
-    if not spec.endswith(".py") and not head.endswith(".py"):
+    file_part, _, object_names = python_spec.rpartition(":")
+    if not python_spec.endswith(".py") and not file_part.endswith(".py"):
         return []
-    if spec.endswith(".py"):
+    if python_spec.endswith(".py"):
         raise ConfigError(
-            f"{option} {spec}: name what it has: {spec}:{'Class' if option == '--env' else 'f,g'}"
+            f"{option} {python_spec}: name what it has: {python_spec}:{'Class' if option == '--env' else 'f,g'}"
         )
     return [
-        split_python_spec(f"{head}:{name.strip()}", "", option=option) for name in names.split(",")
+        split_python_spec(f"{file_part}:{object_name.strip()}", "", option=option)
+        for object_name in object_names.split(",")
     ]
 
 
@@ -210,15 +235,15 @@ def _load_functions(tools: Sequence[Any], files: Files) -> dict[str, Tool]:
             candidates = [(python, PYTHON_TOOL)]
         elif isinstance(entry, str):
             candidates = [
-                (files[path, name], f"{path.name}:{name}")
-                for path, name in _names_of(entry, "--tools")
+                (files[path, function_name], f"{path.name}:{function_name}")
+                for path, function_name in _names_of(entry, "--tools")
             ] or [(_from_module(entry, "--tools"), entry)]
         else:
             candidates = [(entry, getattr(entry, "__qualname__", str(entry)))]
-        for function, where in candidates:
+        for function, origin in candidates:
             if not callable(function) or isinstance(function, type):
-                raise ConfigError(f"--tools: {where} is of type {type(function).__name__}")
-            tool = Tool(getattr(function, "__name__", where), function, where=where)
+                raise ConfigError(f"--tools: {origin} is of type {type(function).__name__}")
+            tool = Tool(getattr(function, "__name__", origin), function, where=origin)
             if tool.name in functions:
                 raise ConfigError(f"--tools: two tools are named {tool.name!r}")
             functions[tool.name] = tool
@@ -230,68 +255,91 @@ def _load_entry(
 ) -> list[EnvironmentSpec]:
     if not isinstance(entry, str):
         return _specs_of(entry, None, getattr(entry, "__qualname__", ""), functions, contract)
-    name, spec = _split_name(entry)
-    prefix, _, rest = spec.partition(":")
+    name, entry_spec = _split_name(entry)
+    prefix, _, adapter_argument = entry_spec.partition(":")
     if prefix in ADAPTED:
         from lightppo.episodes.adapters import adapted
 
-        make, kind, own_name = adapted(prefix, rest)
-        return [EnvironmentSpec(name or own_name, spec, "lightppo", make, kind, functions)]
-    places = _names_of(entry, "--env")
-    if not places:
-        return _specs_of(_from_module(spec, "--env"), name, spec, functions, contract)
-    if name and len(places) > 1:
-        raise ConfigError(f"--env {entry}: one name for {len(places)} classes")
+        make_environment, environment_class, own_name = adapted(prefix, adapter_argument)
+        return [
+            EnvironmentSpec(
+                name or own_name,
+                entry_spec,
+                "lightppo",
+                make_environment,
+                environment_class,
+                functions,
+            )
+        ]
+    file_objects = _names_of(entry, "--env")
+    if not file_objects:
+        return _specs_of(_from_module(entry_spec, "--env"), name, entry_spec, functions, contract)
+    if name and len(file_objects) > 1:
+        raise ConfigError(f"--env {entry}: one name for {len(file_objects)} classes")
     return [
-        one
-        for path, own in places
-        for one in _specs_of(files[path, own], name, f"{path.name}:{own}", functions, contract)
+        environment_spec
+        for path, object_name in file_objects
+        for environment_spec in _specs_of(
+            files[path, object_name], name, f"{path.name}:{object_name}", functions, contract
+        )
     ]
 
 
-def _from_module(spec: str, option: str) -> Any:
-    module, colon, name = spec.partition(":")
+def _from_module(python_spec: str, option: str) -> Any:
+    module, colon, name = python_spec.partition(":")
     if not colon or not re.fullmatch(r"[\w.]+", module):
-        raise ConfigError(f"{option}: {spec!r} is not of the form file.py:Name or package:Name")
+        raise ConfigError(
+            f"{option}: {python_spec!r} is not of the form file.py:Name or package:Name"
+        )
     try:
-        target: Any = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
+        loaded_object: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            loaded_object = getattr(loaded_object, attribute)
     except BaseException as error:  # whatever importing it raises
         if not is_users_fault(error):
             raise
-        raise ConfigError(f"{option} {spec}: {error_text(error)}") from error
-    return target
+        raise ConfigError(f"{option} {python_spec}: {error_text(error)}") from error
+    return loaded_object
 
 
 def _specs_of(
-    target: Any, name: str | None, where: str, functions: dict[str, Tool], contract: Contract
+    target: Any, name: str | None, origin: str, functions: dict[str, Tool], contract: Contract
 ) -> list[EnvironmentSpec]:
     if isinstance(target, Mapping):  # TRL's: name → class, or a function that makes one
         if name:
-            raise ConfigError(f"--env: {where} has names of its own; leave out {name}=")
+            raise ConfigError(f"--env: {origin} has names of its own; leave out {name}=")
         return [
-            one
-            for key, made in target.items()
-            for one in _specs_of(made, str(key), f"{where}[{key!r}]", functions, contract)
+            environment_spec
+            for entry_name, entry_target in target.items()
+            for environment_spec in _specs_of(
+                entry_target, str(entry_name), f"{origin}[{entry_name!r}]", functions, contract
+            )
         ]
     if not callable(target):
-        raise ConfigError(f"--env: {where} is of type {type(target).__name__}, not a class")
+        raise ConfigError(f"--env: {origin} is of type {type(target).__name__}, not a class")
     from lightppo.episodes.adapters import adapter_of
 
-    make, kind, own_contract = adapter_of(target) or (target, _kind_of(target, where), contract)
-    own_name = getattr(target, "__name__", where)
-    return [EnvironmentSpec(name or own_name, where, own_contract, make, kind, functions)]
+    make_environment, environment_class, own_contract = adapter_of(target) or (
+        target,
+        _kind_of(target, origin),
+        contract,
+    )
+    own_name = getattr(target, "__name__", origin)
+    return [
+        EnvironmentSpec(
+            name or own_name, origin, own_contract, make_environment, environment_class, functions
+        )
+    ]
 
 
-def _kind_of(target: Any, where: str) -> type | None:
+def _kind_of(target: Any, origin: str) -> type | None:
     """Return the class itself, or the one that a function says it returns."""
     if isinstance(target, type):
         return target
     try:
-        hint = typing.get_type_hints(target).get("return")
+        return_type = typing.get_type_hints(target).get("return")
     except Exception as error:
-        raise ConfigError(f"--env: {where}: {error_text(error)}") from error
-    if isinstance(hint, type) and hasattr(hint, "reset"):
-        return hint
+        raise ConfigError(f"--env: {origin}: {error_text(error)}") from error
+    if isinstance(return_type, type) and hasattr(return_type, "reset"):
+        return return_type
     return None

@@ -1,4 +1,4 @@
-"""The tape of one rank: where it stands, what it holds of the present step, and what is added to it.
+"""Tape of one rank: where it stands, what it holds of the present step, and what is added to it.
 
 A step that is done again, after a crash or by ``lightppo replay``, finds its replies here. An episode answers from the
 tape if its last entry is there; one that broke off is played again from its start, because nothing else would bring
@@ -63,10 +63,14 @@ def tape_of(ranks: Ranks, config: Any) -> Tape | None:
     if not wants_tape(config):
         return None
     if ranks not in _tapes:
-        source = config.tape.tape_from
-        folder = Path(source).expanduser() if source else local_folder(config.checkpoint.save_path)
-        place = (folder / FOLDER, ranks.get_rank(), ranks.world_size)
-        _tapes[ranks] = Tape(*place, plays=source is not None)
+        source_folder = config.tape.tape_from
+        folder = (
+            Path(source_folder).expanduser()
+            if source_folder
+            else local_folder(config.checkpoint.save_path)
+        )
+        tape_place = (folder / FOLDER, ranks.get_rank(), ranks.world_size)
+        _tapes[ranks] = Tape(*tape_place, plays=source_folder is not None)
     return _tapes[ranks]
 
 
@@ -79,7 +83,7 @@ def wants_tape(config: Any) -> bool:
 
 
 class KnownEnd(NamedTuple):
-    """Where a rank's files ended when a checkpoint was saved."""
+    """Say where a rank's files ended when a checkpoint was saved."""
 
     head: Head
     run: str  # the name of the run that saved it
@@ -87,7 +91,7 @@ class KnownEnd(NamedTuple):
 
 
 class Tape:
-    """What one rank was told from outside.
+    """Keep what one rank was told from outside.
 
     Args:
         folder: of the files.
@@ -140,9 +144,9 @@ class Tape:
                 self.step = step
                 self._strip = None
                 self._forget()
-                path = self.folder / file_name(step, self.rank, self.ranks)
-                if path.is_file():
-                    self._take_up(path)
+                file_path = self.folder / file_name(step, self.rank, self.ranks)
+                if file_path.is_file():
+                    self._take_up(file_path)
             self.phase = phase
             self._batches = 0
             self._question_counts = Counter()
@@ -153,17 +157,17 @@ class Tape:
         return self._batches - 1
 
     def _first_header(self) -> Entry:
-        for path in files_of(self.folder, self.rank, self.ranks).values():
-            if entries := read_strip(path).entries:
+        for file_path in files_of(self.folder, self.rank, self.ranks).values():
+            if entries := read_strip(file_path).entries:
                 return entries[0]
         raise TapeError(f"{self.folder}: no file of rank {self.rank} of {self.ranks} is whole")
 
-    def _take_up(self, path: Path) -> None:
-        strip = read_strip(path)
+    def _take_up(self, file_path: Path) -> None:
+        strip = read_strip(file_path)
         if strip.torn:
             logger.warning(
                 "%s ends in the middle of a line, as after a crash: the last %d bytes are left out",
-                path,
+                file_path,
                 strip.torn,
             )
         if self.plays:
@@ -179,20 +183,20 @@ class Tape:
     def _goes_on_with(self, strip: Strip) -> bool:
         """Tell whether this run has written the file, as it stands now; else the file is set aside."""
         if self.head is not None and self.head.step == self.step:
-            fits = bool(strip.entries) and strip.head == self.head
+            follows = bool(strip.entries) and strip.head == self.head
         else:
-            fits = bool(strip.entries) and strip.before == self._end
-        if fits:
+            follows = bool(strip.entries) and strip.before == self._end
+        if follows:
             self.head = strip.head
             os.truncate(strip.path, strip.size)
             return True
-        aside = _free_name(strip.path)
-        files_in_use().rename(strip.path, aside)
+        new_path = _free_name(strip.path)
+        files_in_use().rename(strip.path, new_path)
         if strip.entries:
             logger.warning(
                 "%s follows other replies than this run has had: it is kept as %s, and step %d is played again",
                 strip.path,
-                aside.name,
+                new_path.name,
                 self.step,
             )
         return False
@@ -207,25 +211,27 @@ class Tape:
     def _index(self, entry: Entry) -> None:
         if entry["kind"] == REWARD:
             # The entry is of a batch, or of one sample.
-            samples = entry["of"] if "of" in entry else [_sample_of(entry)]
-            for prompt, sample, number in samples:
-                self._rewards[entry["phase"], entry["source"], prompt, sample, number] = entry
+            samples = entry.get("of")
+            if samples is None:
+                samples = [(entry["prompt"], entry["sample"], entry["number"])]
+            for sample in samples:
+                self._rewards[entry["phase"], entry["source"], *sample] = entry
         elif entry["kind"] == GIVEN_UP:
             if not self.plays:
                 self._forget_failures(entry["phase"])
         elif entry["kind"] != HEADER:
-            key = (entry["phase"], entry["batch"], entry["prompt"], entry["sample"])
-            self._takes[key].setdefault(entry["take"], []).append(entry)
+            episode_key = (entry["phase"], entry["batch"], entry["prompt"], entry["sample"])
+            self._takes[episode_key].setdefault(entry["take"], []).append(entry)
 
     def _forget_failures(self, phase: Phase) -> None:
         """Forget what failed so far: the run was started again because it may succeed by now."""
-        for key, takes in self._takes.items():
-            for entries in takes.values() if key[0] == phase else ():
-                if _has_failed(entries):
+        for episode_key, takes in self._takes.items():
+            for entries in takes.values():
+                if episode_key[0] == phase and _has_failed(entries):
                     entries.pop()  # its end: it is as if it had broken off
-        for key, entry in list(self._rewards.items()):
-            if key[0] == phase and ("failure" in entry or entry["score"] is None):
-                del self._rewards[key]
+        for episode_key, entry in list(self._rewards.items()):
+            if episode_key[0] == phase and ("failure" in entry or entry["score"] is None):
+                del self._rewards[episode_key]
 
     # -- write -------------------------------------------------------------------------------------------------------
 
@@ -238,8 +244,8 @@ class Tape:
         with self._lock:
             if self.plays or self.step is None:
                 return
-            place = {"phase": self.phase, "step": self.step}
-            self._append([{"kind": entry["kind"], **place, **entry} for entry in entries])
+            position = {"phase": self.phase, "step": self.step}
+            self._append([{"kind": entry["kind"], **position, **entry} for entry in entries])
 
     def give_up(self) -> None:
         """Note that what failed so far in this step ends the run; a run that goes on asks it again."""
@@ -261,8 +267,8 @@ class Tape:
         except OSError as error:
             self._break_off()
             raise self._unwritable(error) from error
-        count = self.head.records if self._strip else 0
-        self.head = Head(self.step, count + len(entries), hashes[-1])
+        earlier_records = self.head.records if self._strip else 0
+        self.head = Head(self.step, earlier_records + len(entries), hashes[-1])
 
     def _break_off(self) -> None:
         """Write no more: a line may be torn, and nothing follows it."""
@@ -277,20 +283,20 @@ class Tape:
         )
 
     def _open(self) -> None:
-        path = self.folder / file_name(self.step, self.rank, self.ranks)
+        file_path = self.folder / file_name(self.step, self.rank, self.ranks)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = file_path.open("ab")
         except OSError as error:
             raise self._unwritable(error) from error
-        self._unsynced.add(path)
+        self._unsynced.add(file_path)
         if self._strip is not None:
             return
         header = {"kind": HEADER, "version": VERSION, "run": self.run, "step": self.step}
         header |= {"rank": self.rank, "ranks": self.ranks, "before": self._end}
         header |= {"environments": self.environments, "sources": self.sources}
         self._append([header])
-        self._strip = Strip(path)
+        self._strip = Strip(file_path)
 
     @property
     def _end(self) -> str | None:
@@ -304,146 +310,150 @@ class Tape:
     def settle(self) -> dict[str, Any] | None:
         """See that all that was written is on disk; return the end of the tape, for a checkpoint."""
         with self._lock:
-            for path in (*self._unsynced, *{path.parent for path in self._unsynced}):
-                handle = os.open(path, os.O_RDONLY)
+            for file_path in (*self._unsynced, *{file_path.parent for file_path in self._unsynced}):
+                descriptor = os.open(file_path, os.O_RDONLY)
                 try:
-                    os.fsync(handle)
+                    os.fsync(descriptor)
                 except OSError as error:
                     raise self._unwritable(error) from error
                 finally:
-                    os.close(handle)
+                    os.close(descriptor)
             self._unsynced.clear()
             if self._end is None:
                 return None
-            end = self.head or Head(0, 0, self._end)
-            return {**asdict(end), "ranks": self.ranks, "rank": self.rank}
+            tape_end = self.head or Head(0, 0, self._end)
+            return {**asdict(tape_end), "ranks": self.ranks, "rank": self.rank}
 
     def close(self) -> None:
-        """The run has ended."""
+        """End the tape with the run."""
         with self._lock:
             self._close()
             self.step = None
 
     # -- a run that goes on ------------------------------------------------------------------------------------------
 
-    def go_on(self, end: Mapping[str, Any] | None, where: str) -> None:
-        """Go on from the end that a checkpoint, ``where``, knows.
+    def go_on(self, saved_end: Mapping[str, Any] | None, checkpoint: str) -> None:
+        """Go on from the end that a ``checkpoint`` knows.
 
         Raises:
             TapeError: the file of that end was altered.
         """
-        if end is None:
+        if saved_end is None:
             return
-        if not end["records"]:  # of another number of ranks, see share_out
-            self._before = end["hash"]
+        if not saved_end["records"]:  # of another number of ranks, see share_out
+            self._before = saved_end["hash"]
             return
-        self.head = Head.of(end)
-        path = self.folder / file_name(end["step"], self.rank, self.ranks)
-        if not path.is_file():
-            logger.warning("%s, which %s knows, is missing: the tape begins anew", path, where)
+        self.head = Head.of(saved_end)
+        file_path = self.folder / file_name(saved_end["step"], self.rank, self.ranks)
+        if not file_path.is_file():
+            logger.warning(
+                "%s, which %s knows, is missing: the tape begins anew", file_path, checkpoint
+            )
             return
-        strip = read_strip(path)
-        check_head(strip, self.head, where)
+        strip = read_strip(file_path)
+        check_head(strip, self.head, checkpoint)
         self.head = strip.head
 
-    def check_past(self, last: int) -> None:
-        """Read all files of steps that are done, up to ``last``; those that are missing are named in a warning.
+    def check_past(self, last_step: int) -> None:
+        """Read all files of steps that are done, up to ``last_step``; those that are missing are named in a warning.
 
         Raises:
             TapeError: it names the line that was altered.
         """
-        for number in numbers_of_ranks(self.folder):
+        for rank_count in numbers_of_ranks(self.folder):
             # Files of another number of ranks are shared out.
-            for rank in range(self.rank, number, self.ranks):
-                for where in missing_files(self.folder, rank, number, last):
+            for rank in range(self.rank, rank_count, self.ranks):
+                for gap in missing_files(self.folder, rank, rank_count, last_step):
                     logger.warning(
                         "%s: files of rank %d of %d are missing %s: these steps cannot be replayed",
                         self.folder,
                         rank,
-                        number,
-                        where,
+                        rank_count,
+                        gap,
                     )
 
     def share_out(self, ends: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
         """Return what the files of another number of ranks end with, as one hash that each new rank begins with."""
-        hashes = [end["hash"] if end else "" for end in ends]
-        joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
-        return {"step": 0, "records": 0, "hash": joined, "ranks": len(ends), "rank": -1}
+        hashes = [rank_end["hash"] if rank_end else "" for rank_end in ends]
+        joined_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        return {"step": 0, "records": 0, "hash": joined_hash, "ranks": len(ends), "rank": -1}
 
-    def set_aside(self, after: int, ranks: int) -> None:
+    def set_aside(self, last_step: int, ranks: int) -> None:
         """Set aside files of so many ranks of steps that this number of ranks does again. For rank 0."""
         for rank in range(ranks):
-            for step, path in files_of(self.folder, rank, ranks).items():
-                if step > after:
-                    files_in_use().rename(path, _free_name(path))
+            for step, file_path in files_of(self.folder, rank, ranks).items():
+                if step > last_step:
+                    files_in_use().rename(file_path, _free_name(file_path))
 
-    def check(self, after: int, known: Sequence[KnownEnd] = ()) -> None:
+    def check(self, last_step: int, known_ends: Sequence[KnownEnd] = ()) -> None:
         """Read all files of later steps; TapeError names the line that is not as it was written."""
-        before = self.head and self.head.hash
-        for step, path in files_of(self.folder, self.rank, self.ranks).items():
-            if step <= after:
+        previous_hash = self.head and self.head.hash
+        for step, file_path in files_of(self.folder, self.rank, self.ranks).items():
+            if step <= last_step:
                 continue
-            strip = read_strip(path)
-            check_follows(strip, before)
-            for end in known:
-                if end.head.step == step and strip.entries and end.run == strip.entries[0]["run"]:
-                    check_head(strip, end.head, end.where)
+            strip = read_strip(file_path)
+            check_follows(strip, previous_hash)
+            for known_end in known_ends:
+                if (
+                    known_end.head.step == step
+                    and strip.entries
+                    and known_end.run == strip.entries[0]["run"]
+                ):
+                    check_head(strip, known_end.head, known_end.where)
             if strip.entries:
-                before = strip.head.hash
+                previous_hash = strip.head.hash
 
     # -- answer ------------------------------------------------------------------------------------------------------
 
-    def whole_take(self, key: tuple[Any, ...]) -> list[Entry] | None:
-        """Return the entries of an episode: ``key`` is its batch, prompt and sample. None: it broke off, or is not there.
+    def whole_take(self, episode_key: tuple[Any, ...]) -> list[Entry] | None:
+        """Return the entries of an episode, by its batch, prompt and sample. None: it broke off, or is not there.
 
         A tape that plays answers with what it has of an episode that broke off, too.
         """
-        takes = self._takes.get((self.phase, *key), {})
-        whole = [entries for entries in takes.values() if entries[-1]["kind"] == END]
-        if self.plays and not whole:
+        takes = self._takes.get((self.phase, *episode_key), {})
+        whole_takes = [entries for entries in takes.values() if entries[-1]["kind"] == END]
+        if self.plays and not whole_takes:
             return takes[max(takes)] if takes else []
-        return whole[-1] if whole else None
+        return whole_takes[-1] if whole_takes else None
 
-    def next_take(self, key: tuple[Any, ...]) -> int:
+    def next_take(self, episode_key: tuple[Any, ...]) -> int:
         """Return the number of the next take of an episode."""
-        return max(self._takes.get((self.phase, *key), {0: ()})) + 1
+        return max(self._takes.get((self.phase, *episode_key), {0: ()})) + 1
 
-    def number_of_asking(self, source: str, prompt: int, sample: int) -> int:
+    def number_of_asking(self, source: str, prompt_index: int, stream: int) -> int:
         """Return how often a source was asked for this sample in this step before; counts."""
         with self._lock:
-            self._question_counts[source, prompt, sample] += 1
-            return self._question_counts[source, prompt, sample] - 1
+            self._question_counts[source, prompt_index, stream] += 1
+            return self._question_counts[source, prompt_index, stream] - 1
 
-    def reward(self, source: str, prompt: int, sample: int, number: int) -> Entry | None:
+    def reward(
+        self, source: str, prompt_index: int, stream: int, question_number: int
+    ) -> Entry | None:
         """Return the last answer of a source about a sample."""
-        return self._rewards.get((self.phase, source, prompt, sample, number))
+        return self._rewards.get((self.phase, source, prompt_index, stream, question_number))
 
-    def lacks(self, what: str) -> TapeError:
+    def lacks(self, question: str) -> TapeError:
         """Return the error of a tape that plays, and has no answer."""
-        path = self.folder / file_name(self.step, self.rank, self.ranks)
+        file_path = self.folder / file_name(self.step, self.rank, self.ranks)
         return TapeError(
-            f"{path} has no answer: {what}, in step {self.step}: the run that wrote it did not come so far, or was "
+            f"{file_path} has no answer: {question}, in step {self.step}: the run that wrote it did not come so far, or was "
             "another one. lightppo replay --ask_again asks the environments"
         )
 
 
-def _sample_of(entry: Entry) -> tuple[int, int, int]:
-    return entry["prompt"], entry["sample"], entry["number"]
-
-
 def _has_failed(entries: Sequence[Entry]) -> bool:
     """Tell whether an episode has ended, and its last try failed."""
-    end = entries[-1]
-    return end["kind"] == END and any(
-        "failure" in entry and entry["try"] == end["tries"] - 1 for entry in entries
+    last_entry = entries[-1]
+    return last_entry["kind"] == END and any(
+        "failure" in entry and entry["try"] == last_entry["tries"] - 1 for entry in entries
     )
 
 
-def _free_name(path: Path) -> Path:
+def _free_name(file_path: Path) -> Path:
     """Return a name beside a file for what is kept of it."""
-    numbers = range(1, 1 + len(list(path.parent.iterdir())))
-    names = (path.with_name(f"aside{number}_{path.name}") for number in numbers)
-    return next(name for name in names if not name.exists())
+    numbers = range(1, 1 + len(list(file_path.parent.iterdir())))
+    candidates = (file_path.with_name(f"aside{number}_{file_path.name}") for number in numbers)
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def digest_of(ids: Sequence[int]) -> str:
@@ -451,12 +461,12 @@ def digest_of(ids: Sequence[int]) -> str:
     return hashlib.sha256(array.array("q", ids)).hexdigest()[:16]
 
 
-def first_difference(was: Sequence[int], now: Sequence[int]) -> str:
+def first_difference(taped_ids: Sequence[int], current_ids: Sequence[int]) -> str:
     """Return which token differs, in words."""
-    for place, (old, new) in enumerate(zip(was, now)):
-        if old != new:
-            return f"token {place} was {old}, is {new}"
-    return f"there were {len(was)} tokens, there are {len(now)}"
+    for position, (taped_id, current_id) in enumerate(zip(taped_ids, current_ids)):
+        if taped_id != current_id:
+            return f"token {position} was {taped_id}, is {current_id}"
+    return f"there were {len(taped_ids)} tokens, there are {len(current_ids)}"
 
 
 def tape_callback(run: Any) -> TapeCallback | None:
@@ -469,17 +479,21 @@ def tape_callback(run: Any) -> TapeCallback | None:
 
 def asks_outside(config: Any) -> bool:
     """Tell whether the tape has something of the run: of its environments, tools, or sources of rewards."""
-    flat = config.flat()
-    judge = evaluation_config(config)
-    if flat.get("env") or flat.get("tools"):
+    options = config.flat()
+    judging_config = evaluation_config(config)
+    if options.get("env") or options.get("tools"):
         return True
-    sources = reward_sources(config) + ([] if judge is None else reward_sources(judge))
-    wanted = ("yes", "perhaps") if flat["tape"] == "all" or flat["tape_from"] else ("yes",)
-    return any(REWARDS[name].outside in wanted for name in sources)
+    source_names = reward_sources(config)
+    if judging_config is not None:
+        source_names = source_names + reward_sources(judging_config)
+    taped_kinds = ["yes"]
+    if options["tape"] == "all" or options["tape_from"]:
+        taped_kinds.append("perhaps")
+    return any(REWARDS[source_name].outside in taped_kinds for source_name in source_names)
 
 
 class TapeCallback(Callback):
-    """Tells the tape which step it is, and checkpoints where the tape ends."""
+    """Tell the tape which step it is, and checkpoints where the tape ends."""
 
     def __init__(self, run: Any, tape: Tape) -> None:
         self.run = run
@@ -529,24 +543,28 @@ class TapeCallback(Callback):
 
 def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
     """Return what each checkpoint of the run whose tape plays knows of the end of this rank's files."""
-    part = Path(part_folder(_checkpoints_of(tape.folder.parent)))
-    known = []
-    for tag in list_tags(part) if part.is_dir() else ():
-        state = read_client_state(part / tag)
-        ends = state.get("tape") or []
-        if len(ends) == tape.ranks and ends[tape.rank] is not None:
-            known.append(KnownEnd(Head.of(ends[tape.rank]), state["run"], str(part / tag)))
-    return known
+    checkpoint_folder = Path(part_folder(_checkpoints_of(tape.folder.parent)))
+    known_ends: list[KnownEnd] = []
+    if not checkpoint_folder.is_dir():
+        return known_ends
+    for tag in list_tags(checkpoint_folder):
+        state = read_client_state(checkpoint_folder / tag)
+        rank_ends = state.get("tape") or []
+        if len(rank_ends) == tape.ranks and rank_ends[tape.rank] is not None:
+            known_ends.append(
+                KnownEnd(Head.of(rank_ends[tape.rank]), state["run"], str(checkpoint_folder / tag))
+            )
+    return known_ends
 
 
-def _checkpoints_of(run: Path) -> Path:
+def _checkpoints_of(run_folder: Path) -> Path:
     """Return the ``--ckpt_path`` of a run, which may have been moved together with it."""
-    recorded = run / "run_config.resolved.yaml"
-    if not recorded.is_file():
-        return run
-    options = yaml.safe_load(recorded.read_text())
-    given = options["ckpt_path"]
-    if is_url(given) or is_url(options["save_path"]):
-        return run / Path(given).name
-    beside = run / os.path.relpath(given, options["save_path"])
-    return beside if beside.is_dir() else local_folder(given)
+    config_file = run_folder / "run_config.resolved.yaml"
+    if not config_file.is_file():
+        return run_folder
+    options = yaml.safe_load(config_file.read_text())
+    checkpoint_path = options["ckpt_path"]
+    if is_url(checkpoint_path) or is_url(options["save_path"]):
+        return run_folder / Path(checkpoint_path).name
+    sibling_folder = run_folder / os.path.relpath(checkpoint_path, options["save_path"])
+    return sibling_folder if sibling_folder.is_dir() else local_folder(checkpoint_path)

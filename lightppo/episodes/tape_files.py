@@ -1,4 +1,4 @@
-"""The files of a tape: a JSON object a line, each with a hash of itself and of the line before.
+"""Files of a tape: a JSON object a line, each with a hash of itself and of the line before.
 
 ``tape/step3_rank0of2.jsonl`` holds what rank 0 of 2 was told in step 3, and in the evaluation behind it. Its first
 line holds the hash of the last line of the file before. A checkpoint keeps the hash of the last line so far, so an
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ Entry = dict[str, Any]
 
 
 class TapeError(UserError, RuntimeError):
-    """A tape was altered, or does not have the answer to what a run asks."""
+    """Say that a tape was altered, or does not have the answer to what a run asks."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The end of a tape: a checkpoint keeps it. Of no records: there is none yet."""
+    """Hold the end of a tape, for a checkpoint. Of no records: there is none yet."""
 
     step: int  # of the file
     records: int  # lines of it, the first one included
@@ -51,7 +51,7 @@ class Head:
 
 @dataclass
 class Strip:
-    """The content of one file, whose hashes are right."""
+    """Hold the content of one file, whose hashes are right."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -73,28 +73,30 @@ def file_name(step: int, rank: int, ranks: int) -> str:
     return f"step{step}_rank{rank}of{ranks}.jsonl"
 
 
+def _all_files(folder: Path) -> Iterator[tuple[int, int, int, Path]]:
+    """Yield step, rank, number of ranks and path."""
+    for path in folder.glob("step*.jsonl"):
+        if name_match := _NAME.fullmatch(path.name):
+            step, rank, ranks = map(int, name_match.groups())
+            yield step, rank, ranks, path
+
+
 def files_of(folder: Path, rank: int, ranks: int) -> dict[int, Path]:
     """Return a rank's files by step, in order."""
-    names = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("step*.jsonl"))
-    places = {int(name[1]): path for path, name in names if name and _is_of(name, rank, ranks)}
-    return dict(sorted(places.items()))
+    files = _all_files(folder)
+    return dict(sorted((step, path) for step, *writer, path in files if writer == [rank, ranks]))
 
 
 def numbers_of_ranks(folder: Path) -> set[int]:
     """Return how many ranks have written the tape; several where a run went on with another number."""
-    names = (_NAME.fullmatch(path.name) for path in folder.glob("step*.jsonl"))
-    return {int(name[3]) for name in names if name}
-
-
-def _is_of(name: re.Match[str], rank: int, ranks: int) -> bool:
-    return (int(name[2]), int(name[3])) == (rank, ranks)
+    return {ranks for _, _, ranks, _ in _all_files(folder)}
 
 
 # -- write -----------------------------------------------------------------------------------------------------------
 
 
-def chained(entries: Iterable[Mapping[str, Any]], before: str) -> tuple[bytes, list[str]]:
-    """Return the lines of entries that follow a line with the hash ``before``, and their hashes.
+def chained(entries: Iterable[Mapping[str, Any]], previous_hash: str) -> tuple[bytes, list[str]]:
+    """Return the lines of entries that follow a line with the hash ``previous_hash``, and their hashes.
 
     Raises:
         TypeError: JSON cannot hold a value.
@@ -103,14 +105,14 @@ def chained(entries: Iterable[Mapping[str, Any]], before: str) -> tuple[bytes, l
     hashes = []
     for entry in entries:
         body = _encode(entry).encode()
-        before = _hash(before, body)
-        hashes.append(before)
-        lines.append(body[:-1] + b',"hash":"' + before.encode() + b'"}\n')
+        previous_hash = _hash(previous_hash, body)
+        hashes.append(previous_hash)
+        lines.append(body[:-1] + b',"hash":"' + previous_hash.encode() + b'"}\n')
     return b"".join(lines), hashes
 
 
-def _hash(before: str, body: bytes) -> str:
-    return hashlib.sha256(before.encode() + body).hexdigest()
+def _hash(previous_hash: str, body: bytes) -> str:
+    return hashlib.sha256(previous_hash.encode() + body).hexdigest()
 
 
 # -- read ------------------------------------------------------------------------------------------------------------
@@ -126,31 +128,33 @@ def read_strip(path: Path, whole: bool = True) -> Strip:
         TapeError: it names the line that was altered, and which reply it holds.
     """
     strip = Strip(path)
-    before = ""
-    data = path.read_bytes()
-    lines = data.split(b"\n")
+    previous_hash = ""
+    file_bytes = path.read_bytes()
+    lines = file_bytes.split(b"\n")
     strip.torn = len(lines.pop())
     for number, line in enumerate(lines, start=1):
-        tail = _TAIL.search(line)
-        body = line[: tail.start()] + b"}" if tail else line
-        if tail is None or _hash(before, body) != tail[1].decode():
+        hash_match = _TAIL.search(line)
+        body = line[: hash_match.start()] + b"}" if hash_match else line
+        if hash_match is None or _hash(previous_hash, body) != hash_match[1].decode():
             raise TapeError(_altered(path, number, line, strip.entries))
-        before = tail[1].decode()
+        previous_hash = hash_match[1].decode()
         if whole or not strip.entries:
             strip.entries.append(json.loads(body))
-        strip.hashes.append(before)
-    strip.size = len(data) - strip.torn
+        strip.hashes.append(previous_hash)
+    strip.size = len(file_bytes) - strip.torn
     _check_header(strip)
     return strip
 
 
-def _altered(path: Path, number: int, line: bytes, earlier: list[Entry]) -> str:
+def _altered(path: Path, number: int, line: bytes, earlier_entries: list[Entry]) -> str:
     try:
-        what = described(json.loads(line))
+        content = described(json.loads(line))
     except (ValueError, TypeError, AttributeError):
-        what = f"it is no JSON; the line before: {described(earlier[-1])}" if earlier else "no JSON"
+        content = "no JSON"
+        if earlier_entries:
+            content = f"it is no JSON; the line before: {described(earlier_entries[-1])}"
     return (
-        f"{path}:{number} was altered, or a line before it is missing: {what}. Restore the file; a run that "
+        f"{path}:{number} was altered, or a line before it is missing: {content}. Restore the file; a run that "
         "goes on can also do without it: move it away. Steps that are done then cannot be replayed; for others, "
         "replies are asked for again"
     )
@@ -167,83 +171,89 @@ def _check_header(strip: Strip) -> None:
 
 def described(entry: Mapping[str, Any]) -> str:
     """Return which reply an entry holds, in words."""
-    named = [f"{key} {entry[key]}" for key in _KEYS if key in entry]
-    return f"{entry.get('kind', 'entry')} of {', '.join(named)}"
+    named_fields = [
+        f"{field_name} {entry[field_name]}" for field_name in _KEYS if field_name in entry
+    ]
+    return f"{entry.get('kind', 'entry')} of {', '.join(named_fields)}"
 
 
-def check_follows(strip: Strip, before: str | None) -> None:
+def check_follows(strip: Strip, previous_hash: str | None) -> None:
     """Raise TapeError where a file does not begin where the one before ends; None: there is none."""
-    if None not in (before, strip.before) and strip.before != before:
+    if None not in (previous_hash, strip.before) and strip.before != previous_hash:
         raise TapeError(
             f"{strip.path}:1 does not follow the end of the file before: lines of one of them were "
             "altered or are missing"
         )
 
 
-def check_head(strip: Strip, head: Head, where: str) -> None:
-    """Raise TapeError where a file is not as a checkpoint, ``where``, knows it; it may have more lines by now."""
+def check_head(strip: Strip, head: Head, checkpoint: str) -> None:
+    """Raise TapeError where a file is not as a ``checkpoint`` knows it; it may have more lines by now."""
     if len(strip.hashes) < head.records:
         raise TapeError(
-            f"{strip.path} has {len(strip.hashes)} lines, and {where} knows {head.records}: restore the file"
+            f"{strip.path} has {len(strip.hashes)} lines, and {checkpoint} knows {head.records}: restore the file"
         )
     if strip.hashes[head.records - 1] != head.hash:
         raise TapeError(
-            f"{strip.path}: one of its first {head.records} lines is not as {where} knows it: restore the file"
+            f"{strip.path}: one of its first {head.records} lines is not as {checkpoint} knows it: restore the file"
         )
 
 
-def missing_files(folder: Path, rank: int, ranks: int, last: int) -> list[str]:
-    """Read a rank's files up to the step ``last``; where files are missing between them, in words.
+def missing_files(folder: Path, rank: int, ranks: int, last_step: int) -> list[str]:
+    """Read a rank's files up to ``last_step``; where files are missing between them, in words.
 
     Raises:
         TapeError: it names the line that was altered.
     """
-    others = {
+    other_steps = {
         step
-        for number in numbers_of_ranks(folder) - {ranks}
-        for step in files_of(folder, 0, number)
+        for rank_count in numbers_of_ranks(folder) - {ranks}
+        for step in files_of(folder, 0, rank_count)
     }
-    missing: list[str] = []
-    earlier: Strip | None = None
-    at = -1  # its step
+    gaps: list[str] = []
+    previous_strip: Strip | None = None
+    previous_step = -1  # its step
     for step, path in files_of(folder, rank, ranks).items():
-        strip = read_strip(path, whole=False) if step <= last else None
-        if strip is None or not strip.entries:
+        if step > last_step:
+            break
+        strip = read_strip(path, whole=False)
+        if not strip.entries:
             continue
-        end = None if earlier is None else earlier.hashes[-1]
+        previous_hash = None if previous_strip is None else previous_strip.hashes[-1]
         # Between two numbers of ranks a file begins with the ends of all.
-        if strip.before not in (None, end) and not any(at < other < step for other in others):
-            if earlier is not None and at == step - 1:
-                check_follows(strip, end)
-            since = "" if earlier is None else f"behind step {at} and "
-            missing.append(f"{since}before step {step}")
-        earlier = strip
-        at = step
-    return missing
+        if strip.before not in (None, previous_hash) and not any(
+            previous_step < other_step < step for other_step in other_steps
+        ):
+            if previous_strip is not None and previous_step == step - 1:
+                check_follows(strip, previous_hash)
+            beginning = "" if previous_strip is None else f"behind step {previous_step} and "
+            gaps.append(f"{beginning}before step {step}")
+        previous_strip = strip
+        previous_step = step
+    return gaps
 
 
 # -- before a tape plays -------------------------------------------------------------------------------------------------
 
 
-def look(config: Any, prog: str) -> None:
+def look(config: Any, program_name: str) -> None:
     """Look at ``--tape_from`` before anything heavy is imported."""
     if os.environ.get("RANK", "0") == "0":
-        with exit_on_mistakes(prog):
+        with exit_on_mistakes(program_name):
             check_folder(config, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def check_folder(config: Any, ranks: int) -> None:
     """Raise ConfigError where ``--tape_from`` names no tape, or one of another number of ranks."""
-    run = config.flat().get("tape_from")
-    if run is None:
+    run_folder = config.flat().get("tape_from")
+    if run_folder is None:
         return
-    folder = Path(run).expanduser() / FOLDER
-    if not folder.is_dir():
+    tape_folder = Path(run_folder).expanduser() / FOLDER
+    if not tape_folder.is_dir():
         raise ConfigError(
-            f"--tape_from {run}: there is no {folder}: name the --save_path of a run that wrote a tape"
+            f"--tape_from {run_folder}: there is no {tape_folder}: name the --save_path of a run that wrote a tape"
         )
-    if ranks not in (written := numbers_of_ranks(folder)):
-        there = " or ".join(map(str, sorted(written))) or "no"
+    if ranks not in (written_counts := numbers_of_ranks(tape_folder)):
+        rank_counts = " or ".join(map(str, sorted(written_counts))) or "no"
         raise ConfigError(
-            f"--tape_from {run}: {there} ranks wrote its tape, and this run has {ranks}: take as many processes"
+            f"--tape_from {run_folder}: {rank_counts} ranks wrote its tape, and this run has {ranks}: take as many processes"
         )

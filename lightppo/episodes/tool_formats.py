@@ -1,4 +1,4 @@
-"""How models write calls of tools, and how they are read: the table behind ``--tool_format``."""
+"""Formats of calls of tools, as models write them: the table behind ``--tool_format``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 300  # characters of another parser's message
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool, as the model wrote it."""
+    """Hold a call of a tool, as the model wrote it."""
 
     name: str
     arguments: dict[str, Any]
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolFormat(Entry):
-    """A way to write calls.
+    """Read calls of one format.
 
     The entry's function ``(text, *, tools, tokenizer, end)`` returns the text without calls, and a list of
     :class:`Call`. ``text`` is a complete turn without its thinking, with control tokens as strings; ``end`` is the
@@ -50,19 +50,19 @@ def find_format(name: str) -> ToolFormat:
     """
     if name in TOOL_FORMATS or ".py" in name:
         return TOOL_FORMATS.find(name)
-    known = ["auto", *TOOL_FORMATS]
+    known_names = ["auto", *TOOL_FORMATS]
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"--tool_format: unknown name {name!r}{nearest(name, known, 'tool_format')}; known: "
-            f"{', '.join(known)}. Names of vLLM's parsers need vLLM, which is not installed"
+            f"--tool_format: unknown name {name!r}{nearest(name, known_names, 'tool_format')}; known: "
+            f"{', '.join(known_names)}. Names of vLLM's parsers need vLLM, which is not installed"
         )
     from vllm.tool_parsers import ToolParserManager
 
-    theirs = ToolParserManager.list_registered()
-    if name not in theirs:
+    vllm_names = ToolParserManager.list_registered()
+    if name not in vllm_names:
         raise ConfigError(
-            f"--tool_format: unknown name {name!r}{nearest(name, known + theirs, 'tool_format')}; "
-            f"known: {', '.join(known)}, and of vLLM: {', '.join(theirs)}"
+            f"--tool_format: unknown name {name!r}{nearest(name, known_names + vllm_names, 'tool_format')}; "
+            f"known: {', '.join(known_names)}, and of vLLM: {', '.join(vllm_names)}"
         )
     return ToolFormat(functools.partial(read_by_vllm, name))
 
@@ -83,12 +83,12 @@ _VLLM_FAMILIES = (
 )
 
 
-def vllm_formats(written: str) -> Iterator[ToolFormat]:
+def vllm_formats(written_call: str) -> Iterator[ToolFormat]:
     """Return formats of vLLM's parsers that a written call looks like; vLLM is imported only then."""
     if importlib.util.find_spec("vllm") is None:
         return
     for beginning, name in _VLLM_FAMILIES:
-        if beginning in written:
+        if beginning in written_call:
             yield find_format(name)
 
 
@@ -100,15 +100,15 @@ def read_by_template(
         message = tokenizer.parse_response(text + end, prefix="", tools=list(tools) or None)
     except Exception as error:
         return "", [_unreadable(" ".join(str(error).split())[:_SHOWN])]
-    calls = [
+    tool_calls = [
         make_call(
-            call.get("function", call).get("name"),
-            call.get("function", call).get("arguments"),
-            call.get("id"),
+            parsed_call.get("function", parsed_call).get("name"),
+            parsed_call.get("function", parsed_call).get("arguments"),
+            parsed_call.get("id"),
         )
-        for call in message.get("tool_calls") or ()
+        for parsed_call in message.get("tool_calls") or ()
     ]
-    return message.get("content") or "", calls
+    return message.get("content") or "", tool_calls
 
 
 def read_by_vllm(
@@ -118,16 +118,17 @@ def read_by_vllm(
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
+    chat_request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
     try:
-        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
-        extraction = parser.extract_tool_calls(text, request=request)
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, chat_request.tools)
+        extraction = parser.extract_tool_calls(text, request=chat_request)
     except Exception as error:
         return "", [_unreadable(" ".join(str(error).split())[:_SHOWN])]
-    calls = [
-        make_call(call.function.name, call.function.arguments) for call in extraction.tool_calls
+    tool_calls = [
+        make_call(parsed_call.function.name, parsed_call.function.arguments)
+        for parsed_call in extraction.tool_calls
     ]
-    return extraction.content or "", calls
+    return extraction.content or "", tool_calls
 
 
 def read_hermes(text: str, **_: Any) -> tuple[str, list[Call]]:
@@ -142,64 +143,64 @@ def read_qwen_xml(text: str, *, tools: Sequence[dict] = (), **_: Any) -> tuple[s
     """
     schemas = {tool.get("function", tool).get("name"): tool for tool in tools}
     if "<tool_call>" in text:
-        read = functools.partial(_xml_call, schemas=schemas)
-        return _read_blocks(text, "<tool_call>", "</tool_call>", read)
+        read_call = functools.partial(_xml_call, schemas=schemas)
+        return _read_blocks(text, "<tool_call>", "</tool_call>", read_call)
 
-    def read_bare(inner: str) -> Call:
-        return _xml_call(f"<function={inner}", schemas=schemas)
+    def read_bare(call_text: str) -> Call:
+        return _xml_call(f"<function={call_text}", schemas=schemas)
 
     return _read_blocks(text, "<function=", "</function>", read_bare)
 
 
 def read_mistral(text: str, **_: Any) -> tuple[str, list[Call]]:
     """``[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of later ones."""
-    before, *written = text.split("[TOOL_CALLS]")
-    calls: list[Call] = []
-    for piece in written:
-        piece = piece.strip()
-        if piece.startswith(("[", "{")):
-            calls += _json_calls(piece)
+    text_before, *call_texts = text.split("[TOOL_CALLS]")
+    tool_calls: list[Call] = []
+    for call_text in call_texts:
+        call_text = call_text.strip()
+        if call_text.startswith(("[", "{")):
+            tool_calls += _json_calls(call_text)
             continue
-        match = re.fullmatch(
+        name_match = re.fullmatch(
             r"([^\[{\s]+)\s*(?:\[CALL_ID\]\s*([^\[{\s]+)\s*)?(?:\[ARGS\])?\s*(\{.*)",
-            piece,
+            call_text,
             re.DOTALL,
         )
-        if match is None:
-            calls.append(_unreadable("there is no name with a JSON object behind it"))
+        if name_match is None:
+            tool_calls.append(_unreadable("there is no name with a JSON object behind it"))
         else:
-            calls.append(make_call(match[1], match[3], match[2]))
-    return before, calls
+            tool_calls.append(make_call(name_match[1], name_match[3], name_match[2]))
+    return text_before, tool_calls
 
 
 def read_llama3(text: str, **_: Any) -> tuple[str, list[Call]]:
     """Return a turn that is ``{"name": …, "parameters": {…}}``, several of them between semicolons, or these behind a
     ``<|python_tag|>``."""
-    before, tag, written = text.partition("<|python_tag|>")
+    text_before, tag, call_text = text.partition("<|python_tag|>")
     if not tag:
-        before = ""
-        written = text
-    written = written.strip()
+        text_before = ""
+        call_text = text
+    call_text = call_text.strip()
     if not tag and not (
-        written.startswith("{")
-        and '"name"' in written
-        and re.search(r'"(parameters|arguments)"', written)
+        call_text.startswith("{")
+        and '"name"' in call_text
+        and re.search(r'"(parameters|arguments)"', call_text)
     ):
         return text, []
-    calls: list[Call] = []
+    tool_calls: list[Call] = []
     position = 0
-    while position < len(written):
+    while position < len(call_text):
         try:
-            value, position = _DECODER.raw_decode(written, position)
+            json_value, position = _DECODER.raw_decode(call_text, position)
         except (ValueError, RecursionError) as error:
-            calls.append(_unreadable(_reason(error)))
+            tool_calls.append(_unreadable(_reason(error)))
             break
-        calls.append(_call_of_value(value))
-        position += len(written[position:]) - len(written[position:].lstrip(" \n\t;,"))
-    return before, calls
+        tool_calls.append(_call_of_value(json_value))
+        position += len(call_text[position:]) - len(call_text[position:].lstrip(" \n\t;,"))
+    return text_before, tool_calls
 
 
-def make_call(name: Any, arguments: Any, id: Any = None) -> Call:
+def make_call(name: Any, arguments: Any, call_id: Any = None) -> Call:
     """Return a call of what a parser found: a name, and arguments as a mapping or as JSON text."""
     if isinstance(arguments, str):
         try:
@@ -211,9 +212,9 @@ def make_call(name: Any, arguments: Any, id: Any = None) -> Call:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        kind = type(arguments).__name__
-        return _unreadable(f"the arguments are not a JSON object but of type {kind}", name)
-    return Call(name.strip(), dict(arguments), id=id if isinstance(id, str) else None)
+        type_name = type(arguments).__name__
+        return _unreadable(f"the arguments are not a JSON object but of type {type_name}", name)
+    return Call(name.strip(), dict(arguments), id=call_id if isinstance(call_id, str) else None)
 
 
 def _unreadable(reason: str, name: Any = None) -> Call:
@@ -239,10 +240,13 @@ def _reason(error: Exception) -> str:
 def _json_calls(text: str) -> list[Call]:
     """Return the calls of a JSON object, or of a list of them."""
     try:
-        value = _DECODER.decode(text.strip())
+        json_value = _DECODER.decode(text.strip())
     except (ValueError, RecursionError) as error:
         return [_unreadable(_reason(error))]
-    return [_call_of_value(each) for each in (value if isinstance(value, list) else [value])]
+    return [
+        _call_of_value(call_value)
+        for call_value in (json_value if isinstance(json_value, list) else [json_value])
+    ]
 
 
 def _json_call(text: str) -> Call:
@@ -252,75 +256,87 @@ def _json_call(text: str) -> Call:
         return _unreadable(_reason(error))
 
 
-def _call_of_value(value: Any) -> Call:
-    if not isinstance(value, dict):
-        return _unreadable(f"it is not a JSON object but of type {type(value).__name__}")
+def _call_of_value(call_value: Any) -> Call:
+    if not isinstance(call_value, dict):
+        return _unreadable(f"it is not a JSON object but of type {type(call_value).__name__}")
     return make_call(
-        value.get("name"), value.get("arguments", value.get("parameters")), value.get("id")
+        call_value.get("name"),
+        call_value.get("arguments", call_value.get("parameters")),
+        call_value.get("id"),
     )
 
 
 def _read_blocks(
-    text: str, opening: str, closing: str, read: Callable[[str], Call]
+    text: str, opening: str, closing: str, read_call: Callable[[str], Call]
 ) -> tuple[str, list[Call]]:
     """Return the text outside of blocks, and a call of each block. The last block may lack its end, as in vLLM."""
-    before, *pieces = text.split(opening)
-    outside = [before]
-    calls = []
-    for piece in pieces:
-        inner, _, behind = piece.partition(closing)
-        calls.append(read(inner))
-        outside.append(behind)
-    return "".join(outside), calls
+    text_before, *blocks = text.split(opening)
+    outside_texts = [text_before]
+    tool_calls = []
+    for block in blocks:
+        call_text, _, text_behind = block.partition(closing)
+        tool_calls.append(read_call(call_text))
+        outside_texts.append(text_behind)
+    return "".join(outside_texts), tool_calls
 
 
 def _xml_call(text: str, *, schemas: Mapping[Any, dict]) -> Call:
-    match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", text, re.DOTALL)
-    if match is None:
+    function_match = re.fullmatch(
+        r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", text, re.DOTALL
+    )
+    if function_match is None:
         return _unreadable("there is no <function=name> with </function> behind it")
-    name = match[1].strip()
-    schema = schemas.get(name, {})
+    function_name = function_match[1].strip()
+    schema = schemas.get(function_name, {})
     parameters = schema.get("function", schema).get("parameters") or {}
     properties = parameters.get("properties") or {}
-    values = re.finditer(
-        r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", match[2], re.DOTALL
+    parameter_matches = re.finditer(
+        r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)",
+        function_match[2],
+        re.DOTALL,
     )
     arguments = {
-        value[1].strip(): _typed(_without_frame(value[2]), properties.get(value[1].strip()))
-        for value in values
+        parameter_match[1].strip(): _typed(
+            _without_frame(parameter_match[2]), properties.get(parameter_match[1].strip())
+        )
+        for parameter_match in parameter_matches
     }
-    return make_call(name, arguments)
+    return make_call(function_name, arguments)
 
 
-def _without_frame(value: str) -> str:
+def _without_frame(value_text: str) -> str:
     """Return a value without the line breaks that the format puts around it."""
-    return value.removeprefix("\n").removesuffix("\n")
+    return value_text.removeprefix("\n").removesuffix("\n")
 
 
 def _kinds(schema: Any) -> set[str]:
     """Return the types that a JSON schema allows; empty where it says nothing."""
     if not isinstance(schema, Mapping):
         return set()
-    declared = schema.get("type")
-    kinds = {declared} if isinstance(declared, str) else set(declared or ())
+    declared_types = schema.get("type")
+    allowed_types = (
+        {declared_types} if isinstance(declared_types, str) else set(declared_types or ())
+    )
     for union in ("anyOf", "oneOf"):
         for choice in schema.get(union) or ():
-            kinds |= _kinds(choice)
-    return kinds | ({"null"} if schema.get("nullable") else set())
+            allowed_types |= _kinds(choice)
+    return allowed_types | ({"null"} if schema.get("nullable") else set())
 
 
-def _typed(value: str, schema: Any) -> Any:
+def _typed(value_text: str, schema: Any) -> Any:
     """Return a value of the XML format, by its parameter's schema; what does not fit stays text."""
-    kinds = _kinds(schema)
-    if not kinds - {"string", "null"}:
-        if "null" in kinds and value.strip() in ("null", "None"):
+    allowed_types = _kinds(schema)
+    if not allowed_types - {"string", "null"}:
+        if "null" in allowed_types and value_text.strip() in ("null", "None"):
             return None
-        return value
-    as_json = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
+        return value_text
+    json_text = {"True": "true", "False": "false", "None": "null"}.get(
+        value_text.strip(), value_text
+    )
     try:
-        return _DECODER.decode(as_json.strip())
+        return _DECODER.decode(json_text.strip())
     except (ValueError, RecursionError):
-        return value
+        return value_text
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

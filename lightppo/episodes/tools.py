@@ -24,12 +24,12 @@ _SECTIONS = r"(?:Args|Arguments|Parameters|Returns|Raises|Yields|Examples?)"
 
 
 class BadCall(Exception):
-    """A call that no tool can take; the text says to the model what to write instead."""
+    """Refuse a call that no tool can take; the text says to the model what to write instead."""
 
 
 @dataclass(eq=False)
 class Tool:
-    """A function that the model may call, as its signature and docstring describe it."""
+    """Describe a function that the model may call, by its signature and docstring."""
 
     name: str
     function: Callable[..., Any]
@@ -40,18 +40,22 @@ class Tool:
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Return what the model gives, by name."""
         parameters = list(inspect.signature(self.function).parameters.values())[self.is_method :]
-        for one in parameters:
-            if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ConfigError(
-                    f"{self.where}: a model gives arguments by name, so {one} cannot be filled"
+                    f"{self.where}: a model gives arguments by name, so {parameter} cannot be filled"
                 )
-        return {one.name: one for one in parameters if one.kind != one.VAR_KEYWORD}
+        return {
+            parameter.name: parameter
+            for parameter in parameters
+            if parameter.kind != parameter.VAR_KEYWORD
+        }
 
     @cached_property
     def takes_others(self) -> bool:
         """Tell whether it has ``**kwargs``."""
         parameters = inspect.signature(self.function).parameters.values()
-        return any(one.kind == one.VAR_KEYWORD for one in parameters)
+        return any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -67,59 +71,75 @@ class Tool:
         """Return the JSON schema for chat templates, by transformers."""
         from transformers.utils import get_json_schema
 
-        untyped = [name for name in self.parameters if name not in self.hints]
+        untyped = [
+            parameter_name for parameter_name in self.parameters if parameter_name not in self.hints
+        ]
         if untyped:
             raise ConfigError(
                 f"{self.where}: argument {untyped[0]} has no type; write {untyped[0]}: int, for example"
             )
-        basic = {name: hint for name, hint in self.hints.items() if _is_basic(hint)}
-        own = {
-            name: basic.get(name, Any)
-            for name in [*self.parameters, "return"]
-            if name in basic or name in self.parameters
+        basic_hints = {
+            parameter_name: type_hint
+            for parameter_name, type_hint in self.hints.items()
+            if _is_basic(type_hint)
+        }
+        annotations = {
+            parameter_name: basic_hints.get(parameter_name, Any)
+            for parameter_name in [*self.parameters, "return"]
+            if parameter_name in basic_hints or parameter_name in self.parameters
         }
 
         def described() -> None: ...
 
         described.__name__ = self.name
         described.__doc__ = self._docstring()
-        described.__annotations__ = own
+        described.__annotations__ = annotations
         described.__signature__ = inspect.Signature(
-            [one.replace(annotation=own[name]) for name, one in self.parameters.items()]
+            [
+                parameter.replace(annotation=annotations[parameter_name])
+                for parameter_name, parameter in self.parameters.items()
+            ]
         )
         try:
             schema = get_json_schema(described)
         except Exception as error:
             raise ConfigError(f"{self.where}: no JSON schema: {error_text(error)}") from error
         properties = schema["function"]["parameters"]["properties"]
-        for name in self.parameters.keys() - basic.keys():
-            properties[name] = self._schema_by_pydantic(name) | {
-                "description": properties[name]["description"]
+        for parameter_name in self.parameters.keys() - basic_hints.keys():
+            properties[parameter_name] = self._schema_by_pydantic(parameter_name) | {
+                "description": properties[parameter_name]["description"]
             }
         return schema
 
-    def check(self, given: Any) -> dict[str, Any]:
+    def check(self, arguments: Any) -> dict[str, Any]:
         """Return the arguments of a call by the signature's types; :class:`BadCall` says what is wrong.
 
         Names are strict. Values are converted where nothing is lost, as parsers of calls may give all values as texts:
         ``"3"`` and ``3.0`` are 3 for an ``int``, ``"[1, 2]"`` is a list for a ``list``, and 3 is ``"3"`` for a ``str``.
         """
-        if not isinstance(given, Mapping):
+        if not isinstance(arguments, Mapping):
             raise BadCall(f"{self.name}: the arguments must be an object. {self._usage}")
-        missing = [
-            name
-            for name, one in self.parameters.items()
-            if one.default is one.empty and name not in given
+        required = (
+            parameter
+            for parameter in self.parameters.values()
+            if parameter.default is parameter.empty
+        )
+        missing_names = [
+            parameter.name for parameter in required if parameter.name not in arguments
         ]
-        if missing:
-            raise BadCall(f"{self.name}: missing argument {', '.join(missing)}. {self._usage}")
-        unknown = [] if self.takes_others else [str(k) for k in given if k not in self.parameters]
-        if unknown:
-            raise BadCall(f"{self.name}: unknown argument {', '.join(unknown)}. {self._usage}")
-        return {
-            name: self._converted(name, value) if name in self.parameters else value
-            for name, value in given.items()
-        }
+        if missing_names:
+            raise BadCall(
+                f"{self.name}: missing argument {', '.join(missing_names)}. {self._usage}"
+            )
+        unknown_names = [str(name) for name in arguments if name not in self.parameters]
+        if unknown_names and not self.takes_others:
+            raise BadCall(
+                f"{self.name}: unknown argument {', '.join(unknown_names)}. {self._usage}"
+            )
+        checked_arguments = dict(arguments)
+        for name in filter(self.parameters.__contains__, arguments):
+            checked_arguments[name] = self._converted(name, arguments[name])
+        return checked_arguments
 
     @cached_property
     def _usage(self) -> str:
@@ -132,118 +152,135 @@ class Tool:
 
         config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)
         adapters = {}
-        for name in self.parameters:
-            hint = self.hints.get(name, Any)
+        for parameter_name in self.parameters:
+            type_hint = self.hints.get(parameter_name, Any)
             try:
                 try:
-                    adapters[name] = TypeAdapter(hint, config=config)
+                    adapters[parameter_name] = TypeAdapter(type_hint, config=config)
                 except (
                     PydanticUserError
                 ):  # models and dataclasses have a configuration of their own
-                    adapters[name] = TypeAdapter(hint)
+                    adapters[parameter_name] = TypeAdapter(type_hint)
             except Exception as error:
                 raise ConfigError(
-                    f"{self.where}: the type of argument {name} cannot be checked: {error_text(error)}"
+                    f"{self.where}: the type of argument {parameter_name} cannot be checked: {error_text(error)}"
                 ) from error
         return adapters
 
-    def _converted(self, name: str, value: Any) -> Any:
+    def _converted(self, parameter_name: str, argument: Any) -> Any:
         from pydantic import ValidationError
 
         try:
-            return self.adapters[name].validate_python(value)
+            return self.adapters[parameter_name].validate_python(argument)
         except ValidationError as error:
-            wrong = error
-        if isinstance(value, str):
+            validation_error = error
+        if isinstance(argument, str):
             try:
-                return self.adapters[name].validate_python(json.loads(value))
+                return self.adapters[parameter_name].validate_python(json.loads(argument))
             except (ValueError, RecursionError):  # ValidationError is a ValueError
                 pass
-        first = wrong.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, (name, *first["loc"])))
-        shown = repr(value)
-        shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
-        raise BadCall(f"{self.name}: argument {place}: {first['msg']}, got {shown}")
+        first_error = validation_error.errors(include_url=False, include_context=False)[0]
+        error_place = ".".join(map(str, (parameter_name, *first_error["loc"])))
+        argument_text = repr(argument)
+        if len(argument_text) > _MOST_SHOWN:
+            argument_text = f"{argument_text[:_MOST_SHOWN]}…"
+        raise BadCall(
+            f"{self.name}: argument {error_place}: {first_error['msg']}, got {argument_text}"
+        )
 
-    def _schema_by_pydantic(self, name: str) -> dict[str, Any]:
-        """Of enumerations, models and whatever else transformers takes for any object."""
+    def _schema_by_pydantic(self, parameter_name: str) -> dict[str, Any]:
+        """Return the schema of enumerations, models and whatever else transformers takes for any object."""
         try:
-            schema = self.adapters[name].json_schema()
+            schema = self.adapters[parameter_name].json_schema()
             return without_references(schema, schema.pop("$defs", {}))
         except Exception as error:
             raise ConfigError(
-                f"{self.where}: no JSON schema for argument {name}: {error_text(error)}"
+                f"{self.where}: no JSON schema for argument {parameter_name}: {error_text(error)}"
             ) from error
 
     def _docstring(self) -> str:
         """Return the docstring in the form that transformers reads: Google's, with one argument a line."""
         from transformers.utils.chat_template_utils import parse_google_format_docstring
 
-        text = (inspect.getdoc(self.function) or "").strip()
-        example = ", ".join(f"{name}: what it is" for name in self.parameters)
-        example = f' For example: """What it does. Args: {example}."""' if example else ""
-        if not text:
+        docstring = (inspect.getdoc(self.function) or "").strip()
+        example = ""
+        if self.parameters:
+            explanations = ", ".join(f"{name}: what it is" for name in self.parameters)
+            example = f' For example: """What it does. Args: {explanations}."""'
+        if not docstring:
             raise ConfigError(
                 f"{self.where} has no docstring, which tells the model what the tool does.{example}"
             )
-        if self.parameters.keys() <= parse_google_format_docstring(text)[1].keys():
-            return text
-        text = _rewritten(text, list(self.parameters))
-        missing = self.parameters.keys() - parse_google_format_docstring(text)[1].keys()
-        if missing:
+        if self.parameters.keys() <= parse_google_format_docstring(docstring)[1].keys():
+            return docstring
+        docstring = _rewritten(docstring, list(self.parameters))
+        missing_names = self.parameters.keys() - parse_google_format_docstring(docstring)[1].keys()
+        if missing_names:
             raise ConfigError(
-                f"{self.where}: the docstring does not describe {', '.join(sorted(missing))}.{example}"
+                f"{self.where}: the docstring does not describe {', '.join(sorted(missing_names))}.{example}"
             )
-        return text
+        return docstring
 
 
-def _rewritten(text: str, names: list[str]) -> str:
+def _rewritten(docstring: str, parameter_names: list[str]) -> str:
     """Return a docstring whose sections stand anywhere, such as ``Guess. Args: x: a number.``, with lines of their own."""
-    parts = re.split(rf"(?:^|(?<=\s))({_SECTIONS}):(?=\s|$)", text)
-    description = parts[0].strip()
-    sections = dict(zip(parts[1::2], parts[2::2]))
+    section_parts = re.split(rf"(?:^|(?<=\s))({_SECTIONS}):(?=\s|$)", docstring)
+    description = section_parts[0].strip()
+    sections = dict(zip(section_parts[1::2], section_parts[2::2]))
     arguments = next(
-        (sections.pop(name) for name in ("Args", "Arguments", "Parameters") if name in sections), ""
+        (
+            sections.pop(parameter_name)
+            for parameter_name in ("Args", "Arguments", "Parameters")
+            if parameter_name in sections
+        ),
+        "",
     )
-    known = "|".join(map(re.escape, names))
-    pieces = re.split(rf"(?:^|(?<=[\s,;]))({known})\s*(?:\([^)]*\))?:(?=\s)", arguments)
+    name_pattern = "|".join(map(re.escape, parameter_names))
+    argument_parts = re.split(
+        rf"(?:^|(?<=[\s,;]))({name_pattern})\s*(?:\([^)]*\))?:(?=\s)", arguments
+    )
     lines = [
-        f"    {name}: {' '.join(what.split()).rstrip(',;')}"
-        for name, what in zip(pieces[1::2], pieces[2::2])
+        f"    {parameter_name}: {' '.join(explanation.split()).rstrip(',;')}"
+        for parameter_name, explanation in zip(argument_parts[1::2], argument_parts[2::2])
     ]
-    block = "\n".join(["", "", "Args:", *lines]) if lines else ""
+    arguments_block = "\n".join(["", "", "Args:", *lines]) if lines else ""
     returns = " ".join(sections.get("Returns", "").split())
-    return description + block + (f"\n\nReturns:\n    {returns}" if returns else "")
+    return description + arguments_block + (f"\n\nReturns:\n    {returns}" if returns else "")
 
 
-def _is_basic(hint: Any) -> bool:
+def _is_basic(type_hint: Any) -> bool:
     """Tell whether transformers describes a type exactly."""
-    origin = typing.get_origin(hint)
-    inner = typing.get_args(hint)
+    origin = typing.get_origin(type_hint)
+    type_arguments = typing.get_args(type_hint)
     if origin is None:
-        return any(hint is basic for basic in _BASIC)
+        return any(type_hint is basic for basic in _BASIC)
     if origin is typing.Literal:
-        return all(type(one) in _BASIC for one in inner)
-    if origin is tuple and (Ellipsis in inner or len(inner) == 1):
+        return all(type(inner_type) in _BASIC for inner_type in type_arguments)
+    if origin is tuple and (Ellipsis in type_arguments or len(type_arguments) == 1):
         return False
     return origin in (list, tuple, dict, typing.Union, types.UnionType) and all(
-        map(_is_basic, inner)
+        map(_is_basic, type_arguments)
     )
 
 
 def without_references(schema: Any, definitions: Mapping[str, Any], depth: int = 0) -> Any:
-    """Templates print schemas as they are, so what ``$ref`` names stands in its place."""
+    """Return a schema in which what ``$ref`` names stands in its place, as templates print schemas as they are."""
     if depth > 20:
         raise ValueError("the type contains itself")
     if isinstance(schema, list):
-        return [without_references(one, definitions, depth + 1) for one in schema]
+        return [without_references(item, definitions, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        rest = {key: value for key, value in schema.items() if key != "$ref"}
-        named = definitions[schema["$ref"].rpartition("/")[2]]
-        return without_references(named | rest, definitions, depth + 1)
-    return {key: without_references(value, definitions, depth + 1) for key, value in schema.items()}
+        other_members = {
+            member_name: member for member_name, member in schema.items() if member_name != "$ref"
+        }
+        definition = definitions[schema["$ref"].rpartition("/")[2]]
+        return without_references(definition | other_members, definitions, depth + 1)
+    return {
+        member_name: without_references(member, definitions, depth + 1)
+        for member_name, member in schema.items()
+    }
 
 
 def text_of(result: Any, *, as_trl: bool) -> str:
@@ -255,9 +292,16 @@ def text_of(result: Any, *, as_trl: bool) -> str:
     if isinstance(result, str):
         return str(result)
     if as_trl:
-        parts = result if isinstance(result, list) and result else [None]
-        if all(isinstance(part, Mapping) and "type" in part for part in parts):
-            return "".join(str(part["text"]) for part in parts if "text" in part)
+        content_parts = result if isinstance(result, list) and result else [None]
+        if all(
+            isinstance(content_part, Mapping) and "type" in content_part
+            for content_part in content_parts
+        ):
+            return "".join(
+                str(content_part["text"])
+                for content_part in content_parts
+                if "text" in content_part
+            )
         return str(result)
     if result is None:
         return ""
@@ -300,12 +344,12 @@ def python(code: str) -> str:
 
     Args:
         code: The whole program.
-    """
+    """  # noqa: D401, RUF100 - the model reads it
     raise EnvFailure("the tool python runs in the sandbox only")
 
 
 class PythonRunner:
-    """The sandboxes of the tool."""
+    """Run programs in the sandboxes of the tool."""
 
     def __init__(self, make_pool: Callable[[], Any] | None = None) -> None:
         from lightppo.verifiers.sandbox import SandboxPool
@@ -319,7 +363,7 @@ class PythonRunner:
         """
         program = _PROGRAM.replace("SOURCE", json.dumps(arguments["code"]))
         try:
-            run = await asyncio.wrap_future(in_daemon_thread(self._pool.run, program))
+            program_run = await asyncio.wrap_future(in_daemon_thread(self._pool.run, program))
         except SandboxError as error:
             raise EnvFailure(str(error)) from error
         limits = {
@@ -327,15 +371,17 @@ class PythonRunner:
             "output": "stopped: it printed too much",
             "memory": "stopped: it needed too much memory",
             "processes": "stopped: it started too many processes",
-            "signal": f"stopped: it died by signal {abs(run.code)}",
+            "signal": f"stopped: it died by signal {abs(program_run.code)}",
         }
-        problem = limits.get(run.ended, "")
-        if run.ended == "exit" and run.code not in (0, 1):
-            problem = f"exit code {run.code}"
-        printed = (run.stdout, run.stderr, problem)
-        text = "\n".join(part.rstrip("\n") for part in printed if part.strip())
-        failed = run.ended != "exit" or run.code != 0
-        return Reply(text or "(nothing was printed)", error=failed)
+        problem = limits.get(program_run.ended, "")
+        if program_run.ended == "exit" and program_run.code not in (0, 1):
+            problem = f"exit code {program_run.code}"
+        outputs = (program_run.stdout, program_run.stderr, problem)
+        output = "\n".join(
+            output_part.rstrip("\n") for output_part in outputs if output_part.strip()
+        )
+        has_failed = program_run.ended != "exit" or program_run.code != 0
+        return Reply(output or "(nothing was printed)", error=has_failed)
 
     def close(self) -> None:
         """End the sandboxes."""

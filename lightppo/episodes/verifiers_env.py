@@ -31,7 +31,7 @@ _Answer = dict[str, Any]
 
 
 class VerifiersEnvironment:
-    """One episode of a taskset. The column ``task`` is the number of the task.
+    """Play one episode of a taskset. The column ``task`` is the number of the task.
 
     Its first request must begin with the row's messages (``verifiers_worker.py --rows`` writes
     them), so that a task's number and its prompt fit. The whole reward comes with the turn that ends
@@ -61,11 +61,11 @@ class VerifiersEnvironment:
             raise EnvFailure("a row needs the messages that its task begins with")
         return opening
 
-    def step(self, said: _Answer) -> Step:
+    def step(self, model_turn: _Answer) -> Step:
         """Give the model's turn to the agent program."""
         if self._is_over:
             raise EnvFailure("the episode is over")
-        self._process.write({"say": self._id} | self._history.said(said))
+        self._process.write({"say": self._id} | self._history.said(model_turn))
         answer = self._next()
         if "reward" in answer:
             self._is_over = True
@@ -84,7 +84,7 @@ class VerifiersEnvironment:
 
 
 class VerifiersProcess:
-    """A process that plays episodes, and who waits for its answers."""
+    """Run a process that plays episodes, and hand its answers to who waits for them."""
 
     def __init__(self, command: list[str]) -> None:
         self._numbers = itertools.count()
@@ -108,16 +108,16 @@ class VerifiersProcess:
     def add(self, answers: queue.SimpleQueue[_Answer]) -> str:
         """Return the id of a new episode, whose answers go there."""
         with self._lock:
-            name = str(next(self._numbers))
-            self._queues[name] = answers
-        return name
+            episode_id = str(next(self._numbers))
+            self._queues[episode_id] = answers
+        return episode_id
 
-    def remove(self, name: str) -> None:
+    def remove(self, episode_id: str) -> None:
         """End an episode; it may have ended."""
         with self._lock:
-            known = self._queues.pop(name, None)
-        if known is not None and not self.has_ended:
-            self.write({"close": name})
+            episode_queue = self._queues.pop(episode_id, None)
+        if episode_queue is not None and not self.has_ended:
+            self.write({"close": episode_id})
 
     def write(self, message: _Answer) -> None:
         """Send a line; EnvFailure if the process has ended."""
@@ -135,12 +135,12 @@ class VerifiersProcess:
                 answers = self._queues.get(answer["id"])
             if answers is not None:
                 answers.put(answer)
-        code = self._process.wait()
+        exit_code = self._process.wait()
         with self._lock:
-            left = self._queues
+            waiting_queues = self._queues
             self._queues = {}
-        for answers in left.values():
-            answers.put({"failure": f"verifiers' process has ended with code {code}"})
+        for answers in waiting_queues.values():
+            answers.put({"failure": f"verifiers' process has ended with code {exit_code}"})
 
 
 _running: dict[tuple[int, str], VerifiersProcess] = {}  # by own process and entry
@@ -149,22 +149,22 @@ _starting = threading.Lock()
 
 def _process(command: tuple[str, ...]) -> VerifiersProcess:
     """Return the one of this process, started when the first episode needs it; not shared over a fork."""
-    key = (os.getpid(), "\0".join(command))
+    process_key = (os.getpid(), "\0".join(command))
     with _starting:
-        if key not in _running or _running[key].has_ended:
-            _running[key] = VerifiersProcess(list(command))
-        return _running[key]
+        if process_key not in _running or _running[process_key].has_ended:
+            _running[process_key] = VerifiersProcess(list(command))
+        return _running[process_key]
 
 
-def verifiers(rest: str) -> tuple[Callable[[], Any], type, str]:
+def verifiers(description: str) -> tuple[Callable[[], Any], type, str]:
     """Return what ``--env verifiers:TASKSET@VENV`` makes, its class and its name.
 
     Raises:
         ConfigError: there is no such environment, or the taskset cannot be loaded in it.
     """
-    option = f"--env verifiers:{rest}"
-    taskset, _, folder = rest.rpartition("@")
-    python = Path(folder) / "bin" / "python"
+    option = f"--env verifiers:{description}"
+    taskset, _, venv_folder = description.rpartition("@")
+    python = Path(venv_folder) / "bin" / "python"
     if not taskset or not python.is_file():
         raise ConfigError(
             f"{option}: give verifiers:TASKSET@VENV, where VENV/bin/python has verifiers "
@@ -174,7 +174,7 @@ def verifiers(rest: str) -> tuple[Callable[[], Any], type, str]:
     if shutil.which("uv", path=_variables(command[0])["PATH"]) is None:
         raise ConfigError(f"{option}: verifiers needs uv; {python} -m pip install uv")
     try:
-        loaded = subprocess.run(
+        load_check = subprocess.run(
             [*command, "--check"],
             capture_output=True,
             encoding="utf-8",
@@ -183,8 +183,8 @@ def verifiers(rest: str) -> tuple[Callable[[], Any], type, str]:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{option}: not loaded within {_LOAD_SECONDS:g} s") from error
-    if loaded.returncode:
-        reason = loaded.stderr.strip().splitlines()[-1:] or [f"code {loaded.returncode}"]
+    if load_check.returncode:
+        reason = load_check.stderr.strip().splitlines()[-1:] or [f"code {load_check.returncode}"]
         raise ConfigError(f"{option}: {reason[0]}")
     return (
         partial(VerifiersEnvironment, partial(_process, command)),

@@ -47,19 +47,19 @@ def rows(env: Any) -> Iterator[dict[str, Any]]:
     """Yield each task's number and how its conversation begins."""
     from verifiers.v1.dialects.chat import message_to_wire
 
-    for number, task in enumerate(env.taskset.load()):
-        system = task.data.system_prompt
+    for task_number, task in enumerate(env.taskset.load()):
+        system_prompt = task.data.system_prompt
         prompt = task.data.prompt
-        start = [{"role": "system", "content": system}] if system else []
+        opening_messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         if isinstance(prompt, str):
-            start.append({"role": "user", "content": prompt})
+            opening_messages.append({"role": "user", "content": prompt})
         else:
-            start += [message_to_wire(message) for message in prompt or ()]
-        yield {"prompt": start, "task": number}
+            opening_messages += [message_to_wire(message) for message in prompt or ()]
+        yield {"prompt": opening_messages, "task": task_number}
 
 
 class Desk:
-    """The episodes of this process, and the turns that they wait for."""
+    """Keep the episodes of this process, and the turns that they wait for."""
 
     def __init__(self, env: Any, write: Any) -> None:
         self.env = env
@@ -83,7 +83,7 @@ class Desk:
             task.cancel()
 
     async def end(self) -> None:
-        """Nobody is there any more to whom an episode could answer."""
+        """End all episodes: nobody is there any more to whom they could answer."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -99,13 +99,13 @@ class Desk:
         self.write({"id": session} | request)
         return await asyncio.wait_for(self._futures[session], _MOST_SECONDS)
 
-    async def _play(self, session: str, number: int) -> None:
+    async def _play(self, session: str, task_number: int) -> None:
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
 
         try:
             context = ModelContext("model", TrainClientConfig(renderer_model_name=None))
-            slot = self.env.slots(self._task(number))[0]
+            slot = self.env.slots(self._task(task_number))[0]
             episode = await self.env.run_slot(
                 slot, context, on_trace=lambda trace: self.sessions.update({trace.id: session})
             )
@@ -115,24 +115,37 @@ class Desk:
         finally:
             self._tasks.pop(session, None)
             self._futures.pop(session, None)
-            for trace in [key for key, value in self.sessions.items() if value == session]:
+            for trace in [
+                trace_id for trace_id, session_id in self.sessions.items() if session_id == session
+            ]:
                 del self.sessions[trace]
 
-    def _task(self, number: int) -> Any:
-        self._loaded += islice(self._iterator, max(number + 1 - len(self._loaded), 0))
-        if not 0 <= number < len(self._loaded):
-            raise IndexError(f"task {number}: the taskset has {len(self._loaded)}")
-        return self._loaded[number]
+    def _task(self, task_number: int) -> Any:
+        self._loaded += islice(self._iterator, max(task_number + 1 - len(self._loaded), 0))
+        if not 0 <= task_number < len(self._loaded):
+            raise IndexError(f"task {task_number}: the taskset has {len(self._loaded)}")
+        return self._loaded[task_number]
 
 
 def _outcome(episode: Any) -> dict[str, Any]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.ok:
-        return {"failure": "; ".join(f"{one.type}: {one.message}" for one in errors) or "not ok"}
+        return {
+            "failure": "; ".join(f"{failure.type}: {failure.message}" for failure in errors)
+            or "not ok"
+        }
     (trace,) = episode.traces
-    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return {"reward": trace.reward, "metrics": parts | metrics}
+    reward_parts = {
+        metric_name: reward.value
+        for metric_name, reward in trace.rewards.items()
+        if reward is not None
+    }
+    metrics = {
+        metric_name: metric_value
+        for metric_name, metric_value in trace.metrics.items()
+        if metric_value is not None
+    }
+    return {"reward": trace.reward, "metrics": reward_parts | metrics}
 
 
 def attach(desk: Desk) -> None:
@@ -149,36 +162,37 @@ def attach(desk: Desk) -> None:
         ):
             request = turn if turn is not None else dialect.parse_request(body)
             messages = turn.prompt if turn is not None else request.messages
-            said = await desk.turn(
+            model_turn = await desk.turn(
                 session_id,
-                messages=[message_to_wire(one) for one in messages],
-                tools=[tool_to_wire(one) for one in request.tools or ()],
+                messages=[message_to_wire(item) for item in messages],
+                tools=[tool_to_wire(item) for item in request.tools or ()],
             )
-            calls = [
-                ToolCall(id=call["id"], **call["function"])
-                for call in said["message"].get("tool_calls", ())
+            tool_calls = [
+                ToolCall(id=tool_call["id"], **tool_call["function"])
+                for tool_call in model_turn["message"].get("tool_calls", ())
             ]
-            answer = Response(
+            response = Response(
                 id="",
                 created=0,
                 model=body["model"],
                 message=AssistantMessage(
-                    content=said["message"]["content"] or None,
-                    reasoning_content=said["message"].get("reasoning_content"),
-                    tool_calls=calls or None,
+                    content=model_turn["message"]["content"] or None,
+                    reasoning_content=model_turn["message"].get("reasoning_content"),
+                    tool_calls=tool_calls or None,
                 ),
-                finish_reason=said["finish_reason"],
+                finish_reason=model_turn["finish_reason"],
                 usage=Usage(
-                    prompt_tokens=len(said["prompt_ids"]), completion_tokens=len(said["ids"])
+                    prompt_tokens=len(model_turn["prompt_ids"]),
+                    completion_tokens=len(model_turn["ids"]),
                 ),
                 tokens=TurnTokens(
-                    prompt_ids=said["prompt_ids"],
-                    completion_ids=said["ids"],
-                    completion_logprobs=said["log_probs"],
+                    prompt_ids=model_turn["prompt_ids"],
+                    completion_ids=model_turn["ids"],
+                    completion_logprobs=model_turn["log_probs"],
                 ),
             )
-            answer.raw = serialize_completion(answer, body["model"])
-            return answer
+            response.raw = serialize_completion(response, body["model"])
+            return response
 
     server.resolve_client = lambda config: Asking()
 

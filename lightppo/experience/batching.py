@@ -57,13 +57,13 @@ class ReplayBuffer:
         self.fill(experiences)
 
     def fill(self, experiences: Iterable[Experience], repeated: Sequence[int] = ()) -> None:
-        """Adds all rows of this rollout, then the rows at the positions ``repeated`` again."""
+        """Add all rows of this rollout, then the rows at the positions ``repeated`` again."""
         for experience in experiences:
             self.append(experience)
         self.items += [replace(self.items[i]) for i in repeated]
 
     def clear(self) -> None:
-        """Removes all rows."""
+        """Remove all rows."""
         self.items.clear()
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class ReplayBuffer:
         return self.collate_fn(random.sample(self.items, self.sample_batch_size))
 
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
-        """Rows → one padded batch on the training device."""
+        """Join rows to one padded batch on the training device."""
         batch = Experience.collate(items)
         if self.pin_memory and self.cpu_offload:
             batch.pin_memory()
@@ -96,7 +96,7 @@ class ReplayBuffer:
         self.whiten(strategy, divide_std=divide_std, **options)
 
     def whiten(self, ranks: Ranks, **options: Any) -> None:
-        """Whitens the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""
+        """Whiten the advantages over the trained tokens of all ranks; ``options`` as of ``whiten``. Collective."""
         # A rank without samples takes part in the collectives.
         items = self.items or [Experience.placeholder()]
         values = torch.cat([cast(Tensor, item.advantages) for item in items], 1)  # (1, ΣA)
@@ -115,7 +115,7 @@ def pass_generator(seed: int, step: int, epoch: int, rank: int) -> torch.Generat
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a micro batch must know about its optimizer step."""
+    """The part that a micro batch is of its optimizer step."""
 
     # trained tokens and sequences of the step, over all ranks and micro batches
     normalizer: LossNormalizer
@@ -149,14 +149,19 @@ def normalizer_of(
 def plan_step(
     micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0
 ) -> list[Experience]:
-    """Gives this rank's micro batches the step's totals, and adds placeholders up to the common count. Collective."""
-    placeholder = Experience.placeholder(ranks.device)
-    normalizer = normalizer_of(micro_batches or [placeholder], ranks, scale)
+    """Give this rank's micro batches the step's totals, and add placeholders up to the common count. Collective."""
+    normalizer = normalizer_of(
+        micro_batches or [Experience.placeholder(ranks.device)], ranks, scale
+    )
     count = ranks.all_reduce(len(micro_batches), "sum")
     part = StepPart(normalizer, status_scale=count / ranks.world_size)
-    placeholder.part = replace(part, has_samples=False)
+
+    def placeholder() -> Experience:
+        filler = Experience.placeholder(ranks.device)
+        return replace(filler, part=replace(part, has_samples=False))
+
     planned = [replace(micro_batch, part=part) for micro_batch in micro_batches]
-    return level(planned, ranks, filler=lambda: placeholder)
+    return level(planned, ranks, filler=placeholder)
 
 
 def minibatches(
@@ -173,7 +178,7 @@ def minibatches(
     collate: Callable[[Sequence[Experience]], Experience],
     loss_scale: float = 1.0,
 ) -> Iterator[Minibatch]:
-    """Splits this rank's rows into optimizer steps, every row into exactly one.
+    """Split this rank's rows into optimizer steps, every row into exactly one.
 
     Args:
         train_batch_size: samples per optimizer step over all ranks; steps are smaller if it does not divide.
@@ -185,26 +190,26 @@ def minibatches(
     """
     steps = math.ceil(ranks.all_reduce(len(items), "sum") / train_batch_size)
     order = torch.randperm(len(items), generator=generator).tolist()
-    shares = share_prompts and layout.shares_prompts
-    prompts = [item.prompts()[0] for item in items] if shares or shuffle == "groups" else []
+    shares_prompts = share_prompts and layout.shares_prompts
+    prompts = [item.prompts()[0] for item in items] if shares_prompts or shuffle == "groups" else []
     if shuffle == "groups":  # all samples of a prompt come to its first one
-        first_places: dict[bytes, int] = {}
-        for place, row in enumerate(order):
-            first_places.setdefault(prompts[row], place)
-        order.sort(key=lambda row: first_places[prompts[row]])
+        first_positions: dict[bytes, int] = {}
+        for position, row in enumerate(order):
+            first_positions.setdefault(prompts[row], position)
+        order.sort(key=lambda row: first_positions[prompts[row]])
     lengths = [item.row_lengths()[0] for item in items]
 
-    def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
-        """The micro batches of an optimizer step of these rows."""
-        shared = [prompts[row] for row in rows if shares]
-        parts = layout.split([lengths[row] for row in rows], spec, ranks, shared)
+    def planned(rows: Sequence[int], micro_batch_spec: MicroBatchSpec) -> list[Experience]:
+        """Return the micro batches of an optimizer step of these rows."""
+        shared_prompts = [prompts[row] for row in rows if shares_prompts]
+        row_lengths = [lengths[row] for row in rows]
+        parts = layout.split(row_lengths, micro_batch_spec, ranks, shared_prompts)
         batches = [collate([items[rows[i]] for i in part]) for part in parts]
         return plan_step(batches, ranks, scale=loss_scale)
 
     for rows in torch.tensor(order, dtype=torch.long).tensor_split(steps) if steps else ():
-        of_step = rows.tolist()
-        of_actor = planned(of_step, actor)
-        of_critic = None
+        step_rows = rows.tolist()
+        minibatch = Minibatch(planned(step_rows, actor))
         if critic is not None and critic != actor:
-            of_critic = planned(of_step, critic)
-        yield Minibatch(of_actor, of_critic)
+            minibatch.critic_micro_batches = planned(step_rows, critic)
+        yield minibatch

@@ -73,9 +73,9 @@ class Experience:
 
     def row_lengths(self) -> list[tuple[int, int]]:
         """Count the prompt and response tokens of each row."""
-        real = on_cpu(self.attention_mask)
-        totals = real.sum(-1).tolist()
-        responses = real[:, -self.num_actions :].sum(-1).tolist()
+        attention_mask = on_cpu(self.attention_mask)
+        totals = attention_mask.sum(-1).tolist()
+        responses = attention_mask[:, -self.num_actions :].sum(-1).tolist()
         return [(total - response, response) for total, response in zip(totals, responses)]
 
     def non_finite(self) -> dict[str, int]:
@@ -97,15 +97,16 @@ class Experience:
         """Return the prompt of each row as bytes, equal for equal token ids."""
         ids = on_cpu(self.sequences)[:, : self._prompt_columns]
         real = on_cpu(self.attention_mask)[:, : self._prompt_columns].bool()
-        return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
+        return [row[row_mask].numpy().tobytes() for row, row_mask in zip(ids, real)]
 
     def texts(self, decode: Callable[[Tensor], str]) -> list[tuple[str, str]]:
         """Return prompt and response of each row."""
-        split = self._prompt_columns
+        prompt = slice(self._prompt_columns)
+        response = slice(self._prompt_columns, None)
         rows = zip(on_cpu(self.sequences), on_cpu(self.attention_mask).bool())
         return [
-            (decode(ids[:split][real[:split]]), decode(ids[split:][real[split:]]))
-            for ids, real in rows
+            (decode(ids[prompt][mask[prompt]]), decode(ids[response][mask[response]]))
+            for ids, mask in rows
         ]
 
     @classmethod
@@ -188,9 +189,9 @@ class Experience:
             part._present() != names or part.extra.keys() != extra or part.info.keys() != info
             for part in parts
         ):
-            held = [*names, *extra]
+            required = [*names, *extra]
             raise ValueError(
-                f"experiences hold different tensors or info: all need {held} and {sorted(info)}"
+                f"experiences hold different tensors or info: all need {required} and {sorted(info)}"
             )
 
         def sequence_shaped(name: str) -> Tensor:
@@ -242,32 +243,32 @@ class Experience:
 
 
 def _check_tokens(rollout: Rollout) -> None:
-    where = f"prompt {rollout.prompt.index}"
+    place = f"prompt {rollout.prompt.index}"
     length = len(rollout.response_ids)
     if not rollout.prompt.token_ids:
-        raise ValueError(f"{where}: the prompt has no tokens")
+        raise ValueError(f"{place}: the prompt has no tokens")
     if length == 0:
-        raise ValueError(f"{where}: the response has no tokens")
+        raise ValueError(f"{place}: the response has no tokens")
     if rollout.log_probs is not None and len(rollout.log_probs) != length:
         raise ValueError(
-            f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
+            f"{place}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
             f"probs for {length} response tokens"
         )
     trained = rollout.trained
     if trained is not None and (len(trained) != length or not any(trained)):
         raise ValueError(
-            f"{where}, sample {rollout.sample_index}: trained names {sum(trained)} of {len(trained)} "
+            f"{place}, sample {rollout.sample_index}: trained names {sum(trained)} of {len(trained)} "
             f"tokens; the response has {length}, of which at least one is trained"
         )
 
 
-def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
+def non_finite_text(counts_of_ranks: Sequence[Mapping[str, int]]) -> str:
     """Write ``rank 1: values in 2 rows``, from :meth:`Experience.non_finite` of each rank; "" without any."""
-    shown = (
-        "; ".join(f"{name} in {rows} row{'s' * (rows > 1)}" for name, rows in of_rank.items())
-        for of_rank in found
+    texts = (
+        "; ".join(f"{name} in {rows} row{'s' * (rows > 1)}" for name, rows in counts.items())
+        for counts in counts_of_ranks
     )
-    return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown) if text)
+    return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 # (B, A), may be absent

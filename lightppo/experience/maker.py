@@ -15,11 +15,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.advantages import advantage_fn, compute_token_rewards
+from lightppo.algorithms.advantages import advantage_fn, compute_token_rewards, group_normalize
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
 from lightppo.algorithms.kl import KLController, KLEstimate
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
+from lightppo.algorithms.option_values import Norm
 from lightppo.config import PPOConfig
 from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.rules import (
@@ -32,12 +33,7 @@ from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience, non_finite_text
-from lightppo.experience.normalisation import (
-    ScoreShaper,
-    normalize_advantages,
-    normalize_scores,
-    whiten_and_clip,
-)
+from lightppo.experience.normalisation import ScoreShaper, normalize_by
 from lightppo.experience.token_weights import (
     first_needing_engine_log_probs,
     first_needing_entropy,
@@ -52,7 +48,7 @@ from lightppo.table import load
 
 @dataclass(frozen=True)
 class RolloutPass:
-    """What further tensors are made of the samples of a rollout, such as a teacher's log probs."""
+    """A further pass over the samples of a rollout, such as a teacher's for its log probs."""
 
     model: Any  # it has ``eval()``, and takes part in ``layout_of_all`` if it has a layout
     # (a micro batch) → tensors (b, a) or (b, a, k) without gradient, by their names in ``Experience.extra``.
@@ -82,11 +78,8 @@ class ExperienceMaker:
         progress: wraps the micro batches in a progress bar.
         timer: times the parts, by their names in ``perf/time_<part>``.
 
-    Attributes:
-        sample: gets prompts as texts, their labels and generation options of a script, and returns scored rollouts.
     """
 
-    sample: Callable[..., Sequence[Rollout]] | None = None
     # Scripts of LightRFT read this attribute. Here it stays empty: times are in the logs, under perf/.
     perf_stats: dict[str, float] | None = None
 
@@ -111,7 +104,7 @@ class ExperienceMaker:
         self.critic = critic
         self.initial_model = initial_model
         self.passes = dict(passes)
-        self.measures = [one.measure for one in self.passes.values()]
+        self.measures = [rollout_pass.measure for rollout_pass in self.passes.values()]
         self.advantage_terms = list(advantage_terms)
         self.rewarded = rewarded
         self.strategy = strategy
@@ -158,9 +151,17 @@ class ExperienceMaker:
 
     def models(self) -> list[Any]:
         """Return the models of all passes."""
-        own = (self.actor, self.critic, self.initial_model)
-        models = (*own, *(one.model for one in self.passes.values()))
+        models = [self.actor, self.critic, self.initial_model]
+        models += [rollout_pass.model for rollout_pass in self.passes.values()]
         return [model for model in models if model is not None]
+
+    def sample(
+        self, prompts: Sequence[str], labels: Sequence[Any] | None = None, **options: Any
+    ) -> list[Rollout]:
+        """Return scored rollouts of a script's prompts; a trainer puts its own function in the place of this one."""
+        raise ValueError(
+            "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
+        )
 
     @torch.no_grad()
     def make_experience_list(
@@ -169,7 +170,7 @@ class ExperienceMaker:
         all_labels: Sequence[Any] | None = None,
         **generate_kwargs: Any,
     ) -> list[Experience]:
-        """Experience of all rollouts of this rank, in order, in parts of the micro batch size. Collective.
+        """Make the experience of this rank's rollouts, in order, in parts of the micro batch size. Collective.
 
         Ranks may have no rollouts. A script may give prompts as texts, with labels and generation options: they are
         sampled and scored first.
@@ -178,36 +179,32 @@ class ExperienceMaker:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
             NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
+        device = self.strategy.device
         as_texts = any(isinstance(rollout, str) for rollout in rollouts)
         if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
-            if self.sample is None:
-                raise ValueError(
-                    "this ExperienceMaker has nothing to sample prompts with: pass scored rollouts"
-                )
             rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
         self._check(rollouts)
         # A rank without samples joins in everything, because there are collectives on the way: in the models with a
         # placeholder row, from then on without rows.
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
-        batch.to_device(self.strategy.device)
-        made = self.run_models(batch)
+        batch.to_device(device)
+        outputs = self.run_models(batch)
         self._require_finite(batch)
         if not rollouts:
             batch = batch.without_rows()
-            made = {name: values[:0] for name, values in made.items()}
-        truncated = torch.tensor(
-            [rollout.truncated for rollout in rollouts],
-            dtype=torch.bool,
-            device=self.strategy.device,
-        )  # (B,)
+            outputs = {name: values[:0] for name, values in outputs.items()}
+        is_truncated = [rollout.truncated for rollout in rollouts]
+        truncated = torch.tensor(is_truncated, dtype=torch.bool, device=device)  # (B,)
         if self.config.reward.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
-        bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
-        last_values = made["last_values"][:, 0] * truncated if bootstraps else None
+        bootstrap_values = None
+        if self.algorithm.bootstrap_truncated and self.critic is not None:
+            bootstrap_values = outputs["last_values"][:, 0] * truncated
         with self.timer("advantages"):
-            self._add_advantages(batch, rollouts, last_values, made.get("score_norms"))
+            self._add_advantages(batch, rollouts, bootstrap_values, outputs.get("score_norms"))
             self._add_info(batch, rollouts)
-            self._add_loss_weights(batch, made.get("entropy"))
+            if self.token_weights:
+                self._add_loss_weights(batch, outputs.get("entropy"))
         if rollouts:
             return batch.split(self.micro_rollout_batch_size)
         return []
@@ -224,35 +221,41 @@ class ExperienceMaker:
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
         """Whiten and clip the buffer's advantages, then select the tokens that the loss singles out. Collective."""
+        algorithm = self.algorithm
         with self.timer("advantages"):
-            whiten_and_clip(self.config, buffer, self.strategy)
-            seed = seed_of_step(self.config.strategy.seed, step)
-            select_tokens(buffer.items, loss, self.strategy, seed)
+            if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
+                buffer.whiten(self.strategy, unbiased=algorithm.adv_std_unbiased)
+            if (limit := algorithm.advantage_clip) is not None:
+                for item in buffer.items:
+                    item.advantages = cast(Tensor, item.advantages).clamp(-limit, limit)
+            if getattr(loss, "selects_tokens", False):  # a loss of a script selects none
+                seed = seed_of_step(self.config.strategy.seed, step)
+                select_tokens(buffer.items, loss, self.strategy, seed)
 
     def _needs_entropy(self) -> bool:
-        """Return whether a token weight needs the entropy of a pass of the actor over the rollout."""
-        reader = first_needing_entropy(self.config)
-        if reader is not None and self.old_log_probs != "forward":
+        """Tell whether a token weight needs the entropy of a pass of the actor over the rollout."""
+        weight_name = first_needing_entropy(self.config)
+        if weight_name is not None and self.old_log_probs != "forward":
             raise ConfigError(
-                f"--old_log_probs {self.old_log_probs}: the token weight {reader!r} needs the entropy of a pass; "
+                f"--old_log_probs {self.old_log_probs}: the token weight {weight_name!r} needs the entropy of a pass; "
                 "set auto or forward"
             )
-        return reader is not None
+        return weight_name is not None
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         sizes = Counter(rollout.prompt.index for rollout in rollouts)
+        min_group_size = self.estimator.min_group_size
         for rollout in rollouts:
             index = rollout.prompt.index
-            needed = self.estimator.min_group_size
             if rollout.reward is None:
                 raise ValueError(
                     f"prompt {index}, sample {rollout.sample_index} has no reward: score it first"
                 )
-            if sizes[index] < needed:
+            if sizes[index] < min_group_size:
                 name = shown_object(self.algorithm.advantage_estimator)
                 raise ValueError(
                     f"prompt {index} has {sizes[index]} sample, but --advantage_estimator {name} "
-                    f"needs at least {needed}: raise --n_samples_per_prompt"
+                    f"needs at least {min_group_size}: raise --n_samples_per_prompt"
                 )
         if self.compared_with_engine and any(rollout.log_probs is None for rollout in rollouts):
             raise ValueError(
@@ -264,13 +267,13 @@ class ExperienceMaker:
         """Fill in log probs, KL and values; each model runs all rows in its own micro batches. Collective.
 
         Returns:
-            what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
+            what the models gave, each (B, A): also ``last_values``, in the first column, and ``entropy``.
         """
         calls: dict[str, Callable[[Experience], Mapping[str, Tensor]]]
         calls = {"actor": self._run_actor} if self.old_log_probs == "forward" else {}
         if self.initial_model is not None and not self.full_kl:
             calls["reference"] = self._run_reference
-        calls |= {name: one.run for name, one in self.passes.items()}
+        calls |= {name: rollout_pass.run for name, rollout_pass in self.passes.items()}
         if self.critic is not None:
             calls["critic"] = self._run_critic
         for model in self.models():
@@ -279,7 +282,7 @@ class ExperienceMaker:
         lengths = batch.row_lengths()
         device = self.strategy.device
         prompts = batch.prompts() if self.layout.shares_prompts else ()
-        near = Experience(
+        batch_on_cpu = Experience(
             sequences=on_cpu(batch.sequences),
             attention_mask=on_cpu(batch.attention_mask),
             action_mask=on_cpu(batch.action_mask),
@@ -290,28 +293,29 @@ class ExperienceMaker:
             if name in self.passes and self.passes[name].takes_all:
                 spec = MicroBatchSpec(len(lengths))
             parts = self.layout.split(lengths, spec, self.strategy, prompts)
-            filled = level(parts, self.strategy, partial(itemgetter(-1), parts))
-            plan += [(name, rows) for rows in filled]
-        made: dict[str, Tensor] = {}
-        for name, of_call in groupby(self.progress(plan), key=itemgetter(0)):
-            into = batch.extra if name in self.passes else made
+            parts = level(parts, self.strategy, partial(itemgetter(-1), parts))
+            plan += [(name, rows) for rows in parts]
+        outputs: dict[str, Tensor] = {}
+        for name, micro_batches in groupby(self.progress(plan), key=itemgetter(0)):
+            tensors = batch.extra if name in self.passes else outputs
             with self.timer(_PHASES.get(name, name)):
-                for _, rows in of_call:
+                for _, rows in micro_batches:
                     places = to_device(torch.tensor(rows), device)
-                    tensors = calls[name](near.select(rows).to_device(device))
-                    for key, values in tensors.items():  # (b, a), the first a actions
-                        if key not in into:
+                    micro_batch = batch_on_cpu.select(rows).to_device(device)
+                    for key, values in calls[name](micro_batch).items():  # (b, a), first a actions
+                        if key not in tensors:
                             shape = *batch.action_mask.shape, *values.shape[2:]
-                            into[key] = torch.zeros(shape, device=device)
-                        into[key][places, : values.size(1)] = values.float()
+                            tensors[key] = torch.zeros(shape, device=device)
+                        tensors[key][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
-            made["action_log_probs"] = cast(Tensor, batch.rollout_log_probs).clone()
+            outputs["action_log_probs"] = cast(Tensor, batch.rollout_log_probs).clone()
         if self.has_kl and not self.full_kl:
-            made["kl"] = self.sampled_kl(made["action_log_probs"], made["base_action_log_probs"])
+            log_probs = outputs["action_log_probs"]
+            outputs["kl"] = self.sampled_kl(log_probs, outputs["base_action_log_probs"])
         for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
-            setattr(batch, name, made.get(name))
-        return made
+            setattr(batch, name, outputs.get(name))
+        return outputs
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         """Return ``--kl_estimator`` of each sampled token, k1 for one over the vocabulary; float32, without gradient."""
@@ -319,29 +323,34 @@ class ExperienceMaker:
 
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Return log probs of the actor, and of the reference beside it if whole distributions are compared."""
-        inputs = (part.sequences, part.num_actions, part.attention_mask)
         wants_norms = self.estimator.needs_score_norms
-        actor = self.actor.score_actions(
-            *inputs, entropy=self.wants_entropy, logits=self.full_kl or wants_norms
+        scores = self.actor.score_actions(
+            part.sequences,
+            part.num_actions,
+            part.attention_mask,
+            entropy=self.wants_entropy,
+            logits=self.full_kl or wants_norms,
         )
-        made = {"action_log_probs": actor.log_probs}
+        outputs = {"action_log_probs": scores.log_probs}
         if self.wants_entropy:
-            made["entropy"] = actor.entropy
+            outputs["entropy"] = scores.entropy
         if wants_norms:
-            made["score_norms"] = torch.zeros_like(actor.log_probs)  # (b, a)
-            norms = score_norms(actor.logits, actor.log_probs[actor.real], self.actor.temperature)
-            made["score_norms"][actor.real] = norms.to(actor.log_probs.dtype)
-        if self.full_kl and self.kl_of_models is not None:
-            made["kl"], made["base_action_log_probs"] = self.kl_of_models(
-                self.actor, self.initial_model, actor, part
+            norms = score_norms(
+                scores.logits, scores.log_probs[scores.real], self.actor.temperature
             )
-        return made
+            outputs["score_norms"] = torch.zeros_like(scores.log_probs)  # (b, a)
+            outputs["score_norms"][scores.real] = norms.to(scores.log_probs.dtype)
+        if self.full_kl and self.kl_of_models is not None:
+            outputs["kl"], outputs["base_action_log_probs"] = self.kl_of_models(
+                self.actor, self.initial_model, scores, part
+            )
+        return outputs
 
     def _run_reference(self, part: Experience) -> dict[str, Tensor]:
-        reference = self.initial_model.score_actions(
+        scores = self.initial_model.score_actions(
             part.sequences, part.num_actions, part.attention_mask
         )
-        return {"base_action_log_probs": reference.log_probs}
+        return {"base_action_log_probs": scores.log_probs}
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
         options = {
@@ -361,63 +370,71 @@ class ExperienceMaker:
         self,
         batch: Experience,
         rollouts: Sequence[Rollout],
-        bootstrap: Tensor | None,
+        bootstrap_values: Tensor | None,
         norms: Tensor | None,
     ) -> None:
         """Make token rewards, then advantages and returns; update the statistics of ``--value_norm``."""
-        config = self.algorithm
+        algorithm = self.algorithm
+        reward = self.config.reward
         device = self.strategy.device
         mask = batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
-        groups = torch.tensor(
-            [rollout.prompt.index for rollout in rollouts], dtype=torch.long, device=device
-        )
-        scores = self.shaper.shape(rollouts, learn=True)[:, None]  # (B, 1)
-        scores = normalize_scores(
-            self.config, scores, mask.any(1, keepdim=True), groups, self._all_reduce_sum
-        )
+        prompts = [rollout.prompt.index for rollout in rollouts]
+        groups = torch.tensor(prompts, dtype=torch.long, device=device)
+        scores = self.shaper.shape(rollouts, learn=True)  # (B,)
+        if reward.reward_norm_by:
+            rows = mask.any(1, keepdim=True)
+            norm = Norm.parse(reward.reward_norm_by)
+            scores = normalize_by(scores[:, None], rows, groups, norm, self._all_reduce_sum)[:, 0]
+        kl = None
+        kl_coef = 0.0
+        if algorithm.use_kl_in_reward and batch.kl is not None:
+            kl = batch.kl
+            kl_coef = self.kl_ctl.value
+        token_scores = None
+        if reward.use_dense_reward:
+            token_scores = self.shaper.token_scores(rollouts, mask)
         token_rewards = compute_token_rewards(
-            scores[:, 0],
-            mask,
-            kl=batch.kl if config.use_kl_in_reward else None,
-            kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
-            token_scores=self.shaper.token_scores(rollouts, mask),
+            scores, mask, kl=kl, kl_coef=kl_coef, token_scores=token_scores
         )  # (B, A)
-        greedy: list[Any] | None = None
+        returns = token_rewards.sum(-1)
+        baseline_scores = None
         if self.estimator.needs_greedy_baseline:
-            greedy = [rollout.baseline for rollout in rollouts]
+            baselines = [cast(Rollout, rollout.baseline) for rollout in rollouts]
+            baseline_scores = self.shaper.shape(baselines)
         inputs = self.estimator_inputs(rollouts, device) if self.estimator_inputs else {}
-        batch.advantages, batch.returns = self.advantages_of(
+        advantages, batch.returns = self.advantages_of(
             token_rewards=token_rewards,
             action_mask=mask,
-            scores=token_rewards.sum(-1),
+            scores=returns,
             values=batch.values,
-            bootstrap_values=bootstrap,
+            bootstrap_values=bootstrap_values,
             group_ids=groups,
-            baseline_scores=None if greedy is None else self.shaper.shape(greedy),
-            gamma=config.gamma,
-            lambd=config.lambd,
-            std_eps=config.grpo_std_eps or 0.0,
-            divide_std=config.group_std_norm,
-            batch_std=config.grpo_std_scope == "batch",
+            baseline_scores=baseline_scores,
+            gamma=algorithm.gamma,
+            lambd=algorithm.lambd,
+            std_eps=algorithm.grpo_std_eps or 0.0,
+            divide_std=algorithm.group_std_norm,
+            batch_std=algorithm.grpo_std_scope == "batch",
             score_norms=norms,
             all_reduce_sum=self._all_reduce_sum,
             **inputs,
         )
         for term in self.advantage_terms:
-            batch.advantages = batch.advantages + term(batch)
-        batch.advantages = normalize_advantages(
-            self.config, batch.advantages, mask, groups, self._all_reduce_sum
-        )
+            advantages = advantages + term(batch)
+        if algorithm.adv_norm_by:
+            norm = Norm.parse(algorithm.adv_norm_by)
+            advantages = normalize_by(advantages, mask, groups, norm, self._all_reduce_sum)
+        if algorithm.adv_norm and algorithm.adv_norm_scope == "group":
+            advantages = group_normalize(advantages, mask, groups)
+        batch.advantages = advantages
         if self.value_norm is not None:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
-        batch.info["return"] = token_rewards.sum(-1)
+        batch.info["return"] = returns
 
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
         """Multiply the token weights: constant factors of the policy loss."""
-        if not self.token_weights:
-            return
         weights = batch.action_mask.float()  # (B, A)
         for weigh in self.token_weights:
             weights = weights * weigh(
@@ -443,11 +460,11 @@ class ExperienceMaker:
             numbers["reward/greedy_baseline"] = [rollout.reward for rollout in greedy]
         for name in sorted({name for rollout in rollouts for name in rollout.extras}):
             numbers[f"reward/{name}"] = [rollout.extras.get(name, math.nan) for rollout in rollouts]
+        device = self.strategy.device
         for name, values in numbers.items():
-            batch.info[name] = torch.tensor(
-                values, dtype=torch.float32, device=self.strategy.device
-            )
-        batch.info |= self.shaper.penalties(rollouts)
+            batch.info[name] = torch.tensor(values, dtype=torch.float32, device=device)
+        if self.config.reward.overlong_buffer_len is not None:
+            batch.info |= self.shaper.penalties(rollouts)
         if self.rewarded:
             batch.info |= self.shaper.numbers(rollouts)
         kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightppo.algorithms.advantages import Groups, group_normalize, number_groups
+from lightppo.algorithms.advantages import Groups, number_groups
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -23,7 +23,6 @@ from lightppo.algorithms.masking import (
 from lightppo.algorithms.option_values import Norm
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
-from lightppo.experience.batching import ReplayBuffer
 from lightppo.ranks import Ranks
 
 # -- of a rollout ----------------------------------------------------------------------------------------------------
@@ -35,7 +34,6 @@ def normalize_by(
     mask: Tensor,
     group_ids: Tensor | None,
     norm: Norm,
-    *,
     all_reduce_sum: AllReduceSum = identity,
 ) -> Tensor:
     """Return (x - mean) / (std + eps) of the unmasked values (B, A), 0 at masked positions. In float64.
@@ -49,75 +47,29 @@ def normalize_by(
     """
     require_same_shape(values=values, mask=mask)
     mask = mask.bool()
-    index, count = number_groups(group_ids, mask)
-    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)
-    kept = values[mask].double()  # (N,)
+    index, group_count = number_groups(group_ids, mask)
+    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], group_count)
+    numbers = values[mask].double()  # (N,)
     sums = {"group": groups.sum, "batch": lambda numbers: all_reduce_sum(numbers.sum())}
-    ones = torch.ones_like(kept)
+    ones = torch.ones_like(numbers)
     if norm.mean is not None:
-        total = sums[norm.mean](kept)
-        number = sums[norm.mean](ones)
+        total = sums[norm.mean](numbers)
+        count = sums[norm.mean](ones)
         if norm.leave_one_out:
-            others = (total - kept) / (number - 1).clamp(min=1)
-            kept = kept - torch.where(number > 1, others, 0.0)
+            mean = (total - numbers) / (count - 1).clamp(min=1)
+            mean = torch.where(count > 1, mean, 0.0)
         else:
-            kept = kept - total / number.clamp(min=1)
+            mean = total / count.clamp(min=1)
+        numbers = numbers - mean
     if norm.std is not None:
-        squares = sums[norm.std](kept.square())
-        number = sums[norm.std](ones)
-        std = (squares / (number - int(norm.unbiased)).clamp(min=1)).sqrt()
+        squares = sums[norm.std](numbers.square())
+        count = sums[norm.std](ones)
+        std = (squares / (count - int(norm.unbiased)).clamp(min=1)).sqrt()
         if norm.unbiased:
-            std = torch.where(number > 1, std, 1.0)
-        kept = kept / (std + norm.eps)
-    result = torch.zeros_like(at_least_float32(values))
-    return result.masked_scatter(mask, kept.to(result.dtype))
-
-
-def normalize_scores(
-    config: PPOConfig,
-    scores: Tensor,
-    mask: Tensor,
-    group_ids: Tensor,
-    all_reduce_sum: AllReduceSum,
-) -> Tensor:
-    """Return the shaped scores (B, 1) after ``--reward_norm_by``. Collective."""
-    if not (words := config.reward.reward_norm_by):
-        return scores
-    norm = Norm.parse(words)
-    return normalize_by(scores, mask, group_ids, norm, all_reduce_sum=all_reduce_sum)
-
-
-def normalize_advantages(
-    config: PPOConfig,
-    advantages: Tensor,
-    mask: Tensor,
-    group_ids: Tensor,
-    all_reduce_sum: AllReduceSum,
-) -> Tensor:
-    """Return the advantages (B, A) after ``--adv_norm_by``, or ``--adv_norm_scope group``. Collective."""
-    algorithm = config.algorithm
-    if words := algorithm.adv_norm_by:
-        norm = Norm.parse(words)
-        advantages = normalize_by(advantages, mask, group_ids, norm, all_reduce_sum=all_reduce_sum)
-    if algorithm.adv_norm and algorithm.adv_norm_scope == "group":
-        advantages = group_normalize(advantages, mask, group_ids, algorithm.adv_norm_eps)
-    return advantages
-
-
-def whiten_and_clip(config: PPOConfig, buffer: ReplayBuffer, ranks: Ranks) -> None:
-    """Whiten the buffer's advantages over all ranks (``--adv_norm``), then clip them (``--advantage_clip``). Collective."""
-    algorithm = config.algorithm
-    if algorithm.adv_norm and algorithm.adv_norm_scope == "batch":
-        buffer.whiten(
-            ranks,
-            divide_std=algorithm.adv_std_norm,
-            shift_mean=algorithm.adv_shift_mean,
-            unbiased=algorithm.adv_std_unbiased,
-            eps=algorithm.adv_norm_eps,
-        )
-    if (limit := algorithm.advantage_clip) is not None:
-        for item in buffer.items:
-            item.advantages = item.advantages.clamp(-limit, limit)
+            std = torch.where(count > 1, std, 1.0)
+        numbers = numbers / (std + norm.eps)
+    zeros = torch.zeros_like(at_least_float32(values))
+    return zeros.masked_scatter(mask, numbers.to(zeros.dtype))
 
 
 # -- running statistics ----------------------------------------------------------------------------------------------
@@ -141,10 +93,12 @@ class Moments:
         name: str = "values",
     ) -> Moments:
         """Measure the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
+        if mask is None:
+            mask = torch.ones_like(values, dtype=torch.bool)
         require_same_shape(values=values, mask=mask)
-        kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
-        exact = values.double().masked_fill(~kept, 0.0)
-        total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
+        mask = mask.bool()
+        exact = values.double().masked_fill(~mask, 0.0)
+        total, count = all_reduce_sum(torch.stack([exact.sum(), mask.sum().double()])).tolist()
         if not math.isfinite(total):
             raise ValueError(
                 f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken"
@@ -152,7 +106,7 @@ class Moments:
         if count == 0:  # the same on every rank, so all leave here together
             return cls()
         mean = total / count
-        squares = (exact - mean).masked_fill(~kept, 0.0).square().sum()
+        squares = (exact - mean).masked_fill(~mask, 0.0).square().sum()
         return cls(count, mean, all_reduce_sum(squares).item() / count)
 
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
@@ -179,7 +133,7 @@ class RunningMeanStd:
 
     @property
     def count(self) -> float:
-        """How many numbers were seen."""
+        """Return how many numbers were seen."""
         return self._moments.weight
 
     @property
@@ -188,7 +142,7 @@ class RunningMeanStd:
 
     @property
     def std(self) -> float:
-        """Divided by n, not n - 1."""
+        """Return the deviation, divided by n, not n - 1."""
         return math.sqrt(self._moments.variance)
 
     def update(
@@ -242,12 +196,12 @@ class ValueNorm:
 
     @property
     def mean(self) -> float:
-        """Mean of the returns; 0 before the first update."""
+        """Return the mean of the returns; 0 before the first update."""
         return self._moments.mean
 
     @property
     def std(self) -> float:
-        """Standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
+        """Return the standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
         if self._moments.weight:
             return math.sqrt(max(self._moments.variance, self.eps))
         return 1.0
@@ -315,7 +269,7 @@ def make_value_norm(config: PPOConfig) -> ValueNorm | None:
     if loss.value_norm is None:
         return None
     beta = {} if loss.value_norm_beta is None else {"beta": loss.value_norm_beta}
-    return ValueNorm(loss.value_norm, eps=loss.value_norm_eps, **beta)
+    return ValueNorm(loss.value_norm, **beta)
 
 
 # -- scores (B,), one per response: what a reward source gives becomes what training maximises ------------------------
@@ -370,10 +324,11 @@ def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Ten
         return scores
     positions = torch.arange(mask.shape[1], device=mask.device)
     # (B, A), last trained position up to here, or -1
-    latest = torch.where(mask, positions, -1).cummax(dim=1).values
+    latest_position = torch.where(mask, positions, -1).cummax(dim=1).values
     # (B, A), last trained position before here
-    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
-    previous = scores.gather(1, before.clamp(min=0)).masked_fill(before < 0, 0.0)
+    previous_position = torch.nn.functional.pad(latest_position[:, :-1], (1, 0), value=-1)
+    previous = scores.gather(1, previous_position.clamp(min=0))
+    previous = previous.masked_fill(previous_position < 0, 0.0)
     return (scores - previous).masked_fill(~mask, 0.0)
 
 
@@ -398,24 +353,16 @@ class ScoreShaper:
 
     @property
     def states(self) -> dict[str, RunningMeanStd]:
-        """The parts that have a state, by its name in checkpoints."""
-        if self.running is None:
-            return {}
-        return {"score_statistics": self.running}
+        """Return the parts that have a state, by its name in checkpoints."""
+        return {} if self.running is None else {"score_statistics": self.running}
 
-    def shape(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
+    def shape(self, rollouts: Sequence[Rollout], learn: bool = False, clip: bool = True) -> Tensor:
         """Return the score of each response (B,).
 
         Args:
             learn: ``--reward_running_norm`` takes these scores in first, those of all ranks. Then collective.
+            clip: to ``--reward_clip_range``.
         """
-        return self._clipped(self._unclipped(rollouts, learn))
-
-    def _clipped(self, scores: Tensor) -> Tensor:
-        limits = self.options.reward_clip_range
-        return scores if limits is None else scores.clamp(*limits)
-
-    def _unclipped(self, rollouts: Sequence[Rollout], learn: bool = False) -> Tensor:
         options = self.options
         rewards = [rollout.reward for rollout in rollouts]
         scores = self.scale(torch.tensor(rewards, dtype=torch.float32, device=self.device))
@@ -432,6 +379,8 @@ class ScoreShaper:
             scores = scores + self._overlong_penalty(rollouts)
         if options.mask_no_eos_with_zero:
             scores = zero_truncated(scores, self._truncated(rollouts))
+        if clip and options.reward_clip_range is not None:
+            scores = scores.clamp(*options.reward_clip_range)
         return scores
 
     def _truncated(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -449,14 +398,12 @@ class ScoreShaper:
 
     def token_scores(
         self, rollouts: Sequence[Rollout], action_mask: Tensor | None = None
-    ) -> Tensor | None:
-        """Return the rewards of single tokens (B, A); ``None`` without ``--use_dense_reward``.
+    ) -> Tensor:
+        """Return the rewards of single tokens (B, A), of ``--use_dense_reward``.
 
         Args:
             action_mask: the trained tokens; ``None``: those that the rollouts name.
         """
-        if not self.options.use_dense_reward:
-            return None
         if action_mask is None:
             trained = [
                 rollout.trained or [True] * len(rollout.response_ids) for rollout in rollouts
@@ -473,39 +420,36 @@ class ScoreShaper:
     def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Return what training maximises for each sample before KL (B,)."""
         scores = self.shape(rollouts)
-        token_scores = self.token_scores(rollouts)
-        if token_scores is None:
-            return scores
-        return scores + token_scores.sum(-1)
+        if self.options.use_dense_reward:
+            scores = scores + self.token_scores(rollouts).sum(-1)
+        return scores
 
     # -- for the logs ------------------------------------------------------------------------------------------------
 
     def penalties(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return what ``--overlong_buffer_len`` takes from each sample (B,), by name."""
-        if self.options.overlong_buffer_len is None:
-            return {}
         penalty = self._overlong_penalty(rollouts)
         return {"reward/overlong": (penalty < 0).float(), "reward/overlong_reward": penalty}
 
     def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return what is logged of each sample's score (B,), by name."""
         numbers = {}
-        unclipped = self._unclipped(rollouts)
-        scores = self._clipped(unclipped)
+        scores = self.shape(rollouts)
         if self.options.reward_clip_range is not None:
-            numbers["reward_clip_ratio"] = (unclipped != scores).float()
-        if (token_scores := self.token_scores(rollouts)) is not None:
-            scores = scores + token_scores.sum(-1)
+            unclipped_scores = self.shape(rollouts, clip=False)
+            numbers["reward_clip_ratio"] = (unclipped_scores != scores).float()
+        if self.options.use_dense_reward:
+            scores = scores + self.token_scores(rollouts).sum(-1)
         prompts = [rollout.prompt.index for rollout in rollouts]
         groups = {prompt: group for group, prompt in enumerate(dict.fromkeys(prompts))}
         if len(groups) < len(rollouts):
             group_of_row = torch.tensor([groups[prompt] for prompt in prompts], device=self.device)
             # Not by the standard deviation: for equal values, rounding may put it above 0.
-            least, most = (
+            lowest, highest = (
                 scores.new_zeros(len(groups)).scatter_reduce(
-                    0, group_of_row, scores, how, include_self=False
+                    0, group_of_row, scores, reduction, include_self=False
                 )
-                for how in ("amin", "amax")
+                for reduction in ("amin", "amax")
             )
-            numbers["equal_groups"] = (least == most)[group_of_row].float()
+            numbers["equal_groups"] = (lowest == highest)[group_of_row].float()
         return numbers

@@ -43,9 +43,11 @@ def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
 
 def check_first(
     config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
-) -> AroundSampling:
-    """Return what compares the log probs of the first rollouts, around their sampling."""
+) -> AroundSampling | None:
+    """Return what compares the log probs of the first rollouts, around their sampling; None: nothing is compared."""
     check = RolloutCheck(actor, engine, strategy, config)
+    if not check.pending:
+        return None
 
     def checked(
         prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
@@ -139,8 +141,8 @@ class RolloutCheck:
         differing, unknown = self.engine.differing_weights()
         if differing:
             names = ", ".join(differing[:NAMED_WEIGHTS])
-            more = len(differing) - NAMED_WEIGHTS
-            return f"Weights that differ: {names}{f' and {more} more' if more > 0 else ''}"
+            unnamed = len(differing) - NAMED_WEIGHTS
+            return f"Weights that differ: {names}{f' and {unnamed} more' if unnamed > 0 else ''}"
         if unknown:
             return f"No weight was seen to differ, but {len(unknown)} could not be compared, first {unknown[0]}"
         return (

@@ -60,11 +60,11 @@ def first_needing_engine_log_probs(config: PPOConfig) -> str | None:
         return f"--rollout_rejection {' '.join(options.rollout_rejection)}"
     for name, entry, _ in _of_packages(config):
         if entry.needs_rollout_log_probs:
-            value = config.flat()[entry.flag] if entry.flag else None
+            if not entry.flag:
+                return f"the token weight {name!r}"
+            value = config.flat()[entry.flag]
             text = " ".join(value) if isinstance(value, list | tuple) else value
-            if entry.flag:
-                return f"--{entry.flag} {text}"
-            return f"the token weight {name!r}"
+            return f"--{entry.flag} {text}"
     return None
 
 
@@ -153,7 +153,9 @@ def rejections_of(config: PPOConfig, in_training: bool) -> list[Rejection]:
     """
     rejections = [Rejection.parse(text) for text in config.correction.rollout_rejection]
     bypass = config.loss.old_log_probs == "rollout"
-    return [one for one in rejections if (bypass or one.entry.in_training) == in_training]
+    if bypass:
+        return rejections if in_training else []
+    return [x for x in rejections if x.entry.in_training == in_training]
 
 
 def high_entropy(config: PPOConfig) -> Weigh | None:
@@ -166,9 +168,9 @@ def high_entropy(config: PPOConfig) -> Weigh | None:
         experience: Experience, *, entropy: Tensor, all_reduce_sum: AllReduceSum, **_: Any
     ) -> Tensor:
         mask = experience.action_mask
-        kept = torch.zeros_like(mask)
-        kept[mask] = top_share(entropy[mask], ratio, all_reduce_sum)
-        return kept
+        is_kept = torch.zeros_like(mask)
+        is_kept[mask] = top_share(entropy[mask], ratio, all_reduce_sum)
+        return is_kept
 
     return weigh
 
@@ -205,8 +207,8 @@ class EntropySample:
         counted, computed = (
             to_device(places, mask.device) for places in (self.counted, self.computed)
         )
-        of_sample = entropy.masked_fill(~counted, 0.0)
-        mean = self.stride * token_mean(of_sample, mask, normalizer)
+        sample_entropy = entropy.masked_fill(~counted, 0.0)
+        mean = self.stride * token_mean(sample_entropy, mask, normalizer)
         return mean, entropy.masked_fill(~computed, torch.nan)
 
 
@@ -220,10 +222,10 @@ def entropy_sample(
     stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
     if stride < 2:
         return None
-    ids, real, mask = map(
+    ids, attention_mask, mask = map(
         on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
     )
-    counted = systematic_sample(mask, start=(ids * real).sum(1), stride=stride)
+    counted = systematic_sample(mask, start=(ids * attention_mask).sum(1), stride=stride)
     computed = counted.clone()
     computed[list(rows)] = True
     return EntropySample(stride, counted, computed)
@@ -232,22 +234,12 @@ def entropy_sample(
 # -- tokens that a policy loss treats differently, chosen once a rollout: see algorithms/selection.py -----------------
 
 
-def selection_of(loss: Any) -> SelectionFn | None:
-    """Return the function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
-    entry = getattr(loss, "entry", None)  # a loss of a script has none
-    if entry is None or entry.selection is None:
-        return None
-    return load(entry.selection)
-
-
 def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: int) -> None:
-    """Set ``selected`` of all rows if the loss selects tokens; then collective.
+    """Set ``selected`` of all rows for a loss that selects tokens. Collective.
 
     A token's random number depends on ``seed``, its row's token ids and its position.
     """
-    select = selection_of(loss)
-    if select is None:
-        return
+    select: SelectionFn = load(loss.entry.selection)
     items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
     masks = [item.action_mask for item in items]  # (1, A) each
 
@@ -255,16 +247,16 @@ def select_tokens(items: Sequence[Experience], loss: Any, ranks: Ranks, seed: in
         """Join the rows' trained tokens, (N,)."""
         return torch.cat([row[mask] for row, mask in zip(rows, masks)])
 
-    chosen = select(
+    selected = select(
         trained(item.action_log_probs for item in items),
         trained(item.advantages for item in items),
         trained(_uniforms(item, seed) for item in items),
         options=loss.options,
         all_reduce_sum=partial(ranks.all_reduce, op="sum"),
     )  # (N,)
-    of_rows = chosen.split([int(mask.sum()) for mask in masks])
-    for item, mask, of_row in zip(items, masks, of_rows):
-        item.selected = torch.zeros_like(mask).masked_scatter(mask, of_row)
+    rows = selected.split([int(mask.sum()) for mask in masks])
+    for item, mask, row in zip(items, masks, rows):
+        item.selected = torch.zeros_like(mask).masked_scatter(mask, row)
 
 
 def _uniforms(item: Experience, seed: int) -> Tensor:

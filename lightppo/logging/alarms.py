@@ -43,18 +43,18 @@ def lasting(is_bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., 
     )
 
 
-def falling(values: Sequence[float], already: bool = False) -> bool:
+def falling(numbers: Sequence[float], already: bool = False) -> bool:
     """Return whether the medians of the last steps, as many in a row, are below the best one, by half of the rise before it
     and by more than four times what usually lies between two steps; ``already``: whether the last one is, by half of
     that. The last step of an episode may be a small, odd one."""
-    medians = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+    medians = [median(numbers[i : i + WINDOW]) for i in range(len(numbers) - WINDOW + 1)]
     if len(medians) <= WINDOW:
         return False
-    usual_change = median(abs(a - b) for a, b in pairwise(values))
-    limit = max((max(medians) - medians[0]) / 2, 4 * usual_change)
+    usual_change = median(abs(a - b) for a, b in pairwise(numbers))
+    least_drop = max((max(medians) - medians[0]) / 2, 4 * usual_change)
     if already:
-        return max(medians) - medians[-1] > limit / 2
-    return max(medians) - max(medians[-WINDOW:]) > limit
+        return max(medians) - medians[-1] > least_drop / 2
+    return max(medians) - max(medians[-WINDOW:]) > least_drop
 
 
 LIKELIHOOD = 1e-6  # of what is no chance
@@ -69,14 +69,14 @@ def at_its_worst(
     """Return whether scores were better, and the last steps' means are within 5% of the worst so far: in more steps and
     prompts than chance explains, if the scores of a prompt were as before or the worst."""
     worst = min(lowest)
-    scale = max(highest) - worst
-    if not scale > 0:
+    score_range = max(highest) - worst
+    if not score_range > 0:
         return False
-    bad_steps = list(takewhile(lambda mean: mean <= worst + 0.05 * scale, reversed(means)))
+    bad_steps = list(takewhile(lambda mean: mean <= worst + 0.05 * score_range, reversed(means)))
     earlier = means[: len(means) - len(bad_steps)][-LASTING:]
     if not bad_steps or not earlier:
         return False
-    share = min(1 - 1e-9, (fmean(earlier) - worst) / scale)
+    share = min(1 - 1e-9, (fmean(earlier) - worst) / score_range)
     return math.log1p(-share) * sum(prompts[-len(bad_steps) :]) < math.log(LIKELIHOOD)
 
 
@@ -218,8 +218,8 @@ ALARMS |= {
 def meanings() -> dict[str, str]:
     """Return what each alarm looks at, when it rings, and what to do."""
     return {
-        name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"
-        for name, alarm in ALARMS.items()
+        alarm_name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"
+        for alarm_name, alarm in ALARMS.items()
     }
 
 
@@ -251,43 +251,45 @@ class Alarms:
                 self.series[metric].append(status[metric])
         is_solved = solved(*(self.series[metric] for metric in SCORES))
         numbers: dict[str, float] = {}
-        lines = []
-        for name, alarm in ALARMS.items():
+        messages = []
+        for alarm_name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
             rings = alarm.rings
-            if name in self.ringing and alarm.goes_on:
+            if alarm_name in self.ringing and alarm.goes_on:
                 rings = alarm.goes_on
             is_ringing = not (alarm.unless_solved and is_solved) and rings(
                 *(self.series[metric] for metric in alarm.metrics)
             )
-            numbers[f"alarm/{name}"] = float(is_ringing)
+            numbers[f"alarm/{alarm_name}"] = float(is_ringing)
             if not is_ringing:
-                self.ringing.discard(name)
-                self.announced.discard(name)
+                self.ringing.discard(alarm_name)
+                self.announced.discard(alarm_name)
                 continue
-            if name not in self.announced:
-                value = status[alarm.metrics[0]]
-                lines.append(
-                    f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
+            if alarm_name not in self.announced:
+                latest_value = status[alarm.metrics[0]]
+                messages.append(
+                    f"ALARM {alarm_name}: {alarm.metrics[0]} is {latest_value:.3g}, {alarm.condition}. Try: {alarm.remedy}"
                 )
-            self.ringing.add(name)
-            self.announced.add(name)
-            self.rang[name].append(step)
-        return numbers, lines
+            self.ringing.add(alarm_name)
+            self.announced.add(alarm_name)
+            self.rang[alarm_name].append(step)
+        return numbers, messages
 
     def summary(self) -> str:
         """Return which have rung, and when; empty if none has."""
-        texts = []
-        for name, steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
-            if len(steps) > 1:
-                texts.append(f"{name} in {len(steps)} steps ({steps[0]} to {steps[-1]})")
+        alarm_texts = []
+        for alarm_name, ringing_steps in sorted(self.rang.items(), key=lambda item: item[1][0]):
+            if len(ringing_steps) > 1:
+                alarm_texts.append(
+                    f"{alarm_name} in {len(ringing_steps)} steps ({ringing_steps[0]} to {ringing_steps[-1]})"
+                )
             else:
-                texts.append(f"{name} in step {steps[0]}")
-        if not texts:
+                alarm_texts.append(f"{alarm_name} in step {ringing_steps[0]}")
+        if not alarm_texts:
             return ""
         advice = "the log at the first of these steps says what to do, as does the report"
-        return f"ALARMS: {', '.join(texts)}: {advice}"
+        return f"ALARMS: {', '.join(alarm_texts)}: {advice}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of all steps so far: a resumed run rings as an uninterrupted one."""
@@ -311,17 +313,15 @@ class AlarmBell(Callback):
     """Rings the alarms of a run."""
 
     def __init__(self, run: Any) -> None:
-        samples = run.samples_tokens
-        self.alarms = Alarms(
-            len(run.tokenizer) if samples else None,
-            run.config.rollout.rollout_batch_size if samples else None,
-        )
+        self.alarms = Alarms()
+        if run.samples_tokens:
+            self.alarms = Alarms(len(run.tokenizer), run.config.rollout.rollout_batch_size)
         run.register_state("alarms", self.alarms)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        numbers, lines = self.alarms.look(metrics, step)
-        for line in lines:
-            run.strategy.print(f"[step {step}] {line}")
+        numbers, messages = self.alarms.look(metrics, step)
+        for message in messages:
+            run.strategy.print(f"[step {step}] {message}")
         return numbers
 
     def on_end(self, run: Any, error: BaseException | None) -> None:

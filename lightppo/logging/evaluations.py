@@ -25,7 +25,7 @@ class Evaluations(Callback):
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         samples = getattr(run.evaluator, "samples", None)
         folder = local_folder(run.config.checkpoint.save_path) / "eval"
-        metrics = {name: value for name, value in result.items() if name.startswith("eval/")}
+        metrics = {metric: value for metric, value in result.items() if metric.startswith("eval/")}
 
         def write() -> None:
             if samples:
@@ -35,19 +35,19 @@ class Evaluations(Callback):
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if error is None and run.only_evaluates:
-            for line in table(run.evaluation.result):
-                run.strategy.print(line)
+            for table_line in table(run.evaluation.result):
+                run.strategy.print(table_line)
 
 
 def write_evaluation(
     folder: Path, step: int, samples: Sequence[EvalSample], metrics: Mapping[str, float]
 ) -> None:
     """Write both files of an evaluation."""
-    lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
+    sample_lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
     files = files_in_use()
     with files.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(folder / f"step{step}.jsonl", "".join(lines))
+        files.write_text(folder / f"step{step}.jsonl", "".join(sample_lines))
         files.write_text(
             folder / f"step{step}.json", json.dumps(by_source(metrics), indent=1) + "\n"
         )
@@ -56,17 +56,17 @@ def write_evaluation(
 def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the metrics of :func:`eval_metrics` by data source; "all": of all samples."""
     sources = [
-        name.removeprefix("eval/").removesuffix("/samples")
-        for name in metrics
-        if name.endswith("/samples") and name != "eval/samples"
+        short_name.removeprefix("eval/").removesuffix("/samples")
+        for short_name in metrics
+        if short_name.endswith("/samples") and short_name != "eval/samples"
     ]
     tables: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
-    for full_name, value in metrics.items():
-        name = full_name.removeprefix("eval/")
+    for full_name, number in metrics.items():
+        short_name = full_name.removeprefix("eval/")
         # The name of a source may begin with the name of another one.
-        matches = [source for source in sources if name.startswith(f"{source}/")]
+        matches = [source for source in sources if short_name.startswith(f"{source}/")]
         source = max(matches, key=len, default="all")
-        tables[source][name.removeprefix(f"{source}/") if matches else name] = value
+        tables[source][short_name.removeprefix(f"{source}/") if matches else short_name] = number
     return tables
 
 
@@ -87,17 +87,22 @@ _COLUMNS = (
 def table(metrics: Mapping[str, float]) -> list[str]:
     """Return lines that show :func:`eval_metrics`, one per data source."""
     sources = by_source(
-        {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        {metric: number for metric, number in metrics.items() if metric.startswith("eval/")}
     )
-    names = [
-        name
+    shown_metrics = [
+        metric
         for column in _COLUMNS
-        for name in sources["all"]
-        if re.fullmatch(rf"{column}(?<=@)\d+|{column}", name)
+        for metric in sources["all"]
+        if re.fullmatch(rf"{column}(?<=@)\d+|{column}", metric)
     ]
-    cells = [["", *names]]
+    table_rows = [["", *shown_metrics]]
     for source, values in sources.items():
-        texts = [f"{values[name]:.4g}" if name in values else "" for name in names]
-        cells.append([plain(source), *texts])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
+        number_texts = [
+            f"{values[metric]:.4g}" if metric in values else "" for metric in shown_metrics
+        ]
+        table_rows.append([plain(source), *number_texts])
+    widths = [max(map(len, column)) for column in zip(*table_rows)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(table_row, widths))
+        for table_row in table_rows
+    ]

@@ -152,13 +152,17 @@ def renamed(metrics: Mapping[str, float], names: str) -> dict[str, float]:
     """Return a row for trackers under ``--metric_names``."""
     if names == OURS:
         return dict(metrics)
-    table = NAMES[names]
+    names_by_metric = NAMES[names]
     if names in OWN_AXES:
         if "train/pairs" in metrics or "eval/pairs" in metrics:
-            table = table | OF_PAIRS
+            names_by_metric = names_by_metric | OF_PAIRS
         elif "train/tokens" in metrics or "eval/tokens" in metrics:
-            table = table | OF_EXAMPLES
-    return {theirs: value for ours, value in metrics.items() for theirs in names_of(ours, table)}
+            names_by_metric = names_by_metric | OF_EXAMPLES
+    return {
+        other_name: number
+        for metric, number in metrics.items()
+        for other_name in names_of(metric, names_by_metric)
+    }
 
 
 def names_of(metric: str, table: Mapping[str, list[str]]) -> list[str]:
@@ -168,22 +172,24 @@ def names_of(metric: str, table: Mapping[str, list[str]]) -> list[str]:
     for pattern, names in table.items():
         expression = re.sub(r"<(\w+)>", r"(?P<\1>.+)", pattern)
         if match := re.fullmatch(expression, metric):
-            return [re.sub(r"<(\w+)>", lambda part: match[part[1]], name) for name in names]
+            return [
+                re.sub(r"<(\w+)>", lambda part: match[part[1]], other_name) for other_name in names
+            ]
     return [metric]
 
 
-def global_steps(row: Mapping[str, float], step: int, names: str) -> dict[str, float]:
+def global_steps(row: Mapping[str, float], step: int, trainer: str) -> dict[str, float]:
     """Return the step under the names that ``--metric_names`` has for it, for Weights & Biases."""
     return {
         f"{namespace}/global_step": float(step)
-        for namespace in STEPS.get(names, ())
-        if names not in OWN_AXES or any(name.startswith(f"{namespace}/") for name in row)
+        for namespace in STEPS.get(trainer, ())
+        if trainer not in OWN_AXES or any(metric.startswith(f"{namespace}/") for metric in row)
     }
 
 
 def page_section() -> str:
     """Return the tables for docs/metrics.md."""
-    parts = [
+    page_parts = [
         "## Names of other trainers\n\n`--metric_names verl`, `openrlhf` or `lightrft` gives trackers these "
         "names in place of ours; a metric that is not in the table keeps its name. Where the other trainer counts a "
         "little differently, the number is ours. `metrics.jsonl` keeps our names, so that `lightppo report`, `watch`, "
@@ -197,11 +203,11 @@ def page_section() -> str:
     }
     for title, table in tables.items():
         rows = "".join(
-            f"`{ours}` | {', '.join(f'`{name}`' for name in theirs)}\n"
-            for ours, theirs in table.items()
+            f"`{metric}` | {', '.join(f'`{other_name}`' for other_name in other_names)}\n"
+            for metric, other_names in table.items()
         )
-        parts.append(f"Ours | {title}\n---|---\n{rows}")
-    return "\n".join(parts)
+        page_parts.append(f"Ours | {title}\n---|---\n{rows}")
+    return "\n".join(page_parts)
 
 
 _HEAD = """\
@@ -218,17 +224,17 @@ no reference) is missing. `PPOTrainer.ppo_train` returns `rollout/` and `train/`
 
 def metrics_page() -> str:
     """Return the page: one table per namespace, and the names of other trainers."""
-    parts = [_HEAD]
+    page_parts = [_HEAD]
     for namespace, about in METRICS.namespaces.items():
-        rows = [
-            f"`{name}` | " + meaning.replace("|", "\\|") + "\n"
-            for name, meaning in METRICS.items()
-            if name.startswith(f"{namespace}/")
+        table_rows = [
+            f"`{metric}` | " + meaning.replace("|", "\\|") + "\n"
+            for metric, meaning in METRICS.items()
+            if metric.startswith(f"{namespace}/")
         ]
-        parts.append(
-            f"## {namespace}/{': ' if about else ''}{about}\n\nName | Meaning\n---|---\n{''.join(rows)}"
+        page_parts.append(
+            f"## {namespace}/{': ' if about else ''}{about}\n\nName | Meaning\n---|---\n{''.join(table_rows)}"
         )
-    return "\n".join([*parts, page_section()])
+    return "\n".join([*page_parts, page_section()])
 
 
 if __name__ == "__main__":

@@ -34,25 +34,20 @@ class Pace:
 
     def line(self, step: int, total: int | None, status: Mapping[str, float]) -> str:
         """Return ``step 12/100 · reward 0.61 · … · 0.9 s · ETA 1:20``; the time left counts evaluations and saving too."""
-        now = self.clock()
+        current_time = self.clock()
         previous_step, previous_end = self.ends[-1]
-        self.ends.append((step, now))
+        self.ends.append((step, current_time))
         first_step, first_end = self.ends[0]
-        seconds = (now - previous_end) / max(step - previous_step, 1)
-        texts = [f"step {step}" if total is None else f"step {step}/{total}"]
-        for short, name in (SHOWN | {"len": "rollout/response_length"}).items():
-            if name in status:
-                texts.append(f"{short} {round(status[name], 4) + 0.0:.3g}")
-        texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
+        seconds = (current_time - previous_end) / max(step - previous_step, 1)
+        line_texts = [f"step {step}" if total is None else f"step {step}/{total}"]
+        for label, metric in (SHOWN | {"len": "rollout/response_length"}).items():
+            if metric in status:
+                line_texts.append(f"{label} {round(status[metric], 4) + 0.0:.3g}")
+        line_texts.append(f"{status.get('perf/time_step', seconds):.1f} s")
         if total is not None and step > first_step:
-            seconds_left = (now - first_end) / (step - first_step) * (total - step)
-            texts.append(f"ETA {clock_text(seconds_left)}")
-        return " · ".join(texts)
-
-
-def clock_text(seconds: float) -> str:
-    """Return ``1:20`` or ``4:10:00``."""
-    return tqdm.format_interval(round(seconds)).removeprefix("0")
+            seconds_left = (current_time - first_end) / (step - first_step) * (total - step)
+            line_texts.append(f"ETA {tqdm.format_interval(round(seconds_left)).removeprefix('0')}")
+        return " · ".join(line_texts)
 
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
@@ -67,24 +62,24 @@ def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **opt
     )
 
 
-def bar_of_steps(steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
+def bar_of_steps(numbered_steps: Iterable[tuple[int, Any]], run: Any) -> Iterator[tuple[int, Any]]:
     """Yield the steps of a run, with a bar; how many there are may change with each episode."""
     is_shown = run.strategy.is_rank_0()
     with progress_bar(None, run.unit, shown=is_shown, initial=run.state.global_step) as run.bar:
-        for step in steps:
+        for step in numbered_steps:
             run.bar.total = run.total_steps
             yield step
             run.bar.update()
 
 
-def bar_of_part(items: Iterable, text: str, ranks: Ranks) -> Iterable:
+def bar_of_part(items: Iterable, description: str, ranks: Ranks) -> Iterable:
     """Return the items of a part of a step, with a bar that goes when it ends."""
-    return progress_bar(items, text, shown=ranks.is_rank_0(), leave=False)
+    return progress_bar(items, description, shown=ranks.is_rank_0(), leave=False)
 
 
 def on_bar(status: Mapping[str, float]) -> dict[str, float]:
     """Return what a progress bar shows of a status, by the names there."""
-    return {short: status[name] for short, name in ON_BARS.items() if name in status}
+    return {label: status[metric] for label, metric in ON_BARS.items() if metric in status}
 
 
 def minibatch_on_bar(
@@ -93,15 +88,15 @@ def minibatch_on_bar(
     """Return the same of one optimizer step on this rank alone; a KL is the mean over tokens."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for status in statuses:
-        for name, value in status.items():
-            numbers[name].append(value)
-    means = {name: fmean(values) for name, values in numbers.items()}
+        for metric, value in status.items():
+            numbers[metric].append(value)
+    means = {metric: fmean(values) for metric, values in numbers.items()}
     lengths = torch.cat([experience.response_lengths.double() for experience in samples])
     shared_names = set.intersection(*(set(experience.info) for experience in samples))
-    for name in shared_names & set(ON_BARS.values()):
-        values = torch.cat([experience.info[name].double() for experience in samples])
-        weights = lengths if name == "kl" else torch.ones_like(lengths)
-        means[name] = (values @ weights / weights.sum()).item()
+    for metric in shared_names & set(ON_BARS.values()):
+        values = torch.cat([experience.info[metric].double() for experience in samples])
+        weights = lengths if metric == "kl" else torch.ones_like(lengths)
+        means[metric] = (values @ weights / weights.sum()).item()
     return on_bar(means)
 
 
@@ -117,11 +112,11 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         # CUDA marks take memory of the GPU, so a run on the CPU of a GPU machine uses the clock.
-        now = _mark if torch.cuda.is_initialized() else time.perf_counter
-        start = now()
+        current_time = _mark if torch.cuda.is_initialized() else time.perf_counter
+        start = current_time()
         with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace
             yield
-        self.phases.append((phase, start, now()))
+        self.phases.append((phase, start, current_time()))
 
     def reset(self) -> dict[str, float]:
         """Return the seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
@@ -137,29 +132,26 @@ class PhaseTimer:
 
 
 def _mark() -> torch.cuda.Event:
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Speeds(Callback):
     """Adds the speeds of a step whose samples come from rollouts."""
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        epochs = {"actor_update": run.max_epochs}
-        passes = run.max_epochs * parameter_count(run.actor)  # weights times epochs
-        if run.critic is not None:
-            epochs["critic_update"] = run.critic_max_epochs
-            passes += run.critic_max_epochs * parameter_count(run.critic)
+        models = {"actor_update": run.actor, "critic_update": run.critic}
+        models = {part: model for part, model in models.items() if model is not None}
         speeds = perf_metrics(
-            {name.removeprefix("perf/"): value for name, value in metrics.items()},
-            {name.removeprefix("rollout/"): value for name, value in metrics.items()},
-            epochs=epochs,
+            {metric.removeprefix("perf/"): value for metric, value in metrics.items()},
+            {metric.removeprefix("rollout/"): value for metric, value in metrics.items()},
+            epochs=dict.fromkeys(models, run.max_epochs),
             world_size=run.strategy.world_size,
-            parameters=passes / max(epochs.values()),
+            parameters=sum(map(parameter_count, models.values())),
             peak_tflops=run.config.logging.peak_tflops,
         )
-        return {f"perf/{name}": value for name, value in speeds.items()}
+        return {f"perf/{metric}": value for metric, value in speeds.items()}
 
 
 def perf_metrics(
@@ -185,10 +177,12 @@ def perf_metrics(
     if generated and rollout_seconds:
         speeds["rollout_tokens_per_second"] = generated / rollout_seconds
         speeds["rollout_ms_per_token"] = 1000 * rollout_seconds / generated
-    for part in TIMED:
-        if tokens and f"time_{part}" in seconds:
-            tokens_of_part = tokens * epochs.get(part, 1)
-            speeds[f"{part}_ms_per_token"] = 1000 * seconds[f"time_{part}"] / tokens_of_part
+    for training_part in TIMED:
+        if tokens and f"time_{training_part}" in seconds:
+            tokens_of_part = tokens * epochs.get(training_part, 1)
+            speeds[f"{training_part}_ms_per_token"] = (
+                1000 * seconds[f"time_{training_part}"] / tokens_of_part
+            )
     if trained and train_seconds:
         speeds["train_tokens_per_second"] = trained / train_seconds
         speeds["train_ms_per_token"] = 1000 * train_seconds / trained
@@ -202,12 +196,12 @@ class GPUMemory(Callback):
     """The most memory that a rank's tensors had in the step, and the most that torch held for them."""
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        peaks = {
+        peak_memory = {
             "perf/gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
             "perf/gpu_memory_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
         }
         torch.cuda.reset_peak_memory_stats()
-        return run.strategy.all_reduce(peaks, op="max")
+        return run.strategy.all_reduce(peak_memory, op="max")
 
 
 class Profiles(Callback):
@@ -217,9 +211,11 @@ class Profiles(Callback):
         self.steps = steps
 
     def on_start(self, run: Any) -> None:
-        total = None if run.only_evaluates else run.count_steps()
-        if late := [step for step in self.steps if total is not None and step > total]:
-            raise ConfigError(f"--profile_steps {late[0]}: the run has {total} steps")
+        total_steps = None if run.only_evaluates else run.count_steps()
+        if late_steps := [
+            step for step in self.steps if total_steps is not None and step > total_steps
+        ]:
+            raise ConfigError(f"--profile_steps {late_steps[0]}: the run has {total_steps} steps")
 
     def around_step(self, run: Any, step: int) -> AbstractContextManager:
         if step not in self.steps:
@@ -229,11 +225,11 @@ class Profiles(Callback):
 
 
 @contextmanager
-def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
-    """Let torch's profiler write the operators of a context to ``path``, a trace for chrome://tracing or Perfetto."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def profile(trace_path: Path, timer: PhaseTimer) -> Iterator[None]:
+    """Let torch's profiler write the operators of a context to ``trace_path``, a trace for chrome://tracing or Perfetto."""
+    trace_path.parent.mkdir(parents=True, exist_ok=True)
     profiler = torch.profiler.profile(
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_path)),
         acc_events=True,  # else it warns that a next cycle would lose them
     )
     with timer("start_profile"):

@@ -46,17 +46,19 @@ class JsonlSink:
     off those of steps that will be done again. A file that vanishes is made again.
     """
 
-    def __init__(self, path: Path, start_step: int = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, metrics_path: Path, start_step: int = 0) -> None:
+        metrics_path.parent.mkdir(parents=True, exist_ok=True)
         if start_step == 0:
-            set_aside(path)
-        elif path.exists():
-            _cut(path, start_step)
-        self.path = path
-        self.file = path.open("a", buffering=1)
+            set_aside(metrics_path)
+        elif metrics_path.exists():
+            _cut(metrics_path, start_step)
+        self.path = metrics_path
+        self.file = metrics_path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        numbers = {
+            metric: number if math.isfinite(number) else None for metric, number in metrics.items()
+        }
         with explained(self.path):
             if not is_at(self.path, self.file):
                 logger.warning(
@@ -64,7 +66,7 @@ class JsonlSink:
                 )
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = self.path.open("a", buffering=1)
-            self.file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
+            self.file.write(json.dumps({"step": step, "time": time.time(), **numbers}) + "\n")
 
     def sync(self) -> None:
         """Put all rows on disk: a checkpoint will say that their steps are done."""
@@ -75,19 +77,21 @@ class JsonlSink:
         self.file.close()
 
 
-def _cut(path: Path, last: int) -> None:
-    """Keep the rows up to step ``last``, in place: what another process has open stays the file."""
-    with path.open("r+b") as file:
-        rows = [row.rstrip(b"\n") + b"\n" for row in file if _step_of(row) <= last]
+def _cut(metrics_path: Path, last_step: int) -> None:
+    """Keep the rows up to ``last_step``, in place: what another process has open stays the file."""
+    with metrics_path.open("r+b") as file:
+        remaining_rows = [
+            json_row.rstrip(b"\n") + b"\n" for json_row in file if _step_of(json_row) <= last_step
+        ]
         file.seek(0)
-        file.writelines(rows)
+        file.writelines(remaining_rows)
         file.truncate()
 
 
-def _step_of(row: bytes) -> float:
+def _step_of(json_row: bytes) -> float:
     """Return the step of a row; infinity for a row that a crash tore, or that was altered."""
     try:
-        step = json.loads(row)["step"]
+        step = json.loads(json_row)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
     return step if isinstance(step, int | float) else math.inf
@@ -173,8 +177,8 @@ class Recorder(Callback):
             strategy.on_rank_0(lambda: set_records_aside(config), f"keep apart what is in {folder}")
         if run.owns_parts:
             save_run_config(run.asked if run.keeps else config, strategy)
-            total = None if run.only_evaluates else run.count_steps()
-            record_start(config, strategy, step, run.content, total)
+            total_steps = None if run.only_evaluates else run.count_steps()
+            record_start(config, strategy, step, run.content, total_steps)
         if strategy.is_rank_0():
             # Only where the run goes on in its own folder: another one's records are elsewhere.
             if step > 0 and config.checkpoint.resume == "auto" and not run.only_evaluates:
@@ -195,16 +199,16 @@ class Recorder(Callback):
 
     def _warn_of_lost(self, step: int) -> None:
         """Warn of records that the checkpoint of this step knows and the folder has no longer."""
-        texts = self.records.lost(self.sums)
-        if len(texts) > _NAMED_FILES:
-            texts[_NAMED_FILES:] = [f"{len(texts) - _NAMED_FILES} more files"]
-        if texts:
+        messages = self.records.lost(self.sums)
+        if len(messages) > _NAMED_FILES:
+            messages[_NAMED_FILES:] = [f"{len(messages) - _NAMED_FILES} more files"]
+        if messages:
             logger.warning(
                 "%s: of what was recorded until step %d, %s. The run goes on without it; to have it back, stop, "
                 "restore the files from a copy, and start again",
                 self.run.config.checkpoint.save_path,
                 step,
-                "; ".join(texts),
+                "; ".join(messages),
             )
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:

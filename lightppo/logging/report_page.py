@@ -85,25 +85,25 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         text = Path(path).read_text()
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror})") from error
-    rows = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
+    json_rows = []
+    json_lines = text.splitlines()
+    for number, json_line in enumerate(json_lines, start=1):
         try:
-            row = json.loads(line)
+            json_row = json.loads(json_line)
         except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
+            if number == len(json_lines) and not text.endswith("\n"):
                 break
             raise ReportError(
                 f"{path}, line {number}: is not JSON ({error}); was the run killed while writing?"
             ) from error
-        if not isinstance(row, dict):
+        if not isinstance(json_row, dict):
             raise ReportError(
-                f"{path}, line {number}: must be an object, not a {type(row).__name__}"
+                f"{path}, line {number}: must be an object, not a {type(json_row).__name__}"
             )
-        rows.append(row)
-    if not rows:
+        json_rows.append(json_row)
+    if not json_rows:
         raise ReportError(f"{path} is empty")
-    return rows
+    return json_rows
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -112,27 +112,31 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ReportError: as :func:`read_jsonl`, or a row without a step.
     """
-    rows = read_jsonl(path)
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("step"), int):
+    metric_rows = read_jsonl(path)
+    for number, metric_row in enumerate(metric_rows, start=1):
+        if not isinstance(metric_row.get("step"), int):
             raise ReportError(f'{path}, line {number}: has no "step"; is this a metrics.jsonl?')
-    return rows
+    return metric_rows
 
 
-def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+def series(metric_rows: Sequence[Row], metric: str) -> tuple[list[int], list[float]]:
     """Return the steps at which a metric was logged, and its values; rows without a finite one are left out."""
-    logged = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    logged = [
+        (metric_row["step"], metric_row[metric])
+        for metric_row in metric_rows
+        if metric_row.get(metric) is not None
+    ]
     return [step for step, _ in logged], [value for _, value in logged]
 
 
-def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]:
+def evaluations(metric_rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]:
     """Return rows of evaluations, in order: the first is before training, the last after it.
 
     Raises:
         ReportError: fewer than two steps with an evaluation.
     """
-    evaluated = [row for row in rows if row.get(metric) is not None]
-    if len({row["step"] for row in evaluated}) < 2:
+    evaluated = [metric_row for metric_row in metric_rows if metric_row.get(metric) is not None]
+    if len({metric_row["step"] for metric_row in evaluated}) < 2:
         raise ReportError(
             f"{len(evaluated)} evaluations in the metrics, two are needed: run with --eval_data and --val_before_train"
         )
@@ -141,70 +145,79 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
 
 def before_and_after(rows: Sequence[Row]) -> str:
     """Return a table: the evaluations, if there are two, and of the training the first and last tenth of steps, the best."""
-    evaluated = sorted({name for row in rows for name in row if name.startswith("eval/")})
-    names = [name for name in evaluated if not name.endswith("/samples")]
-    names = [name for name in names if len(series(rows, name)[0]) > 1]
-    names += [name for panel in (*PANELS, *SFT_PANELS) for name in panel.curves]
-    names = [name for name in names if series(rows, name)[0]]
-    if not names:  # an evaluation
+    evaluated = sorted(
+        {metric for metric_row in rows for metric in metric_row if metric.startswith("eval/")}
+    )
+    metrics = [metric for metric in evaluated if not metric.endswith("/samples")]
+    metrics = [metric for metric in metrics if len(series(rows, metric)[0]) > 1]
+    metrics += [metric for panel in (*PANELS, *SFT_PANELS) for metric in panel.curves]
+    metrics = [metric for metric in metrics if series(rows, metric)[0]]
+    if not metrics:  # an evaluation
         return single_values(rows)
-    lines = [f"{'':<32}{'first':>12}{'last':>12}{'best':>12}   steps"]
-    for name in names:
-        steps, values = series(rows, name)
+    table_lines = [f"{'':<32}{'first':>12}{'last':>12}{'best':>12}   steps"]
+    for metric in metrics:
+        steps, values = series(rows, metric)
         # One step alone is noise.
-        window = 1 if name.startswith("eval/") else max(1, len(steps) // 10)
-        first = sum(values[:window]) / window
-        last = sum(values[-window:]) / window
-        best = best_step = ""
-        if name.endswith(("reward", "accuracy", "loss")):
-            value = min(values) if name.endswith("loss") else max(values)
-            best = f"{value:.4g}"
+        window = 1 if metric.startswith("eval/") else max(1, len(steps) // 10)
+        first_mean = sum(values[:window]) / window
+        last_mean = sum(values[-window:]) / window
+        best_value = best_step = ""
+        if metric.endswith(("reward", "accuracy", "loss")):
+            value = min(values) if metric.endswith("loss") else max(values)
+            best_value = f"{value:.4g}"
             best_step = f", best at {steps[values.index(value)]}"
-        lines.append(
-            f"{plain(name):<32}{first:>12.4g}{last:>12.4g}{best:>12}   {steps[0]} → {steps[-1]}{best_step}"
+        table_lines.append(
+            f"{plain(metric):<32}{first_mean:>12.4g}{last_mean:>12.4g}{best_value:>12}   {steps[0]} → {steps[-1]}{best_step}"
         )
-    return "\n".join(lines)
+    return "\n".join(table_lines)
 
 
 def single_values(rows: Sequence[Row]) -> str:
     """Return the numbers of an evaluation without a training."""
-    values = {name: value for row in rows for name, value in row.items() if name[:5] == "eval/"}
-    lines = [f"{plain(name):<32}{value:>12.4g}" for name, value in values.items()]
-    return "\n".join(lines) or "no numbers were recorded"
+    values = {
+        metric: number
+        for metric_row in rows
+        for metric, number in metric_row.items()
+        if metric[:5] == "eval/"
+    }
+    table_lines = [f"{plain(metric):<32}{number:>12.4g}" for metric, number in values.items()]
+    return "\n".join(table_lines) or "no numbers were recorded"
 
 
-def summary(path: Path) -> str:
-    """Return what to tell at the end of a run whose metrics are in ``path``; beside them it draws the picture, writes the
-    report."""
+def summary(metrics_path: Path) -> str:
+    """Return what to tell at the end of a run whose metrics are in ``metrics_path``.
+
+    Beside them it draws the picture and writes the report.
+    """
     try:
-        rows = read_metrics(path)
+        metric_rows = read_metrics(metrics_path)
     except ReportError as error:
         return str(error)
-    lines = [before_and_after(rows)]
-    if len({row["step"] for row in rows}) < FEWEST_STEPS:
-        return lines[0]
-    picture = path.with_name(PICTURE)
-    page = path.with_name(REPORT)
+    summary_lines = [before_and_after(metric_rows)]
+    if len({metric_row["step"] for metric_row in metric_rows}) < FEWEST_STEPS:
+        return summary_lines[0]
+    picture_path = metrics_path.with_name(PICTURE)
+    page_path = metrics_path.with_name(REPORT)
 
     def write_kind(kind: str) -> str:
         if kind == "picture":
-            plot_training(rows, picture, path.resolve().parent.name)
-            return f"curves: {picture}"
-        write_report([path], page)
-        return f"report: {page}"
+            plot_training(metric_rows, picture_path, metrics_path.resolve().parent.name)
+            return f"curves: {picture_path}"
+        write_report([metrics_path], page_path)
+        return f"report: {page_path}"
 
     for kind in ("picture", "report"):
         try:
-            lines.append(write_kind(kind))
+            summary_lines.append(write_kind(kind))
         except ModuleNotFoundError:
-            lines.append(f"no {kind}: {INSTALL}")
+            summary_lines.append(f"no {kind}: {INSTALL}")
         except (ReportError, OSError) as error:
-            lines.append(f"no {kind}: {error}")
+            summary_lines.append(f"no {kind}: {error}")
         except Exception as error:  # the run is trained and saved: a page is no reason to fail it
-            lines.append(
-                f"no {kind}: {type(error).__name__}: {error}; lightppo report {path.parent} shows where"
+            summary_lines.append(
+                f"no {kind}: {type(error).__name__}: {error}; lightppo report {metrics_path.parent} shows where"
             )
-    return "\n".join(lines)
+    return "\n".join(summary_lines)
 
 
 class RunSummary(Callback):
@@ -233,7 +246,7 @@ def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
     logged = [
         panel
         for panel in panels
-        if any(series(rows, name)[0] for name in (*panel.curves, *panel.points))
+        if any(series(rows, metric)[0] for metric in (*panel.curves, *panel.points))
     ]
     logged = logged or panels[:1]
     across = 2 if len(logged) == 4 else len(logged)
@@ -249,8 +262,8 @@ def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
     for metrics, style in ((panel.curves, {"linewidth": 1}), (panel.points, {"marker": "o"})):
-        for name, label in metrics.items():
-            steps, values = series(rows, name)
+        for metric, label in metrics.items():
+            steps, values = series(rows, metric)
             if steps:
                 axes.plot(steps, values, label=label, **style)
     axes.set(title=panel.title, xlabel="step")
@@ -263,21 +276,21 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
         axes.text(0.5, 0.5, "not logged", ha="center", va="center", transform=axes.transAxes)
 
 
-def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = None) -> None:
+def plot_training(rows: Sequence[Row], picture_path: str | Path, title: str | None = None) -> None:
     """Draw the run (see :func:`draw_training`) into a PNG file."""
-    draw_training(rows, title).savefig(path, format="png", dpi=100)
+    draw_training(rows, title).savefig(picture_path, format="png", dpi=100)
 
 
 # -- what else a run recorded ------------------------------------------------------------------------------------------
 
 
-def options_of(run: Path, file: str = "run_config.resolved.yaml") -> dict[str, Any]:
+def options_of(run: Path, file_name: str = "run_config.resolved.yaml") -> dict[str, Any]:
     """Return the options of a run, resolved; empty where it kept none."""
     import yaml
 
-    path = run / file
-    if path.is_file():
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    config_path = run / file_name
+    if config_path.is_file():
+        return yaml.safe_load(config_path.read_text(encoding="utf-8"))
     return {}
 
 
@@ -288,8 +301,8 @@ def command_of(options: Mapping[str, Any]) -> str:
     """Return the command whose options a run's are the most like; other versions have some more or fewer."""
 
     def differences(name: str) -> tuple[int, int]:
-        names = KINDS[name]().flat().keys()
-        return len(options.keys() - names), len(names - options.keys())
+        option_names = KINDS[name]().flat().keys()
+        return len(options.keys() - option_names), len(option_names - options.keys())
 
     return min(KINDS, key=differences) if options else "ppo"
 
@@ -297,35 +310,40 @@ def command_of(options: Mapping[str, Any]) -> str:
 def recorded_path(run: Path, option: str) -> Path | None:
     """Return the folder that an option of the run names, if it is there; both may have been moved."""
     options = options_of(run)
-    value = options.get(option)
-    if value is None:
+    recorded = options.get(option)
+    if recorded is None:
         return None
-    if "://" in value:
-        name = Path(value).name
+    if "://" in recorded:
+        folder_name = Path(recorded).name
     else:
-        name = os.path.relpath(value, options["save_path"])
-    return next((path for path in (run / name, Path(value)) if path.is_dir()), None)
+        folder_name = os.path.relpath(recorded, options["save_path"])
+    return next(
+        (candidate for candidate in (run / folder_name, Path(recorded)) if candidate.is_dir()), None
+    )
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
     """Return what ``trainer.run_folder.record_start`` kept of each start of a run."""
-    path = run / "run_metadata.jsonl"
-    return read_jsonl(path) if path.is_file() else []
+    metadata_path = run / "run_metadata.jsonl"
+    return read_jsonl(metadata_path) if metadata_path.is_file() else []
 
 
 def facts_of(run: Path) -> dict[str, str]:
     """Return versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
-    texts: dict[str, list[str]] = {}
-    for start in starts_of(run):
-        facts = start["versions"] | {"ranks": start["ranks"], "device": start["device"]}
-        for name, mark in start["content"].items():
-            if name != "save_path":
-                facts[f"content of --{name}"] = mark
-        for name, value in facts.items():
-            previous = texts.setdefault(name, [str(value)])
-            if previous[-1].partition(" from step ")[0] != str(value):
-                previous.append(f"{value} from step {start['step'] + 1} on")
-    return {name: ", ".join(values) for name, values in texts.items()}
+    fact_texts: dict[str, list[str]] = {}
+    for recorded_start in starts_of(run):
+        facts = recorded_start["versions"] | {
+            "ranks": recorded_start["ranks"],
+            "device": recorded_start["device"],
+        }
+        for fact_name, content_mark in recorded_start["content"].items():
+            if fact_name != "save_path":
+                facts[f"content of --{fact_name}"] = content_mark
+        for fact_name, fact in facts.items():
+            previous = fact_texts.setdefault(fact_name, [str(fact)])
+            if previous[-1].partition(" from step ")[0] != str(fact):
+                previous.append(f"{fact} from step {recorded_start['step'] + 1} on")
+    return {fact_name: ", ".join(values) for fact_name, values in fact_texts.items()}
 
 
 # -- report.html -------------------------------------------------------------------------------------------------------
@@ -394,15 +412,15 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
     from plotly.offline import get_plotlyjs
 
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    blocks = []
+    data_blocks = []
     contents = []
-    for number, path in enumerate(runs):
-        content = _run(path)
-        files = _sample_files(path.parent)
+    for number, metrics_path in enumerate(runs):
+        content = _run(metrics_path)
+        files = _sample_files(metrics_path.parent)
         chosen = _evenly(files, rollouts_mb * 1e6 / len(runs))
-        for kind, step in chosen:
-            content["samples"].setdefault(kind, []).append(step)
-            blocks.append(_block(f"{kind}-{number}-{step}", files[kind, step]))
+        for sample_kind, step in chosen:
+            content["samples"].setdefault(sample_kind, []).append(step)
+            data_blocks.append(_block(f"{sample_kind}-{number}-{step}", files[sample_kind, step]))
         content["left_out"] = len(files) - len(chosen)
         contents.append(content)
     data = {
@@ -414,27 +432,35 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
         "differing": {},
     }
     if len(runs) > 1:
-        for kind in ("options", "facts"):
-            data["differing"][kind] = _differing([content[kind] for content in contents])
-    blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
-    blocks.append(_block("plotly", _packed(get_plotlyjs())))
+        for sample_kind in ("options", "facts"):
+            data["differing"][sample_kind] = _differing(
+                [content[sample_kind] for content in contents]
+            )
+    data_blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
+    data_blocks.append(_block("plotly", _packed(get_plotlyjs())))
     title = html.escape(", ".join(content["name"] for content in contents))
     page = page.replace("<!--TITLE-->", title, 1)
-    write_text(out, page.replace("<!--DATA-->", "\n".join(blocks), 1))
+    write_text(out, page.replace("<!--DATA-->", "\n".join(data_blocks), 1))
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _run(metrics_path: Path) -> dict[str, Any]:
     """Return what the page shows of a run, beside its samples."""
-    rows = read_metrics(path)
-    run = path.parent
+    metric_rows = read_metrics(metrics_path)
+    run_folder = metrics_path.parent
     curves = {}
-    for name in sorted({name for row in rows for name in row} - {"step", "time"}):
-        steps, values = series(rows, name)
-        if steps and not name.startswith("alarm/"):
-            curves[name] = (steps, [float(f"{value:.6g}") for value in values])
-    times = [row["time"] for row in rows if isinstance(row.get("time"), float)]
-    options = options_of(run)
-    set_options = dict(options_of(run, "run_config.yaml") or options)
+    for metric_name in sorted(
+        {metric_name for metric_row in metric_rows for metric_name in metric_row} - {"step", "time"}
+    ):
+        steps, values = series(metric_rows, metric_name)
+        if steps and not metric_name.startswith("alarm/"):
+            curves[metric_name] = (steps, [float(f"{number:.6g}") for number in values])
+    times = [
+        metric_row["time"]
+        for metric_row in metric_rows
+        if isinstance(metric_row.get("time"), float)
+    ]
+    options = options_of(run_folder)
+    set_options = dict(options_of(run_folder, "run_config.yaml") or options)
     command = command_of(set_options)
     for option in KINDS[command].all_options():
         default = option.default
@@ -442,49 +468,53 @@ def _run(path: Path) -> dict[str, Any]:
             default = list(default)
         if option.name in set_options and set_options[option.name] == default:
             del set_options[option.name]
-    is_evaluation = command == "ppo" and not series(rows, "rollout/reward")[0]
+    is_evaluation = command == "ppo" and not series(metric_rows, "rollout/reward")[0]
     return {
-        "name": run.resolve().name,
+        "name": run_folder.resolve().name,
         "command": None if is_evaluation else command,  # one to repeat
-        "folder": str(run),  # as it was given
-        "steps": [rows[0]["step"], rows[-1]["step"]],
+        "folder": str(run_folder),  # as it was given
+        "steps": [metric_rows[0]["step"], metric_rows[-1]["step"]],
         "times": [min(times), max(times)] if times else [],
-        "starts": [start["step"] for start in starts_of(run)],
+        "starts": [recorded_start["step"] for recorded_start in starts_of(run_folder)],
         "series": curves,
-        "alarms": list(_alarms(rows)),
-        "options": {name: value for name, value in options.items() if value is not None},
+        "alarms": list(_alarms(metric_rows)),
+        "options": {
+            metric_name: number for metric_name, number in options.items() if number is not None
+        },
         "set": list(set_options),
-        "facts": facts_of(run),
+        "facts": facts_of(run_folder),
         "samples": {},
     }
 
 
 def _alarms(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Yield the alarms that rang, with the first and the last step of each time."""
-    for name, alarm in ALARMS.items():
-        points = zip(*series(rows, f"alarm/{name}"))
-        spans = []
-        for rings, group in groupby(points, lambda point: point[1] > 0):
-            steps = [step for step, _ in group]
+    for alarm_name, alarm in ALARMS.items():
+        points = zip(*series(rows, f"alarm/{alarm_name}"))
+        ringing_spans = []
+        for rings, equal_points in groupby(points, lambda point: point[1] > 0):
+            ringing_steps = [step for step, _ in equal_points]
             if rings:
-                spans.append([steps[0], steps[-1]])
-        if spans:
+                ringing_spans.append([ringing_steps[0], ringing_steps[-1]])
+        if ringing_spans:
             yield {
-                "name": name,
+                "name": alarm_name,
                 "metrics": alarm.metrics,
                 "condition": alarm.condition,
                 "remedy": alarm.remedy,
-                "spans": spans,
+                "spans": ringing_spans,
             }
 
 
 def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return what is not the same in all runs, by name; None where a run has none."""
-    names = dict.fromkeys(name for run in runs for name in run)
-    values_of_runs = {name: [run.get(name) for run in runs] for name in names}
+    entry_names = dict.fromkeys(entry_name for run in runs for entry_name in run)
+    values_of_runs = {
+        entry_name: [run.get(entry_name) for run in runs] for entry_name in entry_names
+    }
     return {
-        name: values
-        for name, values in values_of_runs.items()
+        entry_name: values
+        for entry_name, values in values_of_runs.items()
         if any(value != values[0] for value in values)
     }
 
@@ -492,13 +522,15 @@ def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _sample_files(run: Path) -> dict[tuple[str, int], bytes]:
     """Return what a run kept of its samples, as gzip, by kind and step: with numbers per token where there are any."""
     rollouts = recorded_path(run, "rollout_data_dir") or run / "rollouts"
-    files: dict[tuple[str, int], bytes] = {}
-    for kind, folder in (("rollouts", rollouts), ("eval", run / "eval")):
-        for path in folder.glob("step*.jsonl"):
-            files[kind, _step_of(path)] = gzip.compress(path.read_bytes(), 6)
-    for path in (run / "rollouts").glob("step*.jsonl.gz"):
-        files["rollouts", _step_of(path)] = path.read_bytes()
-    return dict(sorted(files.items()))
+    sample_files: dict[tuple[str, int], bytes] = {}
+    for sample_kind, folder in (("rollouts", rollouts), ("eval", run / "eval")):
+        for sample_path in folder.glob("step*.jsonl"):
+            sample_files[sample_kind, _step_of(sample_path)] = gzip.compress(
+                sample_path.read_bytes(), 6
+            )
+    for sample_path in (run / "rollouts").glob("step*.jsonl.gz"):
+        sample_files["rollouts", _step_of(sample_path)] = sample_path.read_bytes()
+    return dict(sorted(sample_files.items()))
 
 
 def _step_of(path: Path) -> int:
@@ -529,8 +561,8 @@ def _block(name: str, content: bytes) -> str:
 
 def named_run(path: str) -> str:
     """Return the folder of a run, also where somebody names its file of metrics."""
-    folder, _, name = path.rpartition("/")
-    if name != "metrics.jsonl":
+    folder, _, file_name = path.rpartition("/")
+    if file_name != "metrics.jsonl":
         return path
     return folder or "."
 
@@ -540,18 +572,20 @@ def downloaded(run: str) -> Path:
     if is_url(run):
         from lightppo.logging.run_paths import RECORDS
 
-        kinds = {name.partition(".")[0] for name in RECORDS} - {"profile"}
+        record_prefixes = {file_name.partition(".")[0] for file_name in RECORDS} - {"profile"}
         folder = tempfile.mkdtemp(prefix="lightppo-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         read_apart(folder)
-        download(run, lambda name: name.partition("/")[0].partition(".")[0] in kinds)
+        download(
+            run, lambda file_name: file_name.partition("/")[0].partition(".")[0] in record_prefixes
+        )
     return local_folder(run)
 
 
-def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
+def main(arguments: Sequence[str], program: str = "lightppo report") -> None:
     """Print the tables of runs, write their report; code 2 where there is no run, as for every wrong argument."""
     parser = CommandParser(
-        prog,
+        program,
         description="Show what runs did: a table per run, and one HTML page that needs no server or network.",
     )
     parser.add_argument(
@@ -571,36 +605,38 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     )
     parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="maximum MB of samples in the page; if "
                         "there are more, steps are left out evenly; default: %(default)g")  # fmt: skip
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     runs = options.runs
-    for flag, path, kind, endings in (
+    for flag_name, metrics_path, kind, endings in (
         ("--out", options.out, "a page of HTML", (".html", ".htm")),
         ("--picture", options.picture, "a PNG picture", (".png",)),
     ):
-        if path is not None and path.suffix.lower() not in endings:
-            parser.error(f"{flag} {path}: it is {kind}: give a name that ends in {endings[0]}")
+        if metrics_path is not None and metrics_path.suffix.lower() not in endings:
+            parser.error(
+                f"{flag_name} {metrics_path}: it is {kind}: give a name that ends in {endings[0]}"
+            )
     if options.picture is not None and len(runs) > 1:
         parser.error("--picture shows one run: name one, or leave it out")
     if not 0 <= options.rollouts_mb < math.inf:
         parser.error("--rollouts_mb must be a number of at least 0")
-    page = options.out
-    if page is None:
-        page = Path(REPORT)
+    page_path = options.out
+    if page_path is None:
+        page_path = Path(REPORT)
         if len(runs) == 1 and not is_url(runs[0]):
-            page = local_folder(runs[0]) / REPORT
+            page_path = local_folder(runs[0]) / REPORT
     try:
-        paths = [downloaded(run) / "metrics.jsonl" for run in runs]
-        for path in paths:
-            if len(paths) > 1:
-                print(plain(f"\n{path.parent}"))
-            print(before_and_after(read_metrics(path)))
+        metrics_paths = [downloaded(run) / "metrics.jsonl" for run in runs]
+        for metrics_path in metrics_paths:
+            if len(metrics_paths) > 1:
+                print(plain(f"\n{metrics_path.parent}"))
+            print(before_and_after(read_metrics(metrics_path)))
         if options.picture is not None:
-            plot_training(read_metrics(paths[0]), options.picture, title=str(runs[0]))
-        write_report(paths, page, options.rollouts_mb)
+            plot_training(read_metrics(metrics_paths[0]), options.picture, title=str(runs[0]))
+        write_report(metrics_paths, page_path, options.rollouts_mb)
     except (ReportError, StagingError, OSError) as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
         kind = "report" if (error.name or "").startswith("plotly") else "picture"
         parser.exit(message=f"no {kind}: {INSTALL}\n")
     else:
-        print(page)
+        print(page_path)

@@ -87,16 +87,16 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
 
     def claim_on_rank_0() -> None:
         _warn_of_memory(folders)
-        for flag, folder in folders.items():
-            _claim(flag, folder)
-        for flag, folder in folders.items():
-            _download(flag, folder)
+        for folder_flag, folder in folders.items():
+            _claim(folder_flag, folder)
+        for folder_flag, folder in folders.items():
+            _download(folder_flag, folder)
 
     ranks.on_rank_0(claim_on_rank_0, "claim the folders")
     # A name that no node has looked for before.
-    name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")
-    for flag, folder in folders.items():
-        mark = local_folder(folder) / name
+    mark_name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")
+    for folder_flag, folder in folders.items():
+        mark = local_folder(folder) / mark_name
         times = mark.parent.stat() if ranks.is_rank_0() else None
         ranks.on_rank_0(mark.touch, f"write into {folder}")
         hosts = ranks.all_gather_object((socket.gethostname(), mark.exists()))
@@ -107,8 +107,8 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
 
         ranks.on_rank_0(remove, f"remove {mark}")
         blind_ranks = [
-            f"rank {rank} on {host}"
-            for rank, (host, sees_mark) in enumerate(hosts)
+            f"rank {rank_number} on {host}"
+            for rank_number, (host, sees_mark) in enumerate(hosts)
             if not sees_mark
         ]
         if blind_ranks:
@@ -118,19 +118,19 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
                 destination = "here first"
                 remedy = "set LIGHTPPO_CACHE to a folder"
             raise ConfigError(
-                f"{flag} {folder}: {blind_ranks[0]} does not see what rank 0 on {hosts[0][0]} writes "
+                f"{folder_flag} {folder}: {blind_ranks[0]} does not see what rank 0 on {hosts[0][0]} writes "
                 f"{destination} ({len(blind_ranks)} of {len(hosts)} ranks do not): {remedy} that all nodes share"
             )
 
 
 def _warn_of_memory(folders: Mapping[str, str]) -> None:
     """Warn that a run in the memory of its process cannot be resumed."""
-    for flag, folder in folders.items():
+    for folder_flag, folder in folders.items():
         if is_in_memory(folder):
             logger.warning(
                 "%s %s: memory:// is the memory of this process and ends with it: the next start cannot go on from it, "
                 "and begins anew. Copies of what is written are in %s; choose a folder, or a URL of a server",
-                flag,
+                folder_flag,
                 folder,
                 local_folder(folder),
             )
@@ -170,23 +170,27 @@ def _download(flag: str, folder: str) -> None:
         if is_forgotten(folder):
             reason = "ended, and its memory with it"
         # These files belong to no run any more: only what is at the URL counts.
-        if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:
+        if (unsent_folder := set_unsent_aside(folder, besides=_LOCK)) is not None:
             logger.warning(
-                "%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside
+                "%s %s: an earlier process %s; its files are now in %s",
+                flag,
+                folder,
+                reason,
+                unsent_folder,
             )
         download_marks(folder)
-        kinds = tuple(name.partition(".")[0] for name in RECORDS)
-        download(folder, lambda name: name.startswith(kinds))
+        record_prefixes = tuple(file_name.partition(".")[0] for file_name in RECORDS)
+        download(folder, lambda file_name: file_name.startswith(record_prefixes))
     except OSError as error:
         reason = error if isinstance(error, StagingError) else error.strerror
         raise ConfigError(f"{flag} {folder}: cannot be written ({reason})") from error
 
 
-def _lock(file: IO[str], name: str) -> None:
+def _lock(file: IO[str], folder_name: str) -> None:
     import fcntl
 
-    path = Path(file.name).resolve()
-    if path in _held:
+    lock_path = Path(file.name).resolve()
+    if lock_path in _held:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,25 +198,25 @@ def _lock(file: IO[str], name: str) -> None:
         file.seek(0)
         holder = file.read() or "another process"
         raise ConfigError(
-            f"{name} is in use by {holder}: wait for it, or choose another --save_path"
+            f"{folder_name} is in use by {holder}: wait for it, or choose another --save_path"
         ) from None
     except OSError as error:
         logger.warning(
             "%s: no locks on this file system (%s): nothing keeps another run out",
-            name,
+            folder_name,
             error.strerror,
         )
         return
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    _held[path] = file
+    _held[lock_path] = file
 
 
-def is_at(path: Path, file: IO[str]) -> bool:
+def is_at(file_path: Path, file: IO[str]) -> bool:
     """Tell whether an open file is still the one of that name."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        return os.path.samestat(file_path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
@@ -228,13 +232,13 @@ def hold(locks: Mapping[Path, str]) -> None:
     Raises:
         ConfigError: another process has one by now, or it cannot be made.
     """
-    for path, folder in locks.items():
-        if path in _held and not is_at(path, _held[path]):
+    for lock_path, folder in locks.items():
+        if lock_path in _held and not is_at(lock_path, _held[lock_path]):
             logger.warning(
                 "%s was removed while the run goes on: it is made again, what was in it is lost",
                 folder,
             )
-            _held.pop(path).close()
+            _held.pop(lock_path).close()
             _claim("the folder", folder)
 
 
@@ -249,45 +253,49 @@ def release(folders: Iterable[str]) -> None:
 
 
 def set_aside(*paths: Path) -> None:
-    """Number what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
+    """Rename what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
 
-    def numbered(path: Path, number: int) -> Path:
-        return path.with_name(f"{path.stem}.{number}{path.suffix}")
+    def numbered(older_path: Path, copy_number: int) -> Path:
+        return older_path.with_name(f"{older_path.stem}.{copy_number}{older_path.suffix}")
 
-    number = next(
-        number
-        for number in itertools.count(1)
-        if not any(numbered(path, number).exists() for path in paths)
+    copy_number = next(
+        copy_number
+        for copy_number in itertools.count(1)
+        if not any(numbered(older_path, copy_number).exists() for older_path in paths)
     )
     leftovers = [
-        path
-        for path in dict.fromkeys(paths)
-        if path.is_file() or (path.is_dir() and any(path.iterdir()))
+        older_path
+        for older_path in dict.fromkeys(paths)
+        if older_path.is_file() or (older_path.is_dir() and any(older_path.iterdir()))
     ]
-    texts = [f"{path.name} → {numbered(path, number).name}" for path in leftovers]
-    for path in leftovers:
-        path.rename(numbered(path, number))
-    if len(texts) > 6:
-        texts[6:] = [f"… ({len(texts)} in all)"]
-    if texts:
+    renamings = [
+        f"{older_path.name} → {numbered(older_path, copy_number).name}" for older_path in leftovers
+    ]
+    for older_path in leftovers:
+        older_path.rename(numbered(older_path, copy_number))
+    if len(renamings) > 6:
+        renamings[6:] = [f"… ({len(renamings)} in all)"]
+    if renamings:
         folder = leftovers[0].parent
-        print(f"{folder}: an earlier run's files are kept apart: {', '.join(texts)}", flush=True)
+        print(
+            f"{folder}: an earlier run's files are kept apart: {', '.join(renamings)}", flush=True
+        )
 
 
 def set_records_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
     folder = config.checkpoint.save_path
-    paths = [local_folder(folder).absolute() / name for name in RECORDS]
+    record_paths = [local_folder(folder).absolute() / record_name for record_name in RECORDS]
     if config.logging.use_tensorboard:
         events = Path(config.logging.use_tensorboard).absolute()
-        paths.append(events / run_name(config.logging, folder))
+        record_paths.append(events / run_name(config.logging, folder))
     if (rollout_data_dir := config.flat().get("rollout_data_dir")) is not None:
         rollouts = Path(rollout_data_dir).absolute()
         steps = sorted(rollouts.glob("step*.jsonl"))
         # The folder may hold other things too.
         has_steps_alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
-        paths += [rollouts] if has_steps_alone or rollouts in paths else steps
-    set_aside(*paths)
+        record_paths += [rollouts] if has_steps_alone or rollouts in record_paths else steps
+    set_aside(*record_paths)
     upload(folder, *RECORDS)  # what is no longer here goes there, too
     upload_records(folder)
 
@@ -307,41 +315,54 @@ class RecordSums:
 
     def take(self) -> dict[str, tuple[int, str]]:
         """Return (size, SHA-256) of each file, by its name in the run's folder."""
-        below = [path for kind in ("eval", SAMPLES) for path in (self.folder / kind).rglob("*")]
-        files = [path for path in (self.metrics, self.folder / METADATA, *below) if path.is_file()]
-        return {os.path.relpath(path, self.folder): tuple(self._digest(path)) for path in files}
+        below = [
+            record_path
+            for folder_name in ("eval", SAMPLES)
+            for record_path in (self.folder / folder_name).rglob("*")
+        ]
+        files = [
+            record_path
+            for record_path in (self.metrics, self.folder / METADATA, *below)
+            if record_path.is_file()
+        ]
+        return {
+            os.path.relpath(record_path, self.folder): tuple(self._digest(record_path))
+            for record_path in files
+        }
 
     def _digest(self, path: Path) -> Digest:
         stat = path.stat()
-        mark = (stat.st_size, stat.st_mtime_ns)
-        if self._digests.get(path, (None,))[0] != mark:
-            self._digests[path] = (mark, digest(path))
+        file_state = (stat.st_size, stat.st_mtime_ns)
+        if self._digests.get(path, (None,))[0] != file_state:
+            self._digests[path] = (file_state, digest(path))
         return self._digests[path][1]
 
     def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return what is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
         changes = (
-            change(self.folder, name, Digest(*sums), grows=name.endswith(".jsonl"))
-            for name, sums in taken.items()
+            change(self.folder, file_name, Digest(*sums), grows=file_name.endswith(".jsonl"))
+            for file_name, sums in taken.items()
         )
-        return [text for text in changes if text is not None]
+        return [change_text for change_text in changes if change_text is not None]
 
 
 def upload_records(folder: str) -> None:
     """Send what the run has recorded since it was last sent, where the folder is a URL."""
-    kinds = [name.partition(".")[0] for name in RECORDS]
+    prefixes = [record_name.partition(".")[0] for record_name in RECORDS]
     local = local_folder(folder)
-    upload(folder, *unsent(folder, {path for kind in kinds for path in local.glob(f"{kind}*")}))
+    upload(
+        folder, *unsent(folder, {path for prefix in prefixes for path in local.glob(f"{prefix}*")})
+    )
 
 
-def cut_samples(folder: str, last: int) -> None:
-    """Remove the samples of steps after ``last``, which a resumed run does again."""
-    names = []
-    for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz"):
-        if int(path.name.removeprefix("step").removesuffix(".jsonl.gz")) > last:
-            path.unlink()
-            names.append(f"{SAMPLES}/{path.name}")
-    upload(folder, *names)
+def cut_samples(folder: str, last_step: int) -> None:
+    """Remove the samples of steps after ``last_step``, which a resumed run does again."""
+    removed_names = []
+    for sample_path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz"):
+        if int(sample_path.name.removeprefix("step").removesuffix(".jsonl.gz")) > last_step:
+            sample_path.unlink()
+            removed_names.append(f"{SAMPLES}/{sample_path.name}")
+    upload(folder, *removed_names)
 
 
 def run_name(config: LoggingConfig, folder: str) -> str:
@@ -367,34 +388,47 @@ def _content_marks(config: OptionSet, rows: Mapping[str, Any]) -> dict[str, str]
     values = config.flat()
     has_tape = bool(values.get("tape_from"))  # then files of code outside may be gone
     contents: dict[str, list[bytes | None]] = {}
-    for name, code in _code_of(config).items():
-        if is_object(code):
-            contents[name] = [source_of(code)]
-        elif not has_tape or Path(code.rpartition(".py")[0] + ".py").expanduser().is_file():
-            contents[name] = [split_python_spec(code, name)[0].read_bytes()]
+    for option_name, option_code in _code_of(config).items():
+        if is_object(option_code):
+            contents[option_name] = [source_of(option_code)]
+        elif not has_tape or Path(option_code.rpartition(".py")[0] + ".py").expanduser().is_file():
+            contents[option_name] = [split_python_spec(option_code, option_name)[0].read_bytes()]
     if (routes := values.get("reward_routes")) and not routes.lstrip().startswith("{"):
         contents["reward_routes"] = [Path(routes).expanduser().read_bytes()]
-    for name in () if has_tape else WORLDS:
-        contents[name] = [_content_of_world(entry) for entry in values.get(name, ())]
-    marks = {
-        name: " ".join(_digest(content) for content in parts if content is not None)
-        for name, parts in contents.items()
+    for option_name in () if has_tape else WORLDS:
+        contents[option_name] = [
+            _content_of_world(environment_entry)
+            for environment_entry in values.get(option_name, ())
+        ]
+    content_marks = {
+        option_name: " ".join(
+            _digest(content) for content in option_contents if content is not None
+        )
+        for option_name, option_contents in contents.items()
     }
     models = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
-    for name in models:
-        paths = values.get(name) or ()
-        if isinstance(paths, str):
-            paths = [paths]
-        marks[name] = " ".join(checkpoint_mark(stage_to_local(path)) for path in paths)
-    marks = {name: mark for name, mark in marks.items() if mark}
-    marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
+    for option_name in models:
+        model_paths = values.get(option_name) or ()
+        if isinstance(model_paths, str):
+            model_paths = [model_paths]
+        content_marks[option_name] = " ".join(
+            checkpoint_mark(stage_to_local(model_path)) for model_path in model_paths
+        )
+    content_marks = {
+        option_name: content_mark
+        for option_name, content_mark in content_marks.items()
+        if content_mark
+    }
+    content_marks |= {
+        option_name: _rows_mark(option_rows) for option_name, option_rows in rows.items()
+    }
     # Where one folder lies from the other: both may have been moved together.
     save_path = config.checkpoint.save_path
     if is_url(save_path):
-        marks["save_path"] = shown_url(save_path)
+        content_marks["save_path"] = shown_url(save_path)
     else:
-        marks["save_path"] = os.path.relpath(save_path, config.checkpoint.ckpt_path)
-    return marks
+        content_marks["save_path"] = os.path.relpath(save_path, config.checkpoint.ckpt_path)
+    return content_marks
 
 
 def _content_of_world(entry: Any) -> bytes | None:
@@ -409,9 +443,9 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
     digest = hashlib.sha256()
     for start in range(0, len(rows), batch):
         columns = {
-            name: column
-            for name, column in rows[start : start + batch].items()
-            if name != ORIGIN_COLUMN
+            column_name: column
+            for column_name, column in rows[start : start + batch].items()
+            if column_name != ORIGIN_COLUMN
         }
         digest.update(json.dumps(columns, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
@@ -420,18 +454,18 @@ def _rows_mark(rows: Any, batch: int = 1000) -> str:
 def _code_of(config: OptionSet) -> dict[str, Any]:
     """Return the functions, objects and files with them that a resumed run must find unchanged, by option."""
     values = config.flat()
-    code = {
+    option_code = {
         option.name: values[option.name]
         for option in config.all_options()
         if option.may_be_object and not option.resume_safe
     }
     urls = values.get("remote_rm_url", ())
     if len(urls) == 1 and "://" not in urls[0]:
-        code["remote_rm_url"] = urls[0]
+        option_code["remote_rm_url"] = urls[0]
     return {
-        name: spec
-        for name, spec in code.items()
-        if is_object(spec) or (isinstance(spec, str) and ".py" in spec)
+        option_name: code_spec
+        for option_name, code_spec in option_code.items()
+        if is_object(code_spec) or (isinstance(code_spec, str) and ".py" in code_spec)
     }
 
 
@@ -464,15 +498,17 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
     if not folder.is_dir():
         folder = Path(cached_file(path, "config.json")).parent
     digest = hashlib.sha256()
-    for file in sorted(file for pattern in _MARKED for file in folder.glob(pattern)):
-        length = file.stat().st_size
-        digest.update(f"{file.name} {length}".encode())
-        if file.suffix == ".json":
-            digest.update(file.read_bytes())
+    for model_file in sorted(
+        model_file for pattern in _MARKED for model_file in folder.glob(pattern)
+    ):
+        length = model_file.stat().st_size
+        digest.update(f"{model_file.name} {length}".encode())
+        if model_file.suffix == ".json":
+            digest.update(model_file.read_bytes())
             continue
-        with file.open("rb") as stream:
-            for block in range(blocks):
-                stream.seek(max(0, length - size) * block // (blocks - 1))
+        with model_file.open("rb") as stream:
+            for block_number in range(blocks):
+                stream.seek(max(0, length - size) * block_number // (blocks - 1))
                 digest.update(stream.read(size))
     return digest.hexdigest()[:16]
 
@@ -492,17 +528,17 @@ def write_run_config(config: OptionSet) -> None:
     local = local_folder(folder)
     try:
         local.mkdir(parents=True, exist_ok=True)
-        for name, options in {
+        for file_name, options in {
             "run_config": config,
             "run_config.resolved": config.resolved(),
         }.items():
             values = {
-                option: list(value) if isinstance(value, tuple) else value
-                for option, value in public_options(options).items()
+                option: list(option_value) if isinstance(option_value, tuple) else option_value
+                for option, option_value in public_options(options).items()
             }
             del values["config"]
-            text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-            write_text(local / f"{name}.yaml", text)
+            yaml_text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+            write_text(local / f"{file_name}.yaml", yaml_text)
         upload_records(folder)
     except OSError as error:
         raise ConfigError(
@@ -531,7 +567,7 @@ def record_start(
         device = torch.cuda.get_device_name(device)
 
     def write() -> None:
-        row = {
+        start_row = {
             "step": step,
             "time": time.time(),
             "ranks": ranks.world_size,
@@ -541,7 +577,7 @@ def record_start(
             "content": dict(content),
         }
         with (local_folder(folder) / METADATA).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(start_row) + "\n")
         upload_records(folder)
 
     ranks.on_rank_0(write, f"write {METADATA} in {folder}")
@@ -554,12 +590,15 @@ def versions() -> Mapping[str, str]:
     Looked up once: what a process has imported stays.
     """
     source = Path(__file__).parents[1]
-    code = b"".join(path.read_bytes() for path in sorted(source.rglob("*.py")))
-    texts = {"lightppo": f"{__version__} ({_digest(code)})", "python": platform.python_version()}
+    source_code = b"".join(source_file.read_bytes() for source_file in sorted(source.rglob("*.py")))
+    version_texts = {
+        "lightppo": f"{__version__} ({_digest(source_code)})",
+        "python": platform.python_version(),
+    }
     for package in ("torch", "transformers", "deepspeed", "numpy", "peft", "vllm"):
         with suppress(metadata.PackageNotFoundError):
-            texts[package] = metadata.version(package)
-    return texts
+            version_texts[package] = metadata.version(package)
+    return version_texts
 
 
 # -- while it is built -----------------------------------------------------------------------------------------------
@@ -579,5 +618,5 @@ def claim_folders(building: Any) -> None:
 
 def mark_content(building: Any) -> None:
     """Mark what the options name, so that a resumed run finds it unchanged. Collective."""
-    rows = {name: data.dataset for name, data in building.rows.items()}
+    rows = {option_name: data.dataset for option_name, data in building.rows.items()}
     building.content = content_of(building.config, rows, building.strategy)

@@ -42,39 +42,42 @@ def described(config: OptionSet) -> str:
     values = config.flat()
     resolved_values = resolved.flat()
     public_values = public_options(resolved)
-    lines = ["options that differ from the defaults (all are in run_config.yaml):"]
+    section_lines = ["options that differ from the defaults (all are in run_config.yaml):"]
 
-    def is_meant_by_none(name: str) -> bool:
-        return resolved.with_options(**{name: None}).known()[name] == resolved_values[name]
+    def is_meant_by_none(option_name: str) -> bool:
+        return (
+            resolved.with_options(**{option_name: None}).known()[option_name]
+            == resolved_values[option_name]
+        )
 
     for title, section in config.sections().items():
-        texts = []
-        for name, option in section.options().items():
-            if values[name] == option.default:
+        option_texts = []
+        for option_name, option in section.options().items():
+            if values[option_name] == option.default:
                 continue
-            if option.default is not None or not is_meant_by_none(name):
-                texts.append(f"{name}={public_values[name]!r}")
-        if texts:
-            lines.append(f"  {title}: {' '.join(texts)}")
-    return "\n".join(lines)
+            if option.default is not None or not is_meant_by_none(option_name):
+                option_texts.append(f"{option_name}={public_values[option_name]!r}")
+        if option_texts:
+            section_lines.append(f"  {title}: {' '.join(option_texts)}")
+    return "\n".join(section_lines)
 
 
 def model_sizes(building: Any) -> str:
     """Return the parameters of each model, and how many of them train where not all do."""
-    texts = []
+    size_texts = []
     reward_models = 0
     for flag, model in building.models.items():
         reward_models += flag.startswith("--reward_pretrain")
         role = _MODELS.get(flag, f"reward model {reward_models}")
         parameters = parameter_count(model)
-        text = f"{role} {parameters:,} parameters"
+        size_text = f"{role} {parameters:,} parameters"
         trained = parameter_count(model, trained_only=True)
         if role in ("actor", "critic") and trained < parameters:
-            text += f" ({trained:,} train)"
-        texts.append(text)
+            size_text += f" ({trained:,} train)"
+        size_texts.append(size_text)
     if (average := building.sizes.get("ema")) is not None:
-        texts.append(f"moving average {average:,} parameters")
-    return ", ".join(texts)
+        size_texts.append(f"moving average {average:,} parameters")
+    return ", ".join(size_texts)
 
 
 def places(config: OptionSet) -> str:
@@ -85,12 +88,14 @@ def places(config: OptionSet) -> str:
     saves = saves or (
         checkpoint.resume != "never" and has_checkpoints(local_folder(checkpoint.ckpt_path))
     )
-    texts = [
+    place_texts = [
         f"model and logs in {checkpoint.save_path}",
         f"checkpoints in {checkpoint.ckpt_path}" if saves else "no checkpoints (--save_steps)",
     ]
-    texts += [text for section in config.parts() for text in section.places(config)]
-    return ", ".join(texts)
+    place_texts += [
+        place_text for section in config.parts() for place_text in section.places(config)
+    ]
+    return ", ".join(place_texts)
 
 
 def has_chats(prompts_dataloader: Any) -> bool:
@@ -126,7 +131,7 @@ def closing_lines(run: Any) -> Iterator[str]:
             f"""'{folder}')('PROMPT'))\""""
         )
     if config.data.eval_data:
-        flags = f"--pretrain {folder} --save_path {folder}_eval --resume never"
-        yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {flags}"
+        evaluation_flags = f"--pretrain {folder} --save_path {folder}_eval --resume never"
+        yield f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {evaluation_flags}"
     if run.saves and (limits := run.reached_limits()):
         yield f"go on: the same command with larger limits than {limits}"

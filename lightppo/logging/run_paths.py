@@ -106,18 +106,23 @@ def check_places(config: OptionSet) -> None:
     # --resume may name the run's own checkpoints, which it goes on with and replaces.
     checkpoints = _place_of(values["ckpt_path"])
     read_places = []
-    for flag, text in _read_paths(values):
-        place = _place_of(text)
-        is_own = flag == "--resume" and checkpoints and place and place.below(checkpoints) == ()
-        if place is not None and not is_own:
-            read_places.append((flag, place))
+    for written_flag, path_text in _read_paths(values):
+        read_place = _place_of(path_text)
+        is_own = (
+            written_flag == "--resume"
+            and checkpoints
+            and read_place
+            and read_place.below(checkpoints) == ()
+        )
+        if read_place is not None and not is_own:
+            read_places.append((written_flag, read_place))
     problems: dict[Place, str] = {}  # by what is written
-    for flag, text, names in _written_paths(values):
-        written = _place_of(text)
+    for written_flag, path_text, replaced_names in _written_paths(values):
+        written = _place_of(path_text)
         if written is None or any(written.below(folder) is not None for folder in problems):
             continue
-        for read_flag, place in read_places:
-            if problem := overlap(flag, text, names, read_flag, place):
+        for read_flag, read_place in read_places:
+            if problem := overlap(written_flag, path_text, replaced_names, read_flag, read_place):
                 problems.setdefault(written, problem)
     if problems:
         raise ConfigError("\n".join(problems.values()))
@@ -125,9 +130,11 @@ def check_places(config: OptionSet) -> None:
 
 def check_output(output: str | os.PathLike[str], read_paths: Mapping[str, str | None]) -> None:
     """Refuse the output of a command in a folder that it reads; ``read_paths``: by what the command calls it."""
-    for name, text in read_paths.items():
-        place = None if text is None else _place_of(text)
-        if place is not None and (problem := overlap("OUT", os.fspath(output), (), name, place)):
+    for input_name, path_text in read_paths.items():
+        place = None if path_text is None else _place_of(path_text)
+        if place is not None and (
+            problem := overlap("OUT", os.fspath(output), (), input_name, place)
+        ):
             raise ConfigError(problem)
 
 
@@ -138,14 +145,14 @@ def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Pl
     if is_url(text):  # and the folder of this machine that stands for it
         places.append(Place.of(str(local_folder(text))))
     for written in filter(None, places):
-        start = f"{flag} {written.shown()}"
+        subject = f"{flag} {written.shown()}"
         inside = read.below(written)
         if inside == ():
-            return f"{start} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
+            return f"{subject} is also {read_flag} {read.text}, and the run would write over it: {remedy}"
         if inside and any(fnmatch(inside[0], name) for name in names):
-            return f"{start}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
+            return f"{subject}: the run writes to {inside[0]} in it, and {read_flag} {read.text} is there: {remedy}"
         if written.below(read):
-            return f"{start} is inside {read_flag} {read.text}, which the run reads: {remedy}"
+            return f"{subject} is inside {read_flag} {read.text}, which the run reads: {remedy}"
     return None
 
 
@@ -166,9 +173,13 @@ def _read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(paths, str):
             paths = [paths]
         if flag in ROWS:
-            paths = [path.strip() for text in paths for path in text.split(",")]
+            paths = [path.strip() for path_text in paths for path in path_text.split(",")]
         elif flag in CODE:
-            paths = [_without_name(text) for text in paths if not text.lstrip().startswith("{")]
+            paths = [
+                _without_name(path_text)
+                for path_text in paths
+                if not path_text.lstrip().startswith("{")
+            ]
         elif flag in WORLDS:
             paths = map(file_of_world, paths)
         elif flag == "resume":
@@ -180,8 +191,8 @@ def file_of_world(entry: Any) -> str | None:
     """Return the file of ``path.py:f,g``, ``NAME=path.py:Class`` or ``openrlhf:path.py``; None where there is none."""
     if is_object(entry):
         return None
-    match = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
-    return match and match[1]
+    path_match = re.fullmatch(r"(?:[\w-]+=)?(?:openrlhf:)?(.+\.py)(?::[^/]*)?", entry)
+    return path_match and path_match[1]
 
 
 def _without_name(spec: str) -> str:
@@ -192,15 +203,15 @@ def _without_name(spec: str) -> str:
 
 def _written_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield flag, place, and what of it is replaced."""
-    for flag, names in WRITTEN.items():
-        text = values.get(flag)
-        if not text or (flag == "ckpt_path" and values.get("val_only")):
+    for flag, replaced_names in WRITTEN.items():
+        path_text = values.get(flag)
+        if not path_text or (flag == "ckpt_path" and values.get("val_only")):
             continue
         if flag == "use_tensorboard":  # an older folder of the run in it is renamed
-            run = values["wandb_run_name"] or local_folder(values["save_path"]).resolve().name
-            text = os.path.join(text, run)
-        if flag == "use_mlflow" and is_url(text):
+            run_name = values["wandb_run_name"] or local_folder(values["save_path"]).resolve().name
+            path_text = os.path.join(path_text, run_name)
+        if flag == "use_mlflow" and is_url(path_text):
             continue
-        yield f"--{flag}", text, names
+        yield f"--{flag}", path_text, replaced_names
     if values.get("save_value_network"):
         yield "--save_path", f"{values['save_path'].rstrip('/')}_critic", ("adapter",)

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
 _LONGEST_CHARACTER = 4  # tokens of one byte each
+_OPEN = "\ufffd"  # at the end of a text that ends within a character
 
 
 def with_overlong(
@@ -47,7 +48,7 @@ def with_overlong(
     """Return copies whose score has the overlong penalty, and extras its numbers, as in verl, if there is a buffer."""
     if buffer_len is None:
         return list(rollouts)
-    lengths = torch.tensor([r.trained_length for r in rollouts], dtype=torch.float32)
+    lengths = torch.tensor([rollout.trained_length for rollout in rollouts], dtype=torch.float32)
     penalties = overlong_penalty(lengths, max_len, buffer_len, penalty_factor).tolist()
     return [
         replace(
@@ -84,27 +85,30 @@ def row_of(step: int, rollout: Rollout) -> dict[str, Any]:
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    lines = [json.dumps(row_of(step, rollout), default=str) + "\n" for rollout in rollouts]
-    path = Path(folder) / f"step{step}.jsonl"
-    lines = _of_all_ranks(rollouts, lines, strategy)
-    strategy.on_rank_0(lambda: write_or_explain(path, "".join(lines)), f"{path}")
+    sample_lines = [json.dumps(row_of(step, rollout), default=str) + "\n" for rollout in rollouts]
+    sample_path = Path(folder) / f"step{step}.jsonl"
+    sample_lines = _of_all_ranks(rollouts, sample_lines, strategy)
+    strategy.on_rank_0(
+        lambda: write_or_explain(sample_path, "".join(sample_lines)), f"{sample_path}"
+    )
 
 
 def _of_all_ranks(rollouts: Sequence[Rollout], lines: Sequence[str], strategy: Ranks) -> list[str]:
     """Return on rank 0 the lines of all ranks by prompt and sample number; none on the others. Collective."""
-    rows = [
-        (rollout.prompt.index, rollout.sample_index, line) for rollout, line in zip(rollouts, lines)
+    numbered_lines = [
+        (rollout.prompt.index, rollout.sample_index, sample_line)
+        for rollout, sample_line in zip(rollouts, lines)
     ]
     # Not a gather, which pads to the longest: perhaps only few ranks have lines.
-    per_rank = strategy.exchange_objects({0: rows} if rows else {})
-    return [line for *_, line in sorted(chain(*per_rank), key=itemgetter(0, 1))]
+    per_rank = strategy.exchange_objects({0: numbered_lines} if numbered_lines else {})
+    return [sample_line for *_, sample_line in sorted(chain(*per_rank), key=itemgetter(0, 1))]
 
 
-def write_or_explain(path: Path, text: str) -> None:
+def write_or_explain(file_path: Path, text: str) -> None:
     """Write the whole file or nothing."""
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+    with explained(file_path):
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file_path, text)
 
 
 def examined(rollout: Rollout) -> str:
@@ -112,64 +116,17 @@ def examined(rollout: Rollout) -> str:
     prompt = rollout.prompt.text
     if len(prompt) > SHOWN_PROMPT:
         prompt = f"…{prompt[-SHOWN_PROMPT:]}"
-    cut = " (cut by --generate_max_len)" if rollout.truncated else ""
-    facts = {"score": rollout.reward} | rollout.extras | rollout.texts
-    texts = [
-        f"{name} {value:.4g}" if isinstance(value, (int, float)) else f"{name} {value}"
-        for name, value in facts.items()
+    truncation_note = " (cut by --generate_max_len)" if rollout.truncated else ""
+    sample_facts = {"score": rollout.reward} | rollout.extras | rollout.texts
+    fact_texts = [
+        f"{fact_name} {fact:.4g}" if isinstance(fact, (int, float)) else f"{fact_name} {fact}"
+        for fact_name, fact in sample_facts.items()
     ]
     if rollout.prompt.label is not None:
-        texts.insert(0, f"label {rollout.prompt.label}")
-    return plain(f"prompt: {prompt}\n  answer: {rollout.response_text}{cut}\n  {' · '.join(texts)}")
-
-
-class Samples(Callback):
-    """The samples of each step, for files and people."""
-
-    def __init__(self, run: Any) -> None:
-        config = run.config
-        self.collected: CollectedStep | None = None
-        self.record = SampleRecord(
-            local_folder(config.checkpoint.save_path) / SAMPLES,
-            config.sampling.record_samples,
-            config.rollout.n_samples_per_prompt,
-            run.strategy,
-            run.tokenizer.decode,
-            run.experience_maker.sampled_kl,
-        )
-
-    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
-        self.collected = collected
-
-    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
-        """Write the samples of the step that are to be kept. Collective."""
-        config = run.config
-        rollouts = with_overlong(
-            self.collected.rollouts,
-            config.rollout.generate_max_len,
-            config.reward.overlong_buffer_len,
-            config.reward.overlong_penalty_factor,
-        )
-        self.record.pick(step, rollouts, experience, len(self.collected.repeated))
-        if (folder := config.sampling.rollout_data_dir) is not None:
-            write_step(folder, step, rollouts, run.strategy)
-        counts: Counter[str] = Counter()
-        for rollout in rollouts:
-            counts[source := rollout.prompt.data_source] += 1
-            if counts[source] <= config.logging.num_examine:
-                run.strategy.print(f"[step {step}] {examined(rollout)}")
-
-    def on_micro_batch(
-        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
-    ) -> None:
-        self.record.observe(experience, log_probs, entropy)
-
-    def entropy_rows(self, run: Any, experience: Experience) -> list[int]:
-        return [row for row, _ in self.record.rows_of(experience)]
-
-    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        self.record.write(step)
-        self.collected = None
+        fact_texts.insert(0, f"label {rollout.prompt.label}")
+    return plain(
+        f"prompt: {prompt}\n  answer: {rollout.response_text}{truncation_note}\n  {' · '.join(fact_texts)}"
+    )
 
 
 # -- samples with numbers per token ------------------------------------------------------------------------------------
@@ -182,14 +139,28 @@ class _Pass(NamedTuple):
     entropy: Tensor
 
 
-class SampleRecord:
-    """Writes ``folder/stepN.jsonl.gz``: some samples of a step, with what training knows of each of their tokens.
+def keep_samples(run: Any) -> Samples:
+    """Return the samples of a run, for its folder."""
+    config = run.config
+    return Samples(
+        local_folder(config.checkpoint.save_path) / SAMPLES,
+        config.sampling.record_samples,
+        config.rollout.n_samples_per_prompt,
+        run.strategy,
+        run.tokenizer.decode,
+        run.experience_maker.sampled_kl,
+    )
 
-    Whole groups first, of the ranks in turn. Nothing is computed for it but KL from log probs that are there: the
-    training passes tell what they make (:meth:`observe`). A row is that of :func:`write_step` with ``tokens``, lists of
-    one entry per response token: ``text``; ``rollout_log_prob``, the engine's; ``log_prob``, the trainer's before the
-    update; ``new_log_prob``, at the last training pass, if there were several; ``kl`` to the reference; ``entropy``,
-    ``advantage``, ``value``, ``reward``, ``loss_weight``; ``trained``, where it is not 1 for all.
+
+class Samples(Callback):
+    """The samples of each step: some for people, all for ``--rollout_data_dir``, some in ``folder/stepN.jsonl.gz``.
+
+    The last have what training knows of each of their tokens. Whole groups first, of the ranks in turn. Nothing is
+    computed for it but KL from log probs that are there: the training passes tell what they make. A row is that of
+    :func:`write_step` with ``tokens``, lists of one entry per response token: ``text``; ``rollout_log_prob``, the
+    engine's; ``log_prob``, the trainer's before the update; ``new_log_prob``, at the last training pass, if there were
+    several; ``kl`` to the reference; ``entropy``, ``advantage``, ``value``, ``reward``, ``loss_weight``; ``trained``,
+    where it is not 1 for all.
 
     Args:
         count: samples per step over all ranks.
@@ -216,6 +187,29 @@ class SampleRecord:
         # Each with its row for training, if there is one, and its training passes.
         self.picked: list[tuple[Rollout, Experience | None, list[_Pass]]] = []
         self.passes: dict[bytes, list[_Pass]] = {}  # by token ids: the first and the last one
+        self.collected: CollectedStep | None = None
+
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        self.collected = collected
+
+    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
+        """Pick the samples of the step that are to be kept, and show some. Collective."""
+        config = run.config
+        rollouts = with_overlong(
+            self.collected.rollouts,
+            config.rollout.generate_max_len,
+            config.reward.overlong_buffer_len,
+            config.reward.overlong_penalty_factor,
+        )
+        self.pick(step, rollouts, experience, len(self.collected.repeated))
+        self.collected = None
+        if (folder := config.sampling.rollout_data_dir) is not None:
+            write_step(folder, step, rollouts, self.strategy)
+        counts: Counter[str] = Counter()
+        for rollout in rollouts:
+            counts[source := rollout.prompt.data_source] += 1
+            if counts[source] <= config.logging.num_examine:
+                self.strategy.print(f"[step {step}] {examined(rollout)}")
 
     def pick(
         self, step: int, rollouts: Sequence[Rollout], items: Sequence[Experience], repeated: int = 0
@@ -228,24 +222,30 @@ class SampleRecord:
         # Groups go to the ranks in turn, with each step from another one on.
         rank = self.strategy.get_rank()
         ranks = self.strategy.world_size
-        starts = range((rank - step) % ranks * self.group_size, self.count, ranks * self.group_size)
+        group_starts = range(
+            (rank - step) % ranks * self.group_size, self.count, ranks * self.group_size
+        )
         # From the end, because a full buffer drops its first rows.
-        rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
+        experience_rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
         self.picked = []
         self.passes = {}
-        for start, group in zip(starts, group_by_prompt(rollouts)):
-            for rollout in group[: min(self.group_size, self.count - start)]:
-                key = (
+        for group_start, group in zip(group_starts, group_by_prompt(rollouts)):
+            for rollout in group[: min(self.group_size, self.count - group_start)]:
+                token_key = (
                     torch.tensor(rollout.prompt.token_ids + rollout.response_ids).numpy().tobytes()
                 )
-                passes = self.passes.setdefault(key, [])
-                self.picked.append((rollout, rows.get(id(rollout)), passes))
+                passes = self.passes.setdefault(token_key, [])
+                self.picked.append((rollout, experience_rows.get(id(rollout)), passes))
 
-    def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
-        """Take what a training pass has made, each (B, A), of the current policy."""
+    def on_micro_batch(
+        self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor
+    ) -> None:
         for row, passes in self.rows_of(experience):
             passes[1:] = [_Pass(log_probs[row].detach().clone(), entropy[row].detach().clone())]
             passes[:1] = passes[:1] or passes[1:]
+
+    def entropy_rows(self, run: Any, experience: Experience) -> list[int]:
+        return [row for row, _ in self.rows_of(experience)]
 
     def rows_of(self, experience: Experience) -> Iterator[tuple[int, list[_Pass]]]:
         """Yield the rows of a micro batch that are picked, each with its passes."""
@@ -258,26 +258,31 @@ class SampleRecord:
             if (passes := self.passes.get(ids[mask].tobytes())) is not None:
                 yield row, passes
 
-    def write(self, step: int) -> None:
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step. Collective, as :meth:`pick` is not."""
         if self.count == 0:
             return
-        rows = [
+        sample_rows = [
             row_of(step, rollout) | {"tokens": self._tokens(rollout, item, passes)}
             for rollout, item, passes in self.picked
         ]
-        lines = [json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows]
-        lines = _of_all_ranks([rollout for rollout, *_ in self.picked], lines, self.strategy)
+        sample_lines = [
+            json.dumps(sample_row, default=str, ensure_ascii=False) + "\n"
+            for sample_row in sample_rows
+        ]
+        sample_lines = _of_all_ranks(
+            [rollout for rollout, *_ in self.picked], sample_lines, self.strategy
+        )
         self.picked = []
         self.passes = {}
-        if not lines:
+        if not sample_lines:
             return
-        path = self.folder / f"step{step}.jsonl.gz"
-        with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(gzip.compress("".join(lines).encode(), 1, mtime=0))
-            os.replace(temporary, path)
+        sample_path = self.folder / f"step{step}.jsonl.gz"
+        with explained(sample_path):
+            sample_path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = sample_path.with_name(f".{sample_path.name}.tmp")
+            temporary.write_bytes(gzip.compress("".join(sample_lines).encode(), 1, mtime=0))
+            os.replace(temporary, sample_path)
 
     def _tokens(
         self, rollout: Rollout, item: Experience | None, passes: Sequence[_Pass]
@@ -300,9 +305,9 @@ class SampleRecord:
                 "loss_weight": item.loss_weights,
                 "log_prob": item.action_log_probs,
             }
-            for name, values in batch_columns.items():
+            for column, values in batch_columns.items():
                 if values is not None:
-                    columns[name] = values[0]
+                    columns[column] = values[0]
             if not item.action_mask.all():
                 columns["trained"] = item.action_mask[0]
         if passes and passes[-1] is not passes[0]:
@@ -313,7 +318,7 @@ class SampleRecord:
             reference = reference[0].to(log_probs.device)
             columns["kl"] = self.sampled_kl(log_probs[: len(reference)], reference)
         length = len(rollout.response_ids)
-        numbers = {name: _plain(values, length) for name, values in columns.items()}
+        numbers = {column: _plain(values, length) for column, values in columns.items()}
         return {"text": self.pieces(rollout.response_ids)} | numbers
 
 
@@ -338,33 +343,33 @@ class TokenPieces:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         if not self.prefix:
-            ordinary = (i for i in ids if (text := self.decode([i])).strip() and not _is_open(text))
-            self.prefix = list(islice(ordinary, 1))
+            for token in ids:
+                token_text = self.decode([token])
+                if token_text.strip() and not token_text.endswith(_OPEN):
+                    self.prefix = [token]
+                    break
         pieces = []
-        run = []  # tokens of one character
+        character_tokens = []  # tokens of one character
         for token in ids:
-            if not run and token not in self.texts:
+            if not character_tokens and token not in self.texts:
                 self.texts[token] = self._text([token])
-            run.append(token)
-            text = self.texts[token] if len(run) == 1 else self._text(run)
-            if _is_open(text) and len(run) < _LONGEST_CHARACTER:
+            character_tokens.append(token)
+            token_text = (
+                self.texts[token] if len(character_tokens) == 1 else self._text(character_tokens)
+            )
+            if token_text.endswith(_OPEN) and len(character_tokens) < _LONGEST_CHARACTER:
                 pieces.append("")
             else:
-                pieces.append(text)
-                run = []
-        if run:
-            pieces[-1] = self._text(run)
+                pieces.append(token_text)
+                character_tokens = []
+        if character_tokens:
+            pieces[-1] = self._text(character_tokens)
         return pieces
 
     def _text(self, ids: list[int]) -> str:
         if not self.prefix:
             return self.decode(ids)
         return self.decode(self.prefix + ids)[len(self.decode(self.prefix)) :]
-
-
-def _is_open(text: str) -> bool:
-    """Tell whether a text ends within a character."""
-    return text.endswith("\ufffd")
 
 
 # -- rollouts in place of sampling -----------------------------------------------------------------------------------
@@ -375,7 +380,7 @@ def replay(config: PPOConfig, strategy: Ranks) -> AroundSampling | None:
     options = config.sampling
     if options.skip_rollout is None:
         return None
-    return RolloutReplay(options.skip_rollout, strategy, options.skip_rollout_reuse).rollouts
+    return RolloutReplay(options.skip_rollout, strategy).rollouts
 
 
 @dataclass
@@ -387,30 +392,29 @@ class RolloutReplay:
 
     folder: str | Path
     strategy: Ranks
-    reuse: bool = False  # every step gets the first saved batch, whatever its prompts are
 
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
         """Return the saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
-        key = "first" if self.reuse else f"step{step}_batch{batch}"
         rank = self.strategy.get_rank()
-        path = Path(self.folder) / f"{key}_rank{rank}of{self.strategy.world_size}.json"
-        if not self.strategy.all_reduce(int(path.is_file()), "min"):
+        file_name = f"step{step}_batch{batch}_rank{rank}of{self.strategy.world_size}.json"
+        rollout_path = Path(self.folder) / file_name
+        if not self.strategy.all_reduce(int(rollout_path.is_file()), "min"):
             rollouts = sample()
             try:
-                text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
+                rollouts_text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
             except TypeError as error:
                 raise ConfigError(
                     f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
                 ) from error
-            write_or_explain(path, text)
+            write_or_explain(rollout_path, rollouts_text)
             return rollouts
-        groups = [from_plain(values) for values in json.loads(path.read_text())]
+        groups = [from_plain(values) for values in json.loads(rollout_path.read_text())]
         saved_ids = [group[0].prompt.token_ids for group in groups]
-        if not self.reuse and saved_ids != [prompt.token_ids for prompt in prompts]:
+        if saved_ids != [prompt.token_ids for prompt in prompts]:
             raise ConfigError(
-                f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run with the "
-                "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"
+                f"--skip_rollout {self.folder}: {rollout_path.name} holds other prompts than step {step} has; run with "
+                "the data, --seed and batch sizes it was saved with, or name another folder"
             )
         return list(chain(*groups))

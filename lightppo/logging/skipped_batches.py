@@ -41,12 +41,14 @@ class SkippedInARow(Callback):
         if not models or run.state.skipped_in_a_row < self.limit:
             return
         rank = strategy.get_rank()
-        name = f"nonfinite/step{step}_rank{rank}.pt"
-        path = local_folder(folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        file_name = f"nonfinite/step{step}_rank{rank}.pt"
+        batch_path = local_folder(folder) / file_name
+        batch_path.parent.mkdir(parents=True, exist_ok=True)
         write = getattr(run, "write_batch", partial(write_batch, run.tokenizer))
-        rows_not_finite = write(path, skipped.batch, {"step": step, "rank": rank, "models": models})
-        files_in_use().publish(folder, name)
+        rows_not_finite = write(
+            batch_path, skipped.batch, {"step": step, "rank": rank, "models": models}
+        )
+        files_in_use().publish(folder, file_name)
         per_rank = strategy.all_gather_object(rows_not_finite)
         if skipped.why:
             reason = skipped.why
@@ -72,16 +74,16 @@ def skipped_in_a_row(run: Any) -> SkippedInARow | None:
 
 
 def write_batch(
-    tokenizer: Any, path: Path, batch: Any, facts: Mapping[str, Any]
+    tokenizer: Any, batch_path: Path, batch: Any, facts: Mapping[str, Any]
 ) -> Mapping[str, int]:
     """Keep this rank's part of a step of PPO; return its rows that are not finite, by name."""
     minibatch = batch if isinstance(batch, Minibatch) else Minibatch([_experience(batch)])
-    texts = []
+    row_texts = []
     rows_not_finite = Counter()
     for experience in minibatch.micro_batches:
-        texts += experience.texts(tokenizer.decode)
+        row_texts += experience.texts(tokenizer.decode)
         rows_not_finite.update(experience.non_finite())
-    save_batch(path, minibatch, texts, **facts)
+    save_batch(batch_path, minibatch, row_texts, **facts)
     return rows_not_finite
 
 
@@ -96,7 +98,7 @@ def _experience(batch: Experience | Sequence[Rollout]) -> Experience:
 
 
 def save_batch(
-    path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any
+    batch_path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any
 ) -> None:
     """Write this rank's part of an optimizer step, for :func:`load_batch`.
 
@@ -107,25 +109,27 @@ def save_batch(
 
     def plain(experience: Experience) -> dict[str, Any]:
         tensors = {**vars(experience), **experience.extra}
-        for name in ("extra", "info", "part"):
-            del tensors[name]
-        for name, tensor in tensors.items():
-            tensors[name] = None if tensor is None else on_cpu(tensor).detach()
+        for batches_name in ("extra", "info", "part"):
+            del tensors[batches_name]
+        for batches_name, tensor in tensors.items():
+            tensors[batches_name] = None if tensor is None else on_cpu(tensor).detach()
         part = experience.part
         if part is not None:
             part = vars(part) | {"normalizer": vars(part.normalizer)}
         return {"tensors": tensors, "info": experience.info, "part": part}
 
     contents = {
-        name: batches and [plain(experience) for experience in batches]
-        for name, batches in vars(minibatch).items()
+        batches_name: batches and [plain(experience) for experience in batches]
+        for batches_name, batches in vars(minibatch).items()
     }
-    torch.save({**contents, "texts": [tuple(row) for row in texts], "facts": facts}, path)
+    torch.save(
+        {**contents, "texts": [tuple(row_texts) for row_texts in texts], "facts": facts}, batch_path
+    )
 
 
-def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
+def load_batch(batch_path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
     """Read what :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts; no code of it runs."""
-    saved = tensor_file.read(path)
+    saved = tensor_file.read(batch_path)
 
     def experience(plain: dict[str, Any]) -> Experience:
         part = plain["part"]

@@ -28,18 +28,18 @@ def with_namespace(
     """
     if full_names is None:
         full_names = METRICS.by_short_name
-    named = {}
-    for name, value in status.items():
-        if "/" in name:
-            full_name = name
-        elif name in full_names:
-            full_name = full_names[name]
-        elif name.startswith("rollout_"):
-            full_name = f"rollout/{name.removeprefix('rollout_')}"
+    full_status = {}
+    for short_name, number in status.items():
+        if "/" in short_name:
+            full_name = short_name
+        elif short_name in full_names:
+            full_name = full_names[short_name]
+        elif short_name.startswith("rollout_"):
+            full_name = f"rollout/{short_name.removeprefix('rollout_')}"
         else:
-            full_name = f"train/{name}"
-        named[full_name] = value
-    return named
+            full_name = f"train/{short_name}"
+        full_status[full_name] = number
+    return full_status
 
 
 # -- of a rollout ----------------------------------------------------------------------------------------------------
@@ -89,22 +89,22 @@ class Summary:
     high: float = -math.inf
 
     @classmethod
-    def of(cls, values: Tensor) -> Summary:
+    def of(cls, numbers: Tensor) -> Summary:
         """Return the summary of all entries of a tensor; NaN marks a missing number and is skipped."""
-        values = values.double()
-        values = values[~values.isnan()]
-        if values.numel() == 0:
+        numbers = numbers.double()
+        numbers = numbers[~numbers.isnan()]
+        if numbers.numel() == 0:
             return cls()
-        sums = torch.stack([values.sum(), values.square().sum(), values.min(), values.max()])
-        return cls(values.numel(), *sums.tolist())
+        sums = torch.stack([numbers.sum(), numbers.square().sum(), numbers.min(), numbers.max()])
+        return cls(numbers.numel(), *sums.tolist())
 
-    def __add__(self, other: Summary) -> Summary:
+    def __add__(self, another: Summary) -> Summary:
         return Summary(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            min(self.low, other.low),
-            max(self.high, other.high),
+            self.count + another.count,
+            self.total + another.total,
+            self.squares + another.squares,
+            min(self.low, another.low),
+            max(self.high, another.high),
         )
 
     @property
@@ -137,18 +137,18 @@ def effective_share(weights: Summary) -> float:
 
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
     """Return the metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
-    tokens = summaries["ratio"]
-    rows = summaries["seq_ratio"]
+    token_ratios = summaries["ratio"]
+    sequence_ratios = summaries["seq_ratio"]
     difference = summaries["logp_diff"]
     return {
         "kl": summaries["kl"].mean,
         "k3_kl": summaries["k3_kl"].mean,
         "logp_diff_max": difference.high if difference.count else math.nan,
         "ppl_ratio": summaries["ppl_ratio"].mean,
-        "chi2_token": chi_square(tokens),
-        "chi2_seq": chi_square(rows),
-        "ess_token": effective_share(tokens),
-        "ess_seq": effective_share(rows),
+        "chi2_token": chi_square(token_ratios),
+        "chi2_seq": chi_square(sequence_ratios),
+        "ess_token": effective_share(token_ratios),
+        "ess_seq": effective_share(sequence_ratios),
     }
 
 
@@ -172,25 +172,27 @@ def policy_summaries(
         measures: further numbers.
     """
     terms: dict[str, Tensor] = {}
-    reference = experience.base_action_log_probs
-    engine = experience.rollout_log_probs
+    reference_log_probs = experience.base_action_log_probs
+    engine_log_probs = experience.rollout_log_probs
     # A step with NaN is skipped, and counted elsewhere.
     mask = experience.action_mask & ~log_probs.isnan()
-    if reference is not None:
-        mask = mask & ~reference.isnan()
-        kl = sampled_kl(log_probs, reference) if experience.kl is None else experience.kl
-        terms |= {"policy_kl": (log_probs - reference)[mask], "kl": kl[mask]}
+    if reference_log_probs is not None:
+        mask = mask & ~reference_log_probs.isnan()
+        kl_terms = (
+            sampled_kl(log_probs, reference_log_probs) if experience.kl is None else experience.kl
+        )
+        terms |= {"policy_kl": (log_probs - reference_log_probs)[mask], "kl": kl_terms[mask]}
     for measure in measures:
         measured = measure(experience, log_probs)
-        terms |= {name: numbers[mask] for name, numbers in measured.items()}
-    if engine is not None:
-        mismatch = mismatch_terms(log_probs, engine, mask)
-        terms |= {f"mismatch_{name}": numbers for name, numbers in mismatch.items()}
+        terms |= {term_name: numbers[mask] for term_name, numbers in measured.items()}
+    if engine_log_probs is not None:
+        mismatch = mismatch_terms(log_probs, engine_log_probs, mask)
+        terms |= {f"mismatch_{term_name}": numbers for term_name, numbers in mismatch.items()}
         on_policy = mismatch["logp_diff"]
         if (stale := experience.info.get("stale")) is not None:
             on_policy = on_policy[(stale == 0)[:, None].expand(mask.shape)[mask]]
         terms["mismatch_on_policy"] = on_policy
-    return {name: Summary.of(numbers) for name, numbers in terms.items()}
+    return {term_name: Summary.of(numbers) for term_name, numbers in terms.items()}
 
 
 def rollout_summaries(
@@ -207,7 +209,9 @@ def rollout_summaries(
     batch = Experience.collate(items)
     columns = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
     tokens = {
-        name: column[batch.action_mask] for name, column in columns.items() if column is not None
+        metric: column[batch.action_mask]
+        for metric, column in columns.items()
+        if column is not None
     }
     if "value" in tokens:
         tokens["residual"] = tokens["return_token"] - tokens["value"]
@@ -215,9 +219,9 @@ def rollout_summaries(
         weights = batch.loss_weights[batch.action_mask]
         tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
     summaries = {
-        name: Summary.of(numbers)
-        for name, numbers in batch.info.items()
-        if name not in ("kl", "stale")
+        metric: Summary.of(numbers)
+        for metric, numbers in batch.info.items()
+        if metric not in ("kl", "stale")
     }
     if {"total_length", "response_length"} <= batch.info.keys():
         summaries["prompt_length"] = Summary.of(
@@ -225,16 +229,16 @@ def rollout_summaries(
         )
     if batch.action_log_probs is not None:
         summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl, measures)
-    return summaries | {name: Summary.of(numbers) for name, numbers in tokens.items()}
+    return summaries | {metric: Summary.of(numbers) for metric, numbers in tokens.items()}
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
     """Return one summary per name over all ranks; a rank without samples brings none."""
-    merged: dict[str, Summary] = {}
+    merged_summaries: dict[str, Summary] = {}
     for summaries in per_rank:
-        for name, summary in summaries.items():
-            merged[name] = merged.get(name, Summary()) + summary
-    return merged
+        for metric, summary in summaries.items():
+            merged_summaries[metric] = merged_summaries.get(metric, Summary()) + summary
+    return merged_summaries
 
 
 _OF_TOKENS = ("advantage", "return_token", "value")
@@ -246,13 +250,13 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     """Return the flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
     status: dict[str, float] = {}
     mismatch: dict[str, Summary] = {}
-    for name, summary in summaries.items():
-        if name.startswith("mismatch_"):
-            mismatch[name.removeprefix("mismatch_")] = summary
-        elif name != "residual":
-            status[_MEAN_NAMES.get(name, name)] = summary.mean
-        if name in _WITH_RANGE:
-            status |= {f"{name}_max": summary.high, f"{name}_min": summary.low}
+    for metric, summary in summaries.items():
+        if metric.startswith("mismatch_"):
+            mismatch[metric.removeprefix("mismatch_")] = summary
+        elif metric != "residual":
+            status[_MEAN_NAMES.get(metric, metric)] = summary.mean
+        if metric in _WITH_RANGE:
+            status |= {f"{metric}_max": summary.high, f"{metric}_min": summary.low}
     if mismatch:
         on_policy = mismatch.pop("on_policy")
         if on_policy.count < mismatch["logp_diff"].count:
@@ -260,15 +264,17 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         numbers = mismatch_metrics(mismatch)
         status["logp_diff_mean"] = mismatch["logp_diff"].mean
         status["logp_diff_max"] = numbers.pop("logp_diff_max")
-        status |= {f"mismatch_{name}": value for name, value in numbers.items()}
+        status |= {
+            f"mismatch_{metric}": mismatch_value for metric, mismatch_value in numbers.items()
+        }
     if "response_length" in summaries:
         status["samples"] = summaries["response_length"].count
     if "reward" in summaries:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
     if "residual" in summaries:
-        spread = summaries["return_token"].variance
-        if spread > 0:
-            status["vf_explained_var"] = 1 - summaries["residual"].variance / spread
+        return_variance = summaries["return_token"].variance
+        if return_variance > 0:
+            status["vf_explained_var"] = 1 - summaries["residual"].variance / return_variance
         else:
             status["vf_explained_var"] = math.nan
     return status
@@ -287,20 +293,20 @@ def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     """Return a status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
     status = dict(status or {})
     tensors = {
-        name: value.detach().double()
-        for name, value in status.items()
+        metric: value.detach().double()
+        for metric, value in status.items()
         if isinstance(value, Tensor) and value.dim() == 0
     }
     for device in {tensor.device for tensor in tensors.values()}:  # one copy, one wait for a GPU
-        names = [name for name, tensor in tensors.items() if tensor.device == device]
-        status |= zip(names, torch.stack([tensors[name] for name in names]).tolist())
+        names = [metric for metric, tensor in tensors.items() if tensor.device == device]
+        status |= zip(names, torch.stack([tensors[metric] for metric in names]).tolist())
     numbers = {}
-    for name, value in status.items():
+    for metric, value in status.items():
         try:
-            numbers[name] = float(value)
+            numbers[metric] = float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"training_step returned status[{name!r}] = {value!r}; a status holds numbers"
+                f"training_step returned status[{metric!r}] = {value!r}; a status holds numbers"
             ) from error
     return numbers
 
@@ -318,18 +324,23 @@ def optimizer_status(
         steps: for each optimizer step what ``training_step`` returned for this rank's micro batches with samples; all
             ranks have as many steps.
     """
-    own = {name for step in steps for status in step for name in status}
-    names = sorted(set().union(*ranks.all_gather_object(own)))
+    own_names = {metric for step_statuses in steps for status in step_statuses for metric in status}
+    names = sorted(set().union(*ranks.all_gather_object(own_names)))
     if not names:
         return {}
     totals = torch.zeros(len(names), len(steps), 2, dtype=torch.float64)  # sums and counts
-    for row, name in enumerate(names):
-        for column, step in enumerate(steps):
-            values = [status[name] for status in step if name in status]
-            totals[row, column, 0], totals[row, column, 1] = sum(values), len(values)
+    for name_index, metric in enumerate(names):
+        for step_index, step_statuses in enumerate(steps):
+            values = [status[metric] for status in step_statuses if metric in status]
+            totals[name_index, step_index, 0], totals[name_index, step_index, 1] = (
+                sum(values),
+                len(values),
+            )
     means = {}
-    for name, of_steps in zip(names, ranks.all_reduce(totals, "sum").tolist()):
-        of_step = [total / count for total, count in of_steps if count]
-        numbers = [mean for mean in of_step if not math.isnan(mean)]
-        means[name] = sum(numbers) / len(numbers) if numbers else math.nan
+    for metric, sums_and_counts in zip(names, ranks.all_reduce(totals, "sum").tolist()):
+        step_means = [
+            step_sum / step_count for step_sum, step_count in sums_and_counts if step_count
+        ]
+        finite_means = [mean for mean in step_means if not math.isnan(mean)]
+        means[metric] = sum(finite_means) / len(finite_means) if finite_means else math.nan
     return means

@@ -37,8 +37,8 @@ class TensorBoardSink:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
+        for metric, number in metrics.items():
+            self.writer.add_scalar(metric, number, step)
         # Its thread writes every two minutes only, and what it holds is lost if the process dies.
         self.writer.flush()
 
@@ -70,14 +70,14 @@ class WandbSink:
         table = NAMES.get(self.names, {})
         further_namespaces = (name.split("/")[0] for names in table.values() for name in names)
         for namespace in dict.fromkeys((*NAMESPACES, *further_namespaces)):
-            axis = "global_step"
+            step_axis = "global_step"
             if namespace in own_axes:
-                self.run.define_metric(axis := f"{namespace}/global_step")
-            self.run.define_metric(f"{namespace}/*", step_metric=axis)
+                self.run.define_metric(step_axis := f"{namespace}/global_step")
+            self.run.define_metric(f"{namespace}/*", step_metric=step_axis)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        steps = global_steps(metrics, step, self.names)
-        self.run.log({"global_step": step, **steps, **metrics})
+        global_step_numbers = global_steps(metrics, step, self.names)
+        self.run.log({"global_step": step, **global_step_numbers, **metrics})
 
     def close(self) -> None:
         self.run.finish()
@@ -128,21 +128,26 @@ class MlflowSink:
         if experiment:
             experiment_id = experiment.experiment_id
         else:
-            experiment_id = self.client.create_experiment(config.mlflow_experiment)
+            experiment_id = self.client.create_experiment(mlflow_experiment())
         tags = {"group": config.wandb_group} if config.wandb_group else {}
         run = self.client.create_run(experiment_id, run_name=run_name, tags=tags)
         self.run_id = run.info.run_id
-        params = [self.mlflow.entities.Param(name, str(value)) for name, value in options.items()]
+        params = [
+            self.mlflow.entities.Param(option_name, str(option_value))
+            for option_name, option_value in options.items()
+        ]
         for start in range(0, len(params), 100):  # at most, of one call
             self.client.log_batch(self.run_id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = int(1000 * time.time())
-        values = {mlflow_name(name): float(value) for name, value in metrics.items()}
+        milliseconds = int(1000 * time.time())
+        values = {
+            mlflow_name(metric_name): float(number) for metric_name, number in metrics.items()
+        }
         self.waiting += [
-            self.mlflow.entities.Metric(name, value, now, step)
-            for name, value in values.items()
-            if name not in self.refused
+            self.mlflow.entities.Metric(metric_name, number, milliseconds, step)
+            for metric_name, number in values.items()
+            if metric_name not in self.refused
         ]
         if time.monotonic() < self.next_try:
             return
@@ -152,15 +157,15 @@ class MlflowSink:
                 del self.waiting[:1000]
         except self.mlflow.MlflowException as error:
             self.next_try = time.monotonic() + MLFLOW_PAUSE
-            text = "step %d: MLflow did not take the metrics, which wait; next try in %g s: %s"
-            logger.warning(text, step, MLFLOW_PAUSE, error)
+            warning = "step %d: MLflow did not take the metrics, which wait; next try in %g s: %s"
+            logger.warning(warning, step, MLFLOW_PAUSE, error)
 
     def _send(self, metrics: list[Any]) -> None:
         """Send metrics; MlflowException where it takes none of them."""
         try:
             self.client.log_batch(self.run_id, metrics=metrics)
         except self.mlflow.MlflowException:
-            if len(names := {metric.key for metric in metrics}) == 1:
+            if len(metric_names := {metric.key for metric in metrics}) == 1:
                 raise
             self.client.get_run(self.run_id)  # fails where the server is away
             refused: dict[str, Exception] = {}
@@ -169,12 +174,12 @@ class MlflowSink:
                     self.client.log_batch(self.run_id, metrics=[metric])
                 except self.mlflow.MlflowException as error:
                     refused[metric.key] = error
-            if refused.keys() == names:
+            if refused.keys() == metric_names:
                 raise
             self.refused |= refused.keys()
-            for name, error in refused.items():
-                text = "MLflow cannot hold the metric %s, metrics.jsonl has it: %s"
-                logger.warning(text, name, error)
+            for metric_name, error in refused.items():
+                warning = "MLflow cannot hold the metric %s, metrics.jsonl has it: %s"
+                logger.warning(warning, metric_name, error)
 
     def close(self) -> None:
         self.next_try = 0.0
@@ -191,11 +196,11 @@ class MlflowSink:
 
 def mlflow_name(metric: str) -> str:
     """Return a name as MLflow can hold it: it has fewer characters, 250 at most, and takes names for paths."""
-    parts = re.sub(r"[^\w\-. :/]", "_", metric).split("/")
-    name = "/".join(re.sub(r"^\.", "_", part) or "_" for part in parts)
-    if len(name) <= 250:
-        return name
-    return f"{name[:241]}_{hashlib.sha256(metric.encode()).hexdigest()[:8]}"
+    name_parts = re.sub(r"[^\w\-. :/]", "_", metric).split("/")
+    full_name = "/".join(re.sub(r"^\.", "_", name_part) or "_" for name_part in name_parts)
+    if len(full_name) <= 250:
+        return full_name
+    return f"{full_name[:241]}_{hashlib.sha256(metric.encode()).hexdigest()[:8]}"
 
 
 Tracker = TensorBoardSink | WandbSink | TrackioSink | MlflowSink
@@ -212,9 +217,11 @@ def open_trackers(
     trackers: list[Tracker] = []
     if config.use_tensorboard:
         trackers.append(TensorBoardSink(Path(config.use_tensorboard) / run_name, start_step))
-    for kind in (WandbSink, TrackioSink, MlflowSink):
-        if getattr(config, f"use_{kind.name}"):
-            trackers.append(kind(config, run_name, options, run_ids.get(kind.name)))
+    for tracker_class in (WandbSink, TrackioSink, MlflowSink):
+        if getattr(config, f"use_{tracker_class.name}"):
+            trackers.append(
+                tracker_class(config, run_name, options, run_ids.get(tracker_class.name))
+            )
     return trackers
 
 
@@ -231,32 +238,37 @@ def check_trackers(config: LoggingConfig) -> None:
         open_mlflow(config)
 
 
+def mlflow_experiment() -> str:
+    """Return the name of the experiment: that of mlflow's own variable, else lightppo."""
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lightppo"
+
+
 def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     """Return a client of the server or folder, and the experiment, or None where there is none yet."""
-    uri = config.use_mlflow
+    server_uri = config.use_mlflow
     # Ranks wait meanwhile: by default four minutes for a server that is gone, 16 for one that does not answer.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    if "://" not in uri or uri.startswith("file:"):
+    if "://" not in server_uri or server_uri.startswith("file:"):
         # MLflow only maintains it; it needs no server
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = _package("mlflow")
     try:
-        client = mlflow.MlflowClient(uri)
-        return client, client.get_experiment_by_name(config.mlflow_experiment)
+        client = mlflow.MlflowClient(server_uri)
+        return client, client.get_experiment_by_name(mlflow_experiment())
     except (mlflow.MlflowException, ImportError) as error:  # mlflow-skinny has no sqlalchemy
         raise ConfigError(
-            f"--use_mlflow {uri}: {error} (a database needs a server: `mlflow server`)"
+            f"--use_mlflow {server_uri}: {error} (a database needs a server: `mlflow server`)"
         ) from error
 
 
-def _package(name: str) -> Any:
+def _package(package: str) -> Any:
     sys.argv = [without_secrets(word) for word in sys.argv]  # wandb records them
     try:
-        return import_module(name)
+        return import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"--use_{name} needs {name}: pip install 'lightppo[{name}]' ({error})"
+            f"--use_{package} needs {package}: pip install 'lightppo[{package}]' ({error})"
         ) from error
 
 

@@ -12,12 +12,12 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     FrozenModel,
+    critic_offloads,
     followers,
     frozen_models,
     moves_reference,
     needs_critic,
     needs_reference,
-    of_role,
 )
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, as_config_error
@@ -113,12 +113,12 @@ class ModelLoader:
     def critic(self) -> Any:
         """Load ``--critic_pretrain``, in its engine."""
         model_options = self.config.model
-        zero_options = self.config.strategy
+        adam_offload, param_offload = critic_offloads(self.config)
         ds_config = self.strategy.get_ds_train_config(
-            zero_stage=zero_options.critic_zero_stage,
-            max_norm=of_role(self.config, "critic").max_norm,
-            adam_offload=zero_options.critic_adam_offload,
-            param_offload=zero_options.critic_param_offload,
+            zero_stage=self.config.strategy.critic_zero_stage,
+            max_norm=self.config.training.max_norm,
+            adam_offload=adam_offload,
+            param_offload=param_offload,
         )
         model = Critic(
             stage_to_local(model_options.critic_pretrain),
@@ -135,23 +135,17 @@ class ModelLoader:
         path = self.config.model.ref_pretrain
         if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
             return None
-        zero_options = self.config.strategy
-        compared = FrozenModel(
-            path, "--ref_pretrain", zero_options.ref_zero_stage, zero_options.ref_offload
-        )
+        reference = FrozenModel(path, "--ref_pretrain")
         # A reference that moves, like an average, is fp32: small steps would vanish in 16 bits.
         dtype = torch.float32 if moves_reference(self.config) else self.strategy.dtype
-        return self._frozen("reference", compared, dtype, self._options_of(path))
+        return self._frozen("reference", reference, dtype, self._options_of(path))
 
     def reward_model(self, path: str) -> Any:
         """Load one of ``--reward_pretrain``, in its engine."""
-        zero_options = self.config.strategy
         model = RewardModel(
             stage_to_local(path),
             dtype=self.strategy.dtype,
-            ds_config=self.strategy.get_ds_eval_config(
-                zero_options.reward_offload, zero_stage=zero_options.reward_zero_stage
-            ),
+            ds_config=self._frozen_engine(self.strategy.dtype),
             normalize_reward=self.config.reward.normalize_reward,
             value_head_prefix=self.config.model.value_head_prefix,
             **self.options_of_frozen,
@@ -161,10 +155,7 @@ class ModelLoader:
     def follower(self, name: str) -> Actor:
         """Load what the actor is, in float32."""
         path = self.config.model.pretrain
-        zero_options = self.config.strategy
-        ds_config = self.strategy.get_ds_eval_config(
-            zero_options.ref_offload, zero_stage=zero_options.ref_zero_stage, dtype=torch.float32
-        )
+        ds_config = self._frozen_engine(torch.float32)
         model = Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path))
         return self._placed(model, name)
 
@@ -175,18 +166,22 @@ class ModelLoader:
     def _frozen(
         self, role: Role, frozen_model: FrozenModel, dtype: torch.dtype, options: dict[str, Any]
     ) -> Actor:
-        ds_config = self.strategy.get_ds_eval_config(
-            frozen_model.offload, zero_stage=frozen_model.zero_stage, dtype=dtype
-        )
         model = Actor(
             stage_to_local(frozen_model.path),
             dtype=dtype,
-            ds_config=ds_config,
+            ds_config=self._frozen_engine(dtype),
             flag=frozen_model.flag,
             temperature=self.temperature,
             **options,
         )
         return self._placed(model, role, frozen_model.flag)
+
+    def _frozen_engine(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the DeepSpeed configuration of a model that does not train."""
+        options = self.config.strategy
+        return self.strategy.get_ds_eval_config(
+            options.ref_offload, zero_stage=options.ref_zero_stage, dtype=dtype
+        )
 
     def _options_of(self, path: str | None) -> dict[str, Any]:
         """Return how the actor, or a model that may have a checkpoint of its own, is loaded."""

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import of_role
 from lightppo.errors import ModelLoadError
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention.recurrent import run_by_segment
@@ -147,7 +146,7 @@ def prepare_model(
     """Change a loaded model in place: what options ask for, then :data:`lightppo.plugin.PREPARATIONS`."""
     model_options = config.model
     if role in ("actor", "critic"):
-        if of_role(config, role).gradient_checkpointing:
+        if model_options.gradient_checkpointing:
             use_reentrant = model_options.gradient_checkpointing_use_reentrant
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         if config.adapter.lora_rank > 0:

@@ -58,8 +58,9 @@ def with_second_masters(config: PPOConfig, ranks: int) -> list[str]:
             return []
         if needs_critic(config):
             stages["critic"] = given["critic_zero_stage"]
-    offloads = {"actor": given["adam_offload"], "critic": given.get("critic_adam_offload")}
-    return [role for role, stage in stages.items() if stage in (1, 2) and not offloads[role]]
+    if given["adam_offload"]:
+        return []
+    return [role for role, stage in stages.items() if stage in (1, 2)]
 
 
 def advice(config: PPOConfig) -> list[str]:

@@ -70,7 +70,7 @@ NOTHING_KEPT = {  # options of a dry run
     "val_before_train": False,
     **{"use_wandb": False, "use_tensorboard": None, "use_trackio": None, "use_mlflow": None},
     **{"best_metric": None, "save_steps": -1, "hf_save_steps": -1},
-    **dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds")),
+    **dict.fromkeys(("save_epochs", "save_seconds")),
 }
 SPLITS = {
     "prompt_split": "prompt_data",

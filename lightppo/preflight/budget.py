@@ -568,18 +568,11 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     """ZeRO stage of a model, and whether its weights wait on the host."""
     strategy = config.strategy
     if role in ("actor", "critic"):
-        of_critic = (strategy.critic_zero_stage, bool(strategy.critic_param_offload))
         if role == "critic":
-            return of_critic
+            return (strategy.critic_zero_stage, rules.critic_offloads(config)[1])
         return (strategy.zero_stage, strategy.param_offload)
     stage = strategy.ref_zero_stage
     offload = strategy.ref_offload
-    if role.startswith("reward"):
-        stage = strategy.reward_zero_stage
-        offload = strategy.reward_offload
-    elif (further := frozen_models(config).get(role)) is not None:
-        stage = further.zero_stage
-        offload = further.offload
     return 3 if offload else stage, offload
 
 
@@ -622,7 +615,7 @@ def _trained(
     strategy = config.strategy
     counted = sizes(shape)
     critic = role == "critic"
-    offload = strategy.critic_adam_offload if critic else strategy.adam_offload
+    offload = rules.critic_offloads(config)[0] if critic else strategy.adam_offload
     train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
     accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
     # Whether gradients are summed in another type than they are made in.
@@ -695,7 +688,7 @@ def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine)
         rows,
         kind=kind,
         trains=True,
-        checkpoints=rules.of_role(config, role).gradient_checkpointing,
+        checkpoints=config.model.gradient_checkpointing,
         entropy=config.loss.entropy_coef > 0 and role == "actor",
     )
 
@@ -836,7 +829,7 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
         yield Part(
             "vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share)
         )
-        if sleeps and engine.sleep_level == 1:
+        if sleeps and rules.sleep_level(config) == 1:
             yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=counted.bytes)
     elif engine.rollout_engine == "hf":
         if config.strategy.zero_stage == 3:
@@ -906,18 +899,16 @@ def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
 
 # -- what to say of it -------------------------------------------------------------------------------------------------
 
-_BOTH = ("", "critic_")
 # the cheapest for a run first; those of parts that it lacks are left out
 REMEDIES: tuple[dict[str, Any], ...] = (
     {"bf16": True},
-    {f"{role}gradient_checkpointing": True for role in _BOTH},
+    {"gradient_checkpointing": True},
     {"max_tokens_per_micro_batch": None, "micro_train_batch_size": 1},
     {"micro_rollout_batch_size": 1},
-    dict.fromkeys(("zero_stage", "critic_zero_stage", "ref_zero_stage", "reward_zero_stage"), 3),
-    {f"{role}adam_offload": True for role in _BOTH},
+    dict.fromkeys(("zero_stage", "critic_zero_stage", "ref_zero_stage"), 3),
+    {"adam_offload": True},
     {"ref_offload": True},
-    {"reward_offload": True},
-    {f"{role}param_offload": True for role in _BOTH},
+    {"param_offload": True},
     {"lora_rank": 16},
     {"lora_rank": 16, "load_in_4bit": True},
 )
@@ -930,8 +921,8 @@ def advice(
     start = best = estimate(config, machine, configs).peak()[1]
     now = config
     lines = []
-    idle = set() if config.model.reward_pretrain else {"reward_zero_stage"}
-    idle |= set() if rules.needs_reference(config) else {"ref_zero_stage"}
+    has_frozen = rules.needs_reference(config) or config.model.reward_pretrain
+    idle = set() if has_frozen else {"ref_zero_stage"}
 
     def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[float, PPOConfig]:
         flat = base.flat()

@@ -205,12 +205,7 @@ def check_disk_space(
         exported: their number in an export of the actor; ``None``: as many as in its checkpoint.
     """
     checkpoint = config.checkpoint
-    exports = (
-        checkpoint.hf_save_steps > 0
-        or checkpoint.hf_save_epochs
-        or checkpoint.hf_save_seconds
-        or config.evaluation.best_metric
-    )
+    exports = checkpoint.hf_save_steps > 0 or config.evaluation.best_metric
     saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
     weight = 4 if compute_dtype(config) == "float32" else 2
     state = export = 0

@@ -77,14 +77,14 @@ def closer_of(owner: Any, parts: Sequence[Any]) -> weakref.finalize:
     return weakref.finalize(owner, _close_all, parts, os.getpid())
 
 
-def _close_all(parts: Sequence[Any], process: int) -> None:
-    if os.getpid() == process:
+def _close_all(parts: Sequence[Any], owner_process: int) -> None:
+    if os.getpid() == owner_process:
         for part in parts:
             part.close()
 
 
 class Once:
-    """Something that happens once, for which any number of threads and loops can wait."""
+    """Stand for something that happens once, for which any number of threads and loops can wait."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -129,7 +129,7 @@ class Once:
 
 
 class WorkerPool:
-    """At most ``size`` workers; who finds none idle waits.
+    """Give at most ``size`` workers; who finds none idle waits.
 
     Args:
         loader: ``module:function``. The server calls it with ``settings``, which JSON can hold. It returns a function
@@ -150,7 +150,6 @@ class WorkerPool:
         memory_mb: int | None = None,
     ) -> None:
         self.size = size
-        self.lost_workers = 0  # that were killed, or ended by themselves
         self._orders = {
             **{"loader": loader, "settings": settings, "subject": subject},
             **{"memory_mb": memory_mb, "folder": os.getcwd()},  # that relative paths start from
@@ -177,11 +176,10 @@ class WorkerPool:
     def give_back(self, worker: Worker) -> None:
         """Keep a worker for the next user; the place of one that is ending is free when it has ended."""
         if worker.is_ending:
-            self.lost_workers += 1
             worker.close()
-            free: Future[str] = Future()
-            free.add_done_callback(lambda _: self._free_place())
-            worker.ended.then(free)
+            place_is_free: Future[str] = Future()
+            place_is_free.add_done_callback(lambda _: self._free_place())
+            worker.ended.then(place_is_free)
             return
         with self._lock:
             self._idle.append(worker)
@@ -217,25 +215,25 @@ class WorkerPool:
             if self._places:
                 self._places -= 1
                 return
-            granted: Future[None] = Future()
-            self._waiting.append(granted)
+            place_granted: Future[None] = Future()
+            self._waiting.append(place_granted)
         try:
-            await asyncio.wrap_future(granted)
+            await asyncio.wrap_future(place_granted)
         except asyncio.CancelledError:
             with self._lock:
-                is_waiting = granted in self._waiting
+                is_waiting = place_granted in self._waiting
                 if is_waiting:
-                    self._waiting.remove(granted)
-            if not is_waiting and not granted.cancelled():  # granted at that moment
+                    self._waiting.remove(place_granted)
+            if not is_waiting and not place_granted.cancelled():  # granted at that moment
                 self._free_place()
             raise
 
     def _free_place(self) -> None:
         with self._lock:
             while self._waiting:
-                granted = self._waiting.popleft()
-                if granted.set_running_or_notify_cancel():
-                    granted.set_result(None)
+                place_granted = self._waiting.popleft()
+                if place_granted.set_running_or_notify_cancel():
+                    place_granted.set_result(None)
                     return
             self._places += 1
 
@@ -246,8 +244,8 @@ class WorkerPool:
                 worker.close()
             if not self._idle:
                 return None
-            matches = (worker for worker in self._idle if name in worker.names)
-            worker = next(matches, self._idle[0])
+            matching_workers = (worker for worker in self._idle if name in worker.names)
+            worker = next(matching_workers, self._idle[0])
             self._idle.remove(worker)
             return worker
 
@@ -273,7 +271,7 @@ class WorkerPool:
 
 
 class Server:
-    """The process that forks workers, seen from here."""
+    """Talk to the process that forks workers."""
 
     def __init__(self, orders: Mapping[str, Any], streams: Mapping[str, int]) -> None:
         self.has_ended = False
@@ -282,13 +280,13 @@ class Server:
         self._workers: dict[int, Worker] = {}
         self._last_number = 0
         self._lock = threading.Lock()
-        self._control, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, servers_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         orders = {**orders, "path": sys.path, "parent": os.getpid()}
         started: Future[None] = Future()
         # The kernel ends the server with the thread that started it, as long as it loads the user's code.
         threading.Thread(
             target=self._run,
-            args=(channel, orders, streams, started),
+            args=(servers_channel, orders, streams, started),
             name="fork-server",
             daemon=True,
         ).start()
@@ -318,9 +316,9 @@ class Server:
             if self.has_ended:
                 worker.has_ended(_SERVER_DIED)
             else:
-                order = json.dumps({"start": worker.number}).encode()
+                start_order = json.dumps({"start": worker.number}).encode()
                 try:
-                    socket.send_fds(self._control, [order], [workers_channel.fileno()])
+                    socket.send_fds(self._control, [start_order], [workers_channel.fileno()])
                 except OSError:
                     worker.has_ended(_SERVER_DIED)
         return worker
@@ -343,19 +341,20 @@ class Server:
 
     def _run(
         self,
-        channel: socket.socket,
+        servers_channel: socket.socket,
         orders: Mapping[str, Any],
         streams: Mapping[str, int],
         started: Future[None],
     ) -> None:
         try:
-            with channel:
+            with servers_channel:
+                descriptor = servers_channel.fileno()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _STARTER, str(channel.fileno()), json.dumps(orders)],
+                    [sys.executable, "-c", _STARTER, str(descriptor), json.dumps(orders)],
                     cwd=orders["folder"],
                     stdin=subprocess.DEVNULL,
                     **streams,
-                    pass_fds=[channel.fileno()],
+                    pass_fds=[descriptor],
                     env={**ONE_THREAD, **os.environ, "CUDA_VISIBLE_DEVICES": ""},
                     start_new_session=True,  # a Ctrl-C is this process's
                 )
@@ -364,13 +363,13 @@ class Server:
             return
         started.set_result(None)
         with contextlib.suppress(OSError):
-            while message := self._control.recv(1 << 16):
-                self._read_report(json.loads(message))
-        end = _end_text(self._process.wait())
+            while report_text := self._control.recv(1 << 16):
+                self._read_report(json.loads(report_text))
+        end_text = _end_text(self._process.wait())
         with self._lock:
             self.has_ended = True
         self._ready.happen(
-            {"death": f"{_SERVER_DIED} before it had loaded {self._subject} ({end})"}
+            {"death": f"{_SERVER_DIED} before it had loaded {self._subject} ({end_text})"}
         )
         self._end_workers(_SERVER_DIED)
 
@@ -386,15 +385,15 @@ class Server:
             worker.exit_code = report.get("code")
             worker.has_ended(report["end"])
 
-    def _end_workers(self, end: str) -> None:
+    def _end_workers(self, end_text: str) -> None:
         with self._lock:
             workers = list(self._workers.values())
         for worker in workers:
-            worker.has_ended(end)
+            worker.has_ended(end_text)
 
 
 class Worker:
-    """A worker process, seen from here: one question and one answer at a time."""
+    """Talk to a worker process: one question and one answer at a time."""
 
     def __init__(self, number: int, channel: socket.socket, server: Server) -> None:
         self.number = number
@@ -430,10 +429,10 @@ class Worker:
         self.is_ending = True
         self._server.kill(self)
 
-    def has_ended(self, end: str) -> None:
+    def has_ended(self, end_text: str) -> None:
         """Tell all that wait for it how it ended."""
         self.is_ending = True
-        self.ended.happen(end)
+        self.ended.happen(end_text)
 
     def close(self) -> None:
         """Ask no more questions; it ends, if it has not yet."""
@@ -441,38 +440,40 @@ class Worker:
         self._channel.close()
 
     async def _within(self, exchange: Coroutine[Any, Any, Answer], timeout: float) -> Answer:
-        task = asyncio.ensure_future(exchange)
+        exchange_task = asyncio.ensure_future(exchange)
         try:
             with self.ended.watched() as ended:
-                return await self._first(task, asyncio.wrap_future(ended), timeout)
+                return await self._first(exchange_task, asyncio.wrap_future(ended), timeout)
         except asyncio.CancelledError:
             self.kill()
             raise
         finally:
-            task.cancel()
-            await asyncio.wait({task})  # it leaves the socket alone from here
+            exchange_task.cancel()
+            await asyncio.wait({exchange_task})  # it leaves the socket alone from here
 
     async def _first(
-        self, task: asyncio.Task[Answer], ended: asyncio.Future[str], timeout: float
+        self, exchange_task: asyncio.Task[Answer], ended: asyncio.Future[str], timeout: float
     ) -> Answer:
-        await asyncio.wait({task, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():  # its last answer; or this loop was late itself
-            await asyncio.wait({task}, timeout=_ARRIVAL_SECONDS)
-        if task.done() and task.exception() is None:
-            return task.result()
+        await asyncio.wait(
+            {exchange_task, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not exchange_task.done():  # its last answer; or this loop was late itself
+            await asyncio.wait({exchange_task}, timeout=_ARRIVAL_SECONDS)
+        if exchange_task.done() and exchange_task.exception() is None:
+            return exchange_task.result()
         self.kill()  # also what it has started, or what it sent is nonsense
-        if not task.done() and not ended.done():
+        if not exchange_task.done() and not ended.done():
             return {"kind": "timeout", "text": f"no answer within {timeout:g} s"}
         await asyncio.wait({ended}, timeout=_REPORT_SECONDS)
-        error = task.exception() if task.done() else None
+        error = exchange_task.exception() if exchange_task.done() else None
         is_nonsense = isinstance(error, ValueError)  # then its end says only that it was killed
         if ended.done() and not is_nonsense:
-            text = ended.result()
+            problem = ended.result()
         else:
-            text = f"it broke off: {error_text(error)}"
+            problem = f"it broke off: {error_text(error)}"
         # The kernel resets a connection whose other end was closed with something unread.
-        unread = isinstance(error, (ConnectionResetError, BrokenPipeError))
-        return {"kind": "lost", "text": text, "unread": unread}
+        is_unread = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        return {"kind": "lost", "text": problem, "unread": is_unread}
 
     async def _ask(self, question: bytes) -> Answer:
         self._questions += 1
@@ -482,34 +483,36 @@ class Worker:
 
     async def _receive(self) -> Answer:
         header = await self._read(_ANSWER_HEADER.size)
-        length, number, process = _ANSWER_HEADER.unpack(header)
-        if length > 2 * MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of {length} bytes")
-        self._answering_process = self._answering_process or process
-        if (number, process) != (self._questions, self._answering_process):
+        answer_length, question_number, process_id = _ANSWER_HEADER.unpack(header)
+        if answer_length > 2 * MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of {answer_length} bytes")
+        self._answering_process = self._answering_process or process_id
+        if (question_number, process_id) != (self._questions, self._answering_process):
             raise ValueError(
-                f"process {process} answered question {number}, where process {self._answering_process} is to answer "
-                f"question {self._questions}: a process that the environment forks must end with os._exit"
+                f"process {process_id} answered question {question_number}, where process {self._answering_process} "
+                f"is to answer question {self._questions}: a process that the user's code forks must end with os._exit"
             )
-        return json.loads(await self._read(length))
+        return json.loads(await self._read(answer_length))
 
     async def _read(self, length: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        data = bytearray()
-        while len(data) < length:
-            part = await loop.sock_recv(self._channel, min(length - len(data), 1 << 20))
-            if not part:
+        event_loop = asyncio.get_running_loop()
+        received = bytearray()
+        while len(received) < length:
+            new_bytes = await event_loop.sock_recv(
+                self._channel, min(length - len(received), 1 << 20)
+            )
+            if not new_bytes:
                 raise ConnectionError("no answer")
-            data += part
-        return bytes(data)
+            received += new_bytes
+        return bytes(received)
 
 
-def _end_text(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
+def _end_text(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):
-        return f"signal {-code}, {signal.Signals(-code).name}"
-    return f"signal {-code}"
+        return f"signal {-exit_code}, {signal.Signals(-exit_code).name}"
+    return f"signal {-exit_code}"
 
 
 # --- in the server
@@ -523,14 +526,14 @@ def serve(control_descriptor: int, orders: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     control = socket.socket(fileno=control_descriptor)
     start_worker: Callable[[], Respond] | None = None
-    problem = ""
+    load_problem = ""
     if not orders.get("late"):
         signal.alarm(_START_SECONDS)
         open_before = _open_files()
-        start_worker, problem = _load(orders)
+        start_worker, load_problem = _load(orders)
         signal.alarm(0)
         has_threads = len(os.listdir("/proc/self/task")) > 1
-        if not problem and (has_threads or _open_files() - open_before):
+        if not load_problem and (has_threads or _open_files() - open_before):
             # Forks would lack the threads that the user's code has started, and share the connections that it has
             # opened: workers load it themselves.
             late_orders = json.dumps({**orders, "late": True})
@@ -539,7 +542,7 @@ def serve(control_descriptor: int, orders: Mapping[str, Any]) -> None:
             os.execv(sys.executable, command)
     _end_with(None)  # from here the loop below looks after that
     gc.freeze()
-    control.send(json.dumps({"problem": problem}).encode())
+    control.send(json.dumps({"problem": load_problem}).encode())
     _Forks(control, orders, start_worker).serve()
 
 
@@ -556,12 +559,12 @@ def _end_with(parent: int | None) -> None:
 
 def _load(orders: Mapping[str, Any]) -> tuple[Callable[[], Respond] | None, str]:
     """Return what starts a worker, or why the user's code cannot be loaded."""
-    module, _, name = orders["loader"].partition(":")
+    module_name, _, loader_name = orders["loader"].partition(":")
     try:
-        return getattr(importlib.import_module(module), name)(orders["settings"]), ""
+        return getattr(importlib.import_module(module_name), loader_name)(orders["settings"]), ""
     except BaseException as error:
-        text = str(error) if isinstance(error, ConfigError) else error_text(error)
-        return None, f"{orders['subject']} cannot be loaded in a worker process: {text}"
+        problem = str(error) if isinstance(error, ConfigError) else error_text(error)
+        return None, f"{orders['subject']} cannot be loaded in a worker process: {problem}"
 
 
 def _open_files() -> set[str]:
@@ -570,7 +573,7 @@ def _open_files() -> set[str]:
 
 
 class _Forks:
-    """The loop of the server."""
+    """Fork and kill workers, in the loop of the server."""
 
     def __init__(
         self,
@@ -612,79 +615,79 @@ class _Forks:
         if "start" in order:
             self.fork(order["start"], descriptors[0])
         else:
-            for process, number in self.numbers.items():
-                if number == order["kill"]:
-                    _kill(process)
+            for process_id, worker_number in self.numbers.items():
+                if worker_number == order["kill"]:
+                    _kill(process_id)
         return True
 
     def fork(self, number: int, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
         server = os.getpid()
         try:
-            process = os.fork()
+            process_id = os.fork()
         except OSError as error:  # too many processes, too little memory
             os.close(descriptor)
             return self.report({"worker": number, "end": str(error)})
-        if process == 0:
-            code = 1
+        if process_id == 0:
+            exit_code = 1
             try:
                 self.control.close()
-                for watched in self.processes:
-                    os.close(watched)
+                for process_descriptor in self.processes:
+                    os.close(process_descriptor)
                 _end_with(server)
                 _work(socket.socket(fileno=descriptor), self.orders, self.start_worker)
-                code = 0
+                exit_code = 0
             except OSError:  # the trainer has gone
                 pass
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(code)
+                os._exit(exit_code)
         os.close(descriptor)
-        watched = os.pidfd_open(process)
-        self.numbers[process] = number
-        self.processes[watched] = process
-        self.poller.register(watched, select.POLLIN)
-        self.report({"worker": number, "process": process})
+        process_descriptor = os.pidfd_open(process_id)
+        self.numbers[process_id] = number
+        self.processes[process_descriptor] = process_id
+        self.poller.register(process_descriptor, select.POLLIN)
+        self.report({"worker": number, "process": process_id})
 
     def bury(self, descriptor: int) -> None:
-        process = self.processes.pop(descriptor)
+        process_id = self.processes.pop(descriptor)
         self.poller.unregister(descriptor)
         os.close(descriptor)
         # With what it has started; before the wait, as its number may be another's afterwards.
-        _kill(process)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        if process in self.too_large:
-            self.too_large.remove(process)
-            end = f"more than {self.orders['memory_mb']} MiB of memory"
+        _kill(process_id)
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+        if process_id in self.too_large:
+            self.too_large.remove(process_id)
+            end_text = f"more than {self.orders['memory_mb']} MiB of memory"
         else:
-            end = f"the worker process died ({_end_text(code)})"
-        self.report({"worker": self.numbers.pop(process), "code": code, "end": end})
+            end_text = f"the worker process died ({_end_text(exit_code)})"
+        self.report({"worker": self.numbers.pop(process_id), "code": exit_code, "end": end_text})
 
     def check_memory(self) -> None:
-        for process in self.numbers:
-            resident_pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+        for process_id in self.numbers:
+            resident_pages = Path(f"/proc/{process_id}/statm").read_text().split()[1]
             if int(resident_pages) * os.sysconf("SC_PAGE_SIZE") > self.memory_bytes:
-                self.too_large.add(process)
-                _kill(process)
+                self.too_large.add(process_id)
+                _kill(process_id)
 
     def report(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # nobody listens: the loop will see
             self.control.send(json.dumps(message).encode())
 
     def end(self) -> None:
-        for process in self.numbers:
-            _kill(process)
-        for process in self.numbers:
-            os.waitpid(process, 0)
+        for process_id in self.numbers:
+            _kill(process_id)
+        for process_id in self.numbers:
+            os.waitpid(process_id, 0)
         os._exit(0)
 
 
-def _kill(process: int) -> None:
+def _kill(process_id: int) -> None:
     """Kill a worker and its process group."""
-    for kill in (os.killpg, os.kill):  # it may not have a group yet
+    for send_kill in (os.killpg, os.kill):  # it may not have a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(process, signal.SIGKILL)
+            send_kill(process_id, signal.SIGKILL)
 
 
 # --- in a worker
@@ -701,19 +704,19 @@ def _work(
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # one of the user's own
             stream.reconfigure(line_buffering=True)
-    problem = ""
+    load_problem = ""
     if start_worker is None:
-        start_worker, problem = _load(orders)
+        start_worker, load_problem = _load(orders)
     random.seed()  # not the server's numbers
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    _send(channel, 0, json.dumps({"value": problem}))
+    _send(channel, 0, json.dumps({"value": load_problem}))
     if start_worker is None:
         return
     respond = start_worker()
     while question := _receive(channel):
-        number, data = question
-        _send(channel, number, _answer(respond, data))
+        question_number, question_bytes = question
+        _send(channel, question_number, _answer(respond, question_bytes))
 
 
 def _answer(respond: Respond, question: bytes) -> str:
@@ -727,10 +730,10 @@ def _answer(respond: Respond, question: bytes) -> str:
 
 def _as_json(answer: Answer) -> str:
     """Return an answer as text, with numbers and arrays of numpy and torch."""
-    text = json.dumps(answer, default=_plain)
-    if len(text) > MAX_ANSWER_BYTES:
-        raise ValueError(f"the answer has {len(text)} bytes")
-    return text
+    json_text = json.dumps(answer, default=_plain)
+    if len(json_text) > MAX_ANSWER_BYTES:
+        raise ValueError(f"the answer has {len(json_text)} bytes")
+    return json_text
 
 
 def _plain(value: Any) -> Any:
@@ -744,21 +747,23 @@ def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
     header = _read(channel, _QUESTION_HEADER.size)
     if not header:
         return None
-    length, number = _QUESTION_HEADER.unpack(header)
-    question = _read(channel, length)
-    return (number, question) if question else None
+    question_length, question_number = _QUESTION_HEADER.unpack(header)
+    question = _read(channel, question_length)
+    return (question_number, question) if question else None
 
 
 def _read(channel: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        part = channel.recv(min(length - len(data), 1 << 20))
-        if not part:
+    received = bytearray()
+    while len(received) < length:
+        new_bytes = channel.recv(min(length - len(received), 1 << 20))
+        if not new_bytes:
             return b""
-        data += part
-    return bytes(data)
+        received += new_bytes
+    return bytes(received)
 
 
-def _send(channel: socket.socket, number: int, answer: str) -> None:
-    data = answer.encode()
-    channel.sendall(_ANSWER_HEADER.pack(len(data), number, os.getpid()) + data)
+def _send(channel: socket.socket, question_number: int, answer_text: str) -> None:
+    answer_bytes = answer_text.encode()
+    channel.sendall(
+        _ANSWER_HEADER.pack(len(answer_bytes), question_number, os.getpid()) + answer_bytes
+    )

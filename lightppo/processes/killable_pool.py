@@ -44,8 +44,8 @@ class KillablePool:
         if self.workers is None:
             self.workers = default_processes()
         if self.workers < 1 or not self.timeout > 0:
-            got = f"got {self.workers} and {self.timeout}"
-            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {got}")
+            values = f"got {self.workers} and {self.timeout}"
+            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {values}")
         if self.cpu_seconds is not None and not self.cpu_seconds > 0:
             raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
         if sys.platform != "linux":
@@ -110,8 +110,8 @@ class KillablePool:
         if answer["kind"] == "timeout":
             return late(self.timeout)
         if self.cpu_seconds is not None and worker.exit_code == -signal.SIGPROF:
-            limit = f"no answer within {self.cpu_seconds:g} s of processor time"
-            return Outcome(error=limit, timeouts=1)
+            limit_text = f"no answer within {self.cpu_seconds:g} s of processor time"
+            return Outcome(error=limit_text, timeouts=1)
         cause = None
         if "trace" in answer:
             cause = RewardError(f"in a worker process:\n{answer['trace']}")
@@ -123,23 +123,23 @@ class KillablePool:
 
 def load(settings: Mapping[str, Any]) -> Callable[[], Respond]:
     """Load the target in the server; return what starts to answer in a worker."""
-    for module in settings["preload"]:
-        importlib.import_module(module)
+    for module_name in settings["preload"]:
+        importlib.import_module(module_name)
     target = settings["target"]
-    module, _, name = target.rpartition(":")
-    if module.endswith(".py"):
-        function = load_python_function(target, name)
+    module_name, _, function_name = target.rpartition(":")
+    if module_name.endswith(".py"):
+        function = load_python_function(target, function_name)
     else:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module_name), function_name)
     cpu_seconds = settings["cpu_seconds"]
 
-    def respond(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer:
+    def respond(arguments: tuple[Any, ...], keyword_arguments: Mapping[str, Any]) -> Answer:
         if cpu_seconds is not None:
             # The kernel ends the process even in the midst of C code.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             with without_copies("the reward function"):
-                return {"value": awaited(function(*args, **kwargs))}
+                return {"value": awaited(function(*arguments, **keyword_arguments))}
         finally:
             if cpu_seconds is not None:
                 signal.setitimer(signal.ITIMER_PROF, 0)

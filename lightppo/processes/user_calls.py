@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ class UserCall:
 
 @dataclass(slots=True)
 class Outcome:
-    """Say how a call ended: one try, or all tries (:func:`lightppo.rewards.runners.settle`)."""
+    """Say how a call ended: one try, or all tries (:func:`lightppo.rewards.function.settle`)."""
 
     value: Any = None  # after settle: of the last answer that could be read, even if only in part
     error: str | None = None  # why the last try gave no full answer
@@ -61,11 +62,21 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
-def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
     """Tell whether a call gives what must be awaited, be it a function or an object with ``__call__``."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(fn, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
     )  # noqa: B004, RUF100
+
+
+def importable_name(target: Any) -> str | None:
+    """Return how another process finds a function or a class; None: it is not at the top level of a module."""
+    module = sys.modules.get(getattr(target, "__module__", None) or "")
+    name = getattr(target, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not target:
+        return None
+    is_from_file = module.__name__.startswith("lightppo_file_")
+    return f"{module.__file__ if is_from_file else module.__name__}:{name}"
 
 
 def awaited(value: Any) -> Any:

@@ -45,12 +45,10 @@ from lightppo.plugin import (
 )
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
-from lightppo.rewards.async_scorer import AsyncScorer
 from lightppo.rewards.registry import source_of
-from lightppo.rewards.reward_source import NoReward, RewardRequest, RewardSource
-from lightppo.rollout.dynamic_sampling import with_selection
+from lightppo.rewards.reward_source import AsyncScorer, NoReward, RewardRequest, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
-from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.rollout.sampler import BatchCollector, RolloutSampler, with_selection
 from lightppo.trainer.building import Building
 from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
@@ -76,7 +74,7 @@ T = TypeVar("T")
 
 @dataclass
 class Origin:
-    """What a run knows of its beginning; the default is that of one whose parts a script has made."""
+    """The beginning of a run; the default is that of one whose parts a script has made."""
 
     asked: PPOConfig | None = None  # the options as they were given
     content: Mapping[str, str] = field(default_factory=dict)  # marks of what options name
@@ -85,7 +83,7 @@ class Origin:
 
 @dataclass
 class PPOInputs:
-    """What ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
+    """Parts that ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
 
     strategy: DeepspeedStrategy
     actor: Actor
@@ -123,7 +121,7 @@ class PPOParts(PPOInputs):
     skipped: SkippedSteps = field(kw_only=True)
 
 
-def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = ()) -> T:
+def build(config: PPOConfig, trainer: Callable[..., T], callbacks: Iterable[Callback] = ()) -> T:
     """Return a finished trainer of this class; whatever cannot work is an error that names its flag. Collective."""
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
@@ -145,12 +143,13 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         building.evaluator = build_evaluator(config, engine, judge, building.held_out, strategy)
     check_engine(building)
     (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
-    inputs = PPOInputs(
+    return trainer(
         strategy=strategy,
         actor=actor,
         critic=models.critic,
         reward_model=models.reward_models,
         initial_model=reference,
+        ema_model=None,  # one of the followers
         actor_optim=actor_optim,
         critic_optim=critic_optim,
         actor_scheduler=actor_scheduler,
@@ -164,12 +163,12 @@ def build(config: PPOConfig, trainer: type[T], callbacks: Iterable[Callback] = (
         prompts_dataloader=building.prompts_dataloader,
         loss_terms=building.loss_terms,
         evaluator=building.evaluator,
+        callbacks=callbacks,
         origin=Origin(building.given, building.content, building.keeps),
     )
-    return trainer.from_inputs(inputs, callbacks)
 
 
-def begin(config: PPOConfig) -> Building:
+def begin(config: OptionSet) -> Building:
     """Let the ranks meet, check options and tokenizer, and take the run's folders. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
@@ -189,8 +188,8 @@ def read_data(building: Building) -> None:
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
-    of_text = pretraining(building)
-    building.loss_terms = {} if of_text is None else {"pretraining": of_text}
+    pretraining_term = pretraining(building)
+    building.loss_terms = {} if pretraining_term is None else {"pretraining": pretraining_term}
     building.loss_terms |= LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
@@ -217,7 +216,7 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
         if role not in rates:
             return strategy.prepare(model)
         steps = optimizer_steps(config, per_episode, role)
-        trained = with_optimizer(model, rates[role], steps, config, strategy, role)
+        trained = with_optimizer(model, rates[role], steps, config, strategy)
         model, *optimizers[role] = strategy.prepare(trained)
         return model
 
@@ -283,8 +282,8 @@ def build_maker(
     )
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    of_teacher = teacher_pass(config, inputs.frozen)
-    term = advantage_term(config)
+    pass_of_teacher = teacher_pass(config, inputs.frozen)
+    teacher_term = advantage_term(config)
     return ExperienceMaker(
         inputs.actor,
         inputs.critic,
@@ -292,8 +291,8 @@ def build_maker(
         strategy,
         kl_ctl,
         config,
-        passes={} if of_teacher is None else {TEACHER: of_teacher},
-        advantage_terms=[] if term is None else [term],
+        passes={} if pass_of_teacher is None else {TEACHER: pass_of_teacher},
+        advantage_terms=[] if teacher_term is None else [teacher_term],
         rewarded=not isinstance(inputs.reward_source, NoReward),
         value_norm=value_norm,
         old_log_probs=old_log_probs,
@@ -307,10 +306,11 @@ def build_maker(
 
 def build_strategy(config: OptionSet) -> DeepspeedStrategy:
     """Make the strategy, no process group yet; ConfigError for ZeRO options that exclude each other."""
-    flat = config.resolved().flat()
-    same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
+    options = config.resolved().flat()
+    names = [option.name for option in fields(DeepspeedStrategy) if option.name in options]
+    values = {name: options[name] for name in names}
     with as_config_error():
-        return DeepspeedStrategy(**same_name, timeout_minutes=config.strategy.dist_timeout)
+        return DeepspeedStrategy(**values, timeout_minutes=config.strategy.dist_timeout)
 
 
 def saved_parts(
@@ -400,7 +400,9 @@ def build_sampler(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
     entry = estimator_entry(config)
-    status = status_check(config, strategy, source)
+    status = None
+    if config.verifier.check_verifier_status:
+        status = status_check(config, strategy, source)
     sampler = RolloutSampler(
         engine,
         source,
@@ -439,12 +441,12 @@ def build_scorer(
 def build_rewards(building: Building, reward_models: Sequence[Any] = ()) -> None:
     """Make what scores the samples, and evaluations; a run that only evaluates has nothing else."""
     building.reward_models = reward_models
-    judging = evaluation_config(building.config)
-    if judging is not None:
-        own = building.config.evaluation.eval_reward_fn is not None
-        flag = "--eval_reward_fn" if own else "--reward_fn"
+    judge_config = evaluation_config(building.config)
+    if judge_config is not None:
+        has_own_function = building.config.evaluation.eval_reward_fn is not None
+        flag = "--eval_reward_fn" if has_own_function else "--reward_fn"
         building.judge = build_reward(
-            judging, reward_models, building.tokenizer, building.strategy, flag
+            judge_config, reward_models, building.tokenizer, building.strategy, flag
         )
         if building.config.evaluation.val_only:
             building.reward_source = building.judge
@@ -467,22 +469,24 @@ def build_reward(
     if estimator_entry(config).ignores_scores and not request.names:
         return NoReward()
     with as_config_error():
-        return unless_failed(with_xml_format(source_of(request), request), request)
+        source = source_of(request)
+        if config.verifier.check_xml_format:
+            source = with_xml_format(source, request)
+        return unless_failed(source, request)
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
     """Say how training rollouts are sampled."""
     rollout = config.rollout
     sampling = config.sampling
-    same_name = {
-        f.name: getattr(rollout, f.name) for f in fields(SamplingParams) if hasattr(rollout, f.name)
-    }
+    names = [option.name for option in fields(SamplingParams) if hasattr(rollout, option.name)]
+    values = {name: getattr(rollout, name) for name in names}
     return SamplingParams(
-        **same_name,
+        **values,
         max_new_tokens=rollout.generate_max_len,
         n=rollout.n_samples_per_prompt,
         seed=config.strategy.seed,
-        first_token_temperature=sampling.fire_temperature if sampling.fire_sampling else None,
+        first_token_temperature=10.0 if sampling.fire_sampling else None,
     )
 
 

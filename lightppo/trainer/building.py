@@ -56,11 +56,11 @@ class Building:
     @property
     def sizes(self) -> dict[str, int]:
         """Return the numbers of parameters by part of a checkpoint; ``export``: of an export."""
-        of_parts = {
-            part: parameter_count(model, trained_only=find_adapters(model) is not None)
-            for part, model in self.saved.items()
+        parameter_counts = {
+            name: parameter_count(model, trained_only=find_adapters(model) is not None)
+            for name, model in self.saved.items()
         }
-        return of_parts | {"export": parameter_count(self.actor)}
+        return parameter_counts | {"export": parameter_count(self.actor)}
 
     def tell(self, lines: Iterable[str]) -> None:
         """Print lines on rank 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -46,17 +47,18 @@ TOP_IDS = "teacher_top_ids"
 
 
 def check_teacher(building: Any) -> None:
-    """The servers of ``--teacher_url`` are asked whether they can judge; a model has as many tokens. Collective."""
+    """Ask the servers of ``--teacher_url`` whether they can judge; check ``--distill_topk`` of a model. Collective."""
     config = building.config
     if not isinstance(config, PPOConfig) or not needs_teacher(config):
         return
     distill = config.distill
-    tokens = len(building.tokenizer)
+    vocab_size = len(building.tokenizer)
     if distill.teacher_url:
         building.frozen[TEACHER] = TeacherServers(config, building.tokenizer, building.strategy)
-    elif (distill.distill_topk or 0) > tokens:
+    elif (distill.distill_topk or 0) > vocab_size:
         raise ConfigError(
-            f"--distill_topk {distill.distill_topk}: there are {tokens} tokens; set it below, or leave it out to take all"
+            f"--distill_topk {distill.distill_topk}: there are {vocab_size} tokens; set it below, or leave it out to "
+            "take all"
         )
 
 
@@ -74,16 +76,16 @@ def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | 
     if k is not None:
         score = teacher.score_top if on_servers else partial(score_top, teacher)
 
-    def run(part: Experience) -> dict[str, Tensor]:
+    def run(experience: Experience) -> dict[str, Tensor]:
         inputs = {
-            "sequences": part.sequences,
-            "num_actions": part.num_actions,
-            "attention_mask": part.attention_mask,
+            "sequences": experience.sequences,
+            "num_actions": experience.num_actions,
+            "attention_mask": experience.attention_mask,
         }
         if k is None:
             return {LOG_PROBS: score(**inputs).log_probs}
-        scores, top, ids = score(**inputs, k=k)
-        return {LOG_PROBS: scores.log_probs, TOP: top, TOP_IDS: ids}
+        scores, top_log_probs, top_ids = score(**inputs, k=k)
+        return {LOG_PROBS: scores.log_probs, TOP: top_log_probs, TOP_IDS: top_ids}
 
     return RolloutPass(teacher, run, measure=gap_to_teacher, takes_all=on_servers)
 
@@ -97,17 +99,17 @@ def score_top(
         the scores; log probs and ids (as float) of the k tokens, (B, A, k) each, 0 unless real.
     """
     scores = policy.score_actions(sequences, num_actions, attention_mask, logits=True)
-    best = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
+    top_tokens = top_log_probs(scores.logits, k, policy.temperature)  # (K, k) each
     shape = *scores.real.shape, k
-    values, ids = (torch.zeros(shape, device=sequences.device) for _ in best)
-    values[scores.real], ids[scores.real] = (numbers.float() for numbers in best)
+    values, ids = (torch.zeros(shape, device=sequences.device) for _ in top_tokens)
+    values[scores.real], ids[scores.real] = (numbers.float() for numbers in top_tokens)
     return scores, values, ids
 
 
 def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tensor]:
     """Return what is logged of a teacher, (B, A) each."""
-    of_teacher = experience.extra[LOG_PROBS]
-    return {"teacher_kl": log_probs - of_teacher, "teacher_log_prob": of_teacher}
+    teacher_log_probs = experience.extra[LOG_PROBS]
+    return {"teacher_kl": log_probs - teacher_log_probs, "teacher_log_prob": teacher_log_probs}
 
 
 # -- in the advantages -----------------------------------------------------------------------------------------------
@@ -172,14 +174,14 @@ class WholeLoss:
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
         mask = experience.action_mask
-        divergence, of_teacher = divergence_of_models(
+        divergence, teacher_log_probs = divergence_of_models(
             actor, self.teacher, scores, experience, self.divergence
         )
         loss = self.aggregate(divergence, mask, normalizer)
-        gap = scores.log_probs.detach() - of_teacher
+        gap = scores.log_probs.detach() - teacher_log_probs
         return loss, {
             "teacher_kl": token_mean(gap, mask, normalizer),
-            "teacher_log_prob": token_mean(of_teacher, mask, normalizer),
+            "teacher_log_prob": token_mean(teacher_log_probs, mask, normalizer),
             "distill_loss": loss.detach(),
         }
 
@@ -196,22 +198,25 @@ class TopLoss:
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
     ) -> tuple[Tensor, Metrics]:
         mask = experience.action_mask
-        real = scores.real
-        nothing = torch.zeros_like(scores.log_probs)  # (B, A)
-        divergence = nothing
-        mass = nothing
+        is_real = scores.real
+        zeros = torch.zeros_like(scores.log_probs)  # (B, A)
+        divergence = zeros
+        mass = zeros
         if TOP in experience.extra:  # else a placeholder, of which no token counts
-            top, ids = experience.extra[TOP], experience.extra[TOP_IDS].long()  # (B, A, K) each
-            log_probs = log_probs_at(scores.logits, ids[real], actor.temperature)  # (N, K)
-            per_token = top_divergence(log_probs, top[real], self.beta, self.tail)  # (N,)
-            divergence = nothing.masked_scatter(real, per_token)
-            mass = top.exp().sum(-1).masked_fill(~real, 0.0)
+            top_log_probs = experience.extra[TOP]  # (B, A, K)
+            top_ids = experience.extra[TOP_IDS].long()  # (B, A, K)
+            log_probs = log_probs_at(scores.logits, top_ids[is_real], actor.temperature)  # (N, K)
+            token_divergence = top_divergence(
+                log_probs, top_log_probs[is_real], self.beta, self.tail
+            )  # (N,)
+            divergence = zeros.masked_scatter(is_real, token_divergence)
+            mass = top_log_probs.exp().sum(-1).masked_fill(~is_real, 0.0)
         loss = self.aggregate(divergence, mask, normalizer)
-        numbers = {
+        metrics = {
             "distill_loss": loss.detach(),
             "teacher_top_mass": token_mean(mass, mask, normalizer),
         }
-        return loss, numbers
+        return loss, metrics
 
 
 # -- a teacher on vLLM servers: log probs of the student's samples by their ``prompt_logprobs`` -----------------------
@@ -257,10 +262,12 @@ class TeacherServers:
         for server in self.servers:
             try:
                 body = {"prompt": _PROBE, "add_special_tokens": False}
-                theirs = server.post("/tokenize", body, read=lambda answer: list(answer["tokens"]))
-                if theirs != ids:
-                    both = f"reads {_PROBE[:9]!r}… as {theirs[:6]}…, the student as {ids[:6]}…"
-                    return f"{server.name} {both}: serve a model with the vocabulary of --pretrain, such as its family"
+                server_ids = server.post("/tokenize", body, read=lambda x: list(x["tokens"]))
+                if server_ids != ids:
+                    return (
+                        f"{server.name} reads {_PROBE[:9]!r}… as {server_ids[:6]}…, the student as {ids[:6]}…: serve a "
+                        "model with the vocabulary of --pretrain, such as its family"
+                    )
                 self._ask(server, ids)
             except RequestError as error:
                 return f"{error}; serve the teacher by `lightppo serve-vllm` or `vllm serve`"
@@ -273,81 +280,87 @@ class TeacherServers:
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor
     ) -> ActionScores:
         """Return log probs (B, A) of the last tokens of each row. Collective."""
-        numbers, real = self._numbers(sequences, num_actions, attention_mask)
-        return ActionScores(numbers[..., 0], real)
+        numbers, is_real = self._numbers(sequences, num_actions, attention_mask)
+        return ActionScores(numbers[..., 0], is_real)
 
     def score_top(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor, k: int
     ) -> tuple[ActionScores, Tensor, Tensor]:
         """Return what :func:`lightppo.trainer.distillation.score_top` does; k is ``--distill_topk``. Collective."""
-        numbers, real = self._numbers(sequences, num_actions, attention_mask)
-        log_probs, top, ids = numbers.split([1, k, k], dim=-1)
-        return ActionScores(log_probs[..., 0], real), top, ids
+        numbers, is_real = self._numbers(sequences, num_actions, attention_mask)
+        log_probs, top_log_probs, ids = numbers.split([1, k, k], dim=-1)
+        return ActionScores(log_probs[..., 0], is_real), top_log_probs, ids
 
     def _numbers(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the numbers of :meth:`_ask` of each action (B, A, n), and which are real. Collective."""
-        real = real_actions(attention_mask, num_actions)  # (B, A)
+        is_real = real_actions(attention_mask, num_actions)  # (B, A)
         rows = [
-            ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())
+            row_ids[row_mask].tolist()
+            for row_ids, row_mask in zip(sequences.cpu(), attention_mask.bool().cpu())
         ]
-        numbers = torch.zeros(*real.shape, 1 + 2 * self.top)
+        numbers = torch.zeros(*is_real.shape, 1 + 2 * self.top)
         failure = None
         answers: list[list[list[float]]] = [[] for _ in rows]
         try:
-            share = _REQUESTS_OF_SERVER * len(self.servers) // self.ranks.world_size
-            calls = max(1, min(_REQUESTS_OF_RANK, share, len(rows)))
+            rank_share = _REQUESTS_OF_SERVER * len(self.servers) // self.ranks.world_size
+            count = max(1, min(_REQUESTS_OF_RANK, rank_share, len(rows)))
             rank = self.ranks.get_rank()
-            begun = [thread(self._score)(rank + k, rows[k::calls]) for k in range(calls)]
-            for k, scored in enumerate(begun):
-                answers[k::calls] = scored.result()
-            for row, kept, answer in zip(numbers, real.cpu(), answers):
-                row[kept] = torch.tensor(answer)[-int(kept.sum()) :]
+            requests = [thread(self._score)(rank + k, rows[k::count]) for k in range(count)]
+            for k, request in enumerate(requests):
+                answers[k::count] = request.result()
+            for row, action_mask, scores in zip(numbers, is_real.cpu(), answers):
+                row[action_mask] = torch.tensor(scores)[-int(action_mask.sum()) :]
         except Exception as error:
             failure = error
         failures = self.ranks.all_gather_object(
             None if failure is None else f"{type(failure).__name__}: {failure}"
         )
-        for rank, text in enumerate(failures):
-            if text is not None:
+        for rank, problem in enumerate(failures):
+            if problem is not None:
                 for server in self.servers:
                     server.close()  # other rows are not tried again
-                raise RolloutError(f"--teacher_url: rank {rank}: {text}") from failure
-        return numbers.to(sequences.device), real
+                raise RolloutError(f"--teacher_url: rank {rank}: {problem}") from failure
+        return numbers.to(sequences.device), is_real
 
-    def _score(self, first: int, rows: list[list[int]]) -> list[list[list[float]]]:
+    def _score(self, server_number: int, rows: list[list[int]]) -> list[list[list[float]]]:
         """Score one row after the other, by the server whose turn it is, or by the next that can."""
-        answers: list[list[list[float]]] = []
-        servers = (
-            self.servers[first % len(self.servers) :] + self.servers[: first % len(self.servers)]
-        )
+        scores: list[list[list[float]]] = []
+        first = server_number % len(self.servers)
+        servers = self.servers[first:] + self.servers[:first]
         for ids in rows:
             for server in servers:
                 try:
-                    answers.append(self._ask(server, ids))
+                    scores.append(self._ask(server, ids))
                     break
                 except RequestError as error:
                     if server is servers[-1]:
                         raise
                     logger.warning("%s; the next server is asked", error)
-        return answers
+        return scores
 
     def _ask(self, server: HTTPClient, ids: list[int]) -> list[list[float]]:
         """Return of each token but the first its log prob (NaN: none), the most likely ones' log probs, and their ids."""
 
         def of_place(answer: dict[str, Any], token: int) -> list[float]:
             log_probs = {int(i): float(entry["logprob"]) for i, entry in answer.items()}
-            best = sorted(log_probs, key=log_probs.__getitem__, reverse=True)[: self.top]
-            if len(best) < self.top:
-                raise ValueError(f"{len(best)} log probs of a token, not --distill_topk {self.top}")
-            numbers = (log_probs[i] for i in (token, *best))
-            return [float("nan") if x == _NO_LOG_PROB else x for x in numbers] + [*map(float, best)]
+            top_ids = sorted(log_probs, key=log_probs.__getitem__, reverse=True)[: self.top]
+            if len(top_ids) < self.top:
+                raise ValueError(
+                    f"{len(top_ids)} log probs of a token, not --distill_topk {self.top}"
+                )
+            numbers = [log_probs[i] for i in (token, *top_ids)]
+            numbers = [math.nan if number == _NO_LOG_PROB else number for number in numbers]
+            return [*numbers, *map(float, top_ids)]
 
         def read(answer: dict[str, Any]) -> list[list[float]]:
             (choice,) = answer["choices"]
-            _, *places = choice["prompt_logprobs"]
-            return [of_place(place, i) for place, i in zip(places, ids[1:], strict=True)]
+            _, *positions = choice["prompt_logprobs"]
+            return [
+                of_place(position, token)
+                for position, token in zip(positions, ids[1:], strict=True)
+            ]
 
         body = {
             "prompt": ids,

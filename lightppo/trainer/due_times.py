@@ -11,7 +11,7 @@ from lightppo.callbacks import Callback
 
 
 @dataclass
-class Cadence:
+class DueTimes:
     """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time."""
 
     steps: int = -1  # below 1: never by steps
@@ -25,41 +25,38 @@ class Cadence:
 
     @property
     def active(self) -> bool:
-        """Whether it can ever be due."""
+        """Tell whether it can ever be due."""
         return self.steps > 0 or self.epochs is not None or self.seconds is not None
 
     def due(self, step: int, finished_episodes: int | None = None) -> bool:
-        """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
-        due = self.steps > 0 and step % self.steps == 0
-        due |= (
-            self.epochs is not None
-            and finished_episodes is not None
-            and finished_episodes % self.epochs == 0
-        )
+        """Tell whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
+        is_due = self.steps > 0 and step % self.steps == 0
+        if self.epochs is not None and finished_episodes is not None:
+            is_due |= finished_episodes % self.epochs == 0
         if self.seconds is not None:
-            due |= self.agree(self.clock() - self.last >= self.seconds)
-        if due:
+            is_due |= self.agree(self.clock() - self.last >= self.seconds)
+        if is_due:
             self.last = self.clock()
-        return due
+        return is_due
 
 
 class TimedSaves(Callback):
     """Checkpoints by ``--save_epochs`` and ``--save_seconds``; one by steps begins the seconds anew."""
 
     def __init__(self, run: Any) -> None:
-        self.cadence: Cadence | None = None  # from the start of the run on
+        self.due_times: DueTimes | None = None  # from the start of the run on
 
     def on_start(self, run: Any) -> None:
         """Start the clocks."""
-        asked = run.config.checkpoint
-        self.cadence = Cadence(
-            asked.save_steps,
-            asked.save_epochs,
-            asked.save_seconds,
+        options = run.config.checkpoint
+        self.due_times = DueTimes(
+            options.save_steps,
+            options.save_epochs,
+            options.save_seconds,
             agree=run.strategy.broadcast_object,
         )
-        run.saves |= self.cadence.active
+        run.saves |= self.due_times.active
 
     def votes(self, run: Any) -> Mapping[str, float]:
-        is_due = self.cadence.due(run.state.global_step, run.finished_episodes)
+        is_due = self.due_times.due(run.state.global_step, run.finished_episodes)
         return {"save": float(is_due)}

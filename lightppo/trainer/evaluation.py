@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightppo.logging.performance import PhaseTimer
 from lightppo.ranks import Ranks
 from lightppo.rewards.reward_source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.trainer.due_times import Cadence
+from lightppo.trainer.due_times import DueTimes
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,15 @@ class EvalSample:
 
     def correct(self, threshold: float) -> float:
         """Return the source's ``acc`` or ``accuracy``; without one, 1 for a score of at least ``threshold``, else 0."""
-        judged = (self.extra(name) for name in ("acc", "accuracy"))
-        return next(
-            (acc for acc in judged if isinstance(acc, float)), float(self.score >= threshold)
-        )
+        for name in ("acc", "accuracy"):
+            if isinstance(accuracy := self.extra(name), float):
+                return accuracy
+        return float(self.score >= threshold)
 
     def extra(self, name: str) -> Any:
         """Return an extra by its name, also that of a source among several, ``<source>/<name>``; ``None`` without one."""
-        found = [value for key, value in self.extras.items() if key.endswith(f"/{name}")]
-        return self.extras.get(name, found[0] if len(found) == 1 else None)
+        values = [value for key, value in self.extras.items() if key.endswith(f"/{name}")]
+        return self.extras.get(name, values[0] if len(values) == 1 else None)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -73,21 +73,16 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def _pass_at(correctness: Sequence[float], k: int) -> float:
-    """Return :func:`pass_at_k` of answers that are correct to these parts: one counts as right from half on."""
-    return pass_at_k(len(correctness), sum(correct >= 0.5 for correct in correctness), k)
-
-
 def majority_correct(answers: Sequence[tuple[str | None, float]]) -> float:
     """Return how correct the most frequent answer is; the mean over those that are most frequent alike, 0 without an answer.
 
     ``answers``: (answer or ``None``, its correctness); equal texts are one answer.
     """
     votes = Counter(answer for answer, _ in answers if answer is not None)
-    most = max(votes.values(), default=0)
-    return fmean(
-        [correct for answer, correct in answers if most and votes[answer] == most] or [0.0]
-    )
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    return fmean(correct for answer, correct in answers if votes[answer] == most)
 
 
 def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
@@ -102,51 +97,42 @@ def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, f
     sources = sorted({sample.data_source for sample in samples})
     metrics = _metrics_of(samples, threshold, "eval")
     for source in sources if len(sources) > 1 else ():
-        of_source = [s for s in samples if s.data_source == source]
-        if any(s.score is not None for s in of_source):
-            metrics |= _metrics_of(of_source, threshold, f"eval/{source}")
+        source_samples = [sample for sample in samples if sample.data_source == source]
+        if any(sample.score is not None for sample in source_samples):
+            metrics |= _metrics_of(source_samples, threshold, f"eval/{source}")
     return metrics
 
 
 def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) -> dict[str, float]:
-    scored = [s for s in samples if s.score is not None]
-    groups: dict[int, list[EvalSample]] = defaultdict(list)
+    scored = [sample for sample in samples if sample.score is not None]
+    scores: dict[int, list[float]] = defaultdict(list)  # of the samples of each prompt
+    accuracies: dict[int, list[float]] = defaultdict(list)
+    answers: dict[int, list[tuple[str | None, float]]] = defaultdict(list)
     for sample in scored:
-        groups[sample.index].append(sample)
-    smallest = min(len(group) for group in groups.values())
-
-    def over_prompts(value: Callable[[list[Any]], float], of: Callable[[EvalSample], Any]) -> float:
-        """Return mean over prompts of a value of their samples."""
-        return fmean(value([of(sample) for sample in group]) for group in groups.values())
-
-    def score(sample: EvalSample) -> float:
-        return sample.score
-
-    def right(sample: EvalSample) -> float:
-        return sample.correct(threshold)
-
+        accuracy = sample.correct(threshold)
+        scores[sample.index].append(sample.score)
+        accuracies[sample.index].append(accuracy)
+        answers[sample.index].append((sample.extra("pred"), accuracy))
+    n = min(map(len, scores.values()))  # fewest samples of a prompt
     metrics = _extras_of(samples) | {
-        "accuracy": fmean(map(right, scored)),
-        "reward": fmean(map(score, scored)),
-        "response_length": fmean(s.response_length for s in samples),
-        "truncated": fmean(s.finish_reason == "length" for s in samples),
+        "accuracy": fmean(sample.correct(threshold) for sample in scored),
+        "reward": fmean(sample.score for sample in scored),
+        "response_length": fmean(sample.response_length for sample in samples),
+        "truncated": fmean(sample.finish_reason == "length" for sample in samples),
         "samples": float(len(samples)),
-        f"mean@{smallest}": over_prompts(fmean, score),
+        f"mean@{n}": fmean(map(fmean, scores.values())),
     }
     if len(scored) < len(samples):
         metrics["unscored"] = float(len(samples) - len(scored))
-    if smallest > 1:
-        for k in sorted({*(2**i for i in range(smallest.bit_length())), smallest}):
-            metrics[f"pass@{k}"] = over_prompts(partial(_pass_at, k=k), right)
-        metrics |= {
-            f"best@{smallest}": over_prompts(max, score),
-            f"worst@{smallest}": over_prompts(min, score),
-        }
-        metrics[f"std@{smallest}"] = over_prompts(pstdev, score)
-        if any(s.extra("pred") is not None for s in scored):
-            metrics[f"maj@{smallest}"] = over_prompts(
-                majority_correct, lambda s: (s.extra("pred"), right(s))
-            )
+    if n > 1:
+        right = [(len(group), sum(x >= 0.5 for x in group)) for group in accuracies.values()]
+        for k in sorted({*(2**i for i in range(n.bit_length())), n}):
+            metrics[f"pass@{k}"] = fmean(pass_at_k(count, correct, k) for count, correct in right)
+        metrics[f"best@{n}"] = fmean(map(max, scores.values()))
+        metrics[f"worst@{n}"] = fmean(map(min, scores.values()))
+        metrics[f"std@{n}"] = fmean(map(pstdev, scores.values()))
+        if any(sample.extra("pred") is not None for sample in scored):
+            metrics[f"maj@{n}"] = fmean(map(majority_correct, answers.values()))
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
@@ -157,7 +143,7 @@ def _extras_of(samples: Sequence[EvalSample]) -> dict[str, float]:
         for name, value in sample.extras.items():
             if not isinstance(value, str):
                 values[name].append(value)
-    return {name: fmean(found) for name, found in values.items()}
+    return {name: fmean(numbers) for name, numbers in values.items()}
 
 
 @dataclass
@@ -178,33 +164,32 @@ class Evaluator:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return metrics of the current weights, the same on every rank; NonFiniteError where a score is not. Collective."""
-        mine = range(self.strategy.get_rank(), len(self.prompts), self.strategy.world_size)
-        rollouts = self.engine.generate([self.prompts[i] for i in mine], self.sampling)
-        not_finite = None
+        rows = range(self.strategy.get_rank(), len(self.prompts), self.strategy.world_size)
+        rollouts = self.engine.generate([self.prompts[row] for row in rows], self.sampling)
+        problem = None
         try:
             score_rollouts(self.reward_source, rollouts)
         except NonFiniteRewardError as error:
-            not_finite = str(error)
-        gathered = self.strategy.gather_object((not_finite, [EvalSample.of(r) for r in rollouts]))
+            problem = str(error)
+        samples = [EvalSample.of(rollout) for rollout in rollouts]
+        gathered = self.strategy.gather_object((problem, samples))
         metrics: dict[str, float] = {}
-        self.strategy.on_rank_0(
-            lambda: metrics.update(self._judge(step, *zip(*gathered))), "evaluate"
-        )
+        self.strategy.on_rank_0(lambda: metrics.update(self._metrics(*zip(*gathered))), "evaluate")
         return self.strategy.broadcast_object(metrics)
 
-    def _judge(
-        self, step: int, not_finite: Sequence[str | None], gathered: Sequence[Sequence[EvalSample]]
+    def _metrics(
+        self, problems: Sequence[str | None], samples: Sequence[Sequence[EvalSample]]
     ) -> dict[str, float]:
         """Return metrics of the samples of all ranks."""
-        if any(not_finite):
-            raise NonFiniteError("; ".join(filter(None, not_finite)))
-        self.samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
+        if any(problems):
+            raise NonFiniteError("; ".join(filter(None, problems)))
+        self.samples = sorted(chain(*samples), key=lambda sample: sample.index)
         return eval_metrics(self.samples, self.threshold)
 
 
 # -- when a run is evaluated ------------------------------------------------------------------------------------------
 
-_SHOWN = ("loss", "accuracy", "reward", "margin")
+_PRINTED = ("loss", "accuracy", "reward", "margin")
 
 
 class Evaluation(Callback):
@@ -216,20 +201,15 @@ class Evaluation(Callback):
     def __init__(self, run: Any) -> None:
         self.run = run
         run.evaluation = self
-        self.cadence: Cadence | None = None  # from the start of the run on
+        self.due_times: DueTimes | None = None  # from the start of the run on
         self.step: int | None = None  # of the last evaluation
         self.result: Mapping[str, float] | None = None  # None where a score was not finite
         run.register_state("evaluation", self)
 
     def on_start(self, run: Any) -> None:
         """Start the clocks."""
-        asked = run.config.evaluation
-        epochs = asked.eval_epochs
-        if asked.eval_steps == -1 and asked.eval_seconds is None:
-            epochs = epochs or 1
-        self.cadence = Cadence(
-            asked.eval_steps, epochs, asked.eval_seconds, agree=run.strategy.broadcast_object
-        )
+        eval_steps = run.config.evaluation.eval_steps
+        self.due_times = DueTimes(eval_steps, epochs=1 if eval_steps == -1 else None)
 
     def before_steps(self, run: Any) -> None:
         """Do the evaluation that a resumed run lacks, or that before training. Collective."""
@@ -237,22 +217,23 @@ class Evaluation(Callback):
         if run.only_evaluates:
             self.evaluate(run, step)
         elif step > 0:
-            if run.owns_parts and self.cadence.due(step, run.finished_episodes):
+            if run.owns_parts and self.due_times.due(step, run.finished_episodes):
                 self.evaluate(run, step)
         elif run.config.evaluation.val_before_train:
             self.evaluate(run, step)
 
     def votes(self, run: Any) -> Mapping[str, float]:
-        is_due = self.cadence.due(run.state.global_step, run.finished_episodes)
+        is_due = self.due_times.due(run.state.global_step, run.finished_episodes)
         return {"evaluate": float(is_due)}
 
     def evaluate(self, run: Any, step: int) -> None:
-        self.evaluate_step(step)
+        if run.evaluator is not None:
+            self.evaluate_step(step)
 
     def evaluate_step(self, step: int) -> Mapping[str, float]:
-        """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
+        """Evaluate the current weights, once per step at most. Collective."""
         run = self.run
-        if run.evaluator is None or self.step == step:
+        if self.step == step:
             return {}
         timer = PhaseTimer()
         try:
@@ -268,20 +249,17 @@ class Evaluation(Callback):
             return {}
         self.step = step
         self.result = result
-        shown = [name for name in _SHOWN if f"eval/{name}" in result]
-        numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in shown)
+        names = [name for name in _PRINTED if f"eval/{name}" in result]
+        numbers = ", ".join(f"{name} {result[f'eval/{name}']:.3f}" for name in names)
         run.strategy.print(f"[step {step}] evaluation: {numbers}")
         seconds = {f"perf/{name}": value for name, value in timer.reset().items()}
-        self.result = dict(result) | self._told({**result, **seconds})
-        return self.result
-
-    def _told(self, result: Mapping[str, float]) -> dict[str, float]:
-        """Return what the callbacks add; each gets what those before it have added, too."""
+        # Each callback gets what those before it have added, too.
         added: dict[str, float] = {}
-        for callback in self.run.callbacks:
-            given = callback.on_evaluation(self.run, self.step, {**result, **added})
-            added |= numbers_of(callback, "on_evaluation", given)
-        return added
+        for callback in run.callbacks:
+            numbers_added = callback.on_evaluation(run, step, {**result, **seconds, **added})
+            added |= numbers_of(callback, "on_evaluation", numbers_added)
+        self.result = dict(result) | added
+        return self.result
 
     # -- what a checkpoint keeps -------------------------------------------------------------------------------------
 

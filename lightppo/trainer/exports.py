@@ -10,7 +10,7 @@ from lightppo.callbacks import Callback
 from lightppo.checkpoint.layout import best_folder
 from lightppo.checkpoint.run_exports import best_line, best_note, catch_up, save_best, save_hf
 from lightppo.errors import ConfigError
-from lightppo.trainer.due_times import Cadence
+from lightppo.trainer.due_times import DueTimes
 
 
 class Exports(Callback):
@@ -21,7 +21,7 @@ class Exports(Callback):
 
     def __init__(self, run: Any) -> None:
         self.run = run
-        self.cadence: Cadence | None = None  # from the start of the run on
+        self.due_times: DueTimes | None = None  # from the start of the run on
         self.best: float | None = None  # value of --best_metric
         self.knows_best = False  # a checkpoint of this run has said it
         run.register_state("best", self)
@@ -31,13 +31,7 @@ class Exports(Callback):
         checkpoint = run.config.checkpoint
         metric = _metric(run)
         step = run.state.global_step
-        agree = run.strategy.broadcast_object
-        self.cadence = Cadence(
-            checkpoint.hf_save_steps,
-            checkpoint.hf_save_epochs,
-            checkpoint.hf_save_seconds,
-            agree=agree,
-        )
+        self.due_times = DueTimes(checkpoint.hf_save_steps)
         if step == 0:
             return
         if metric is not None:
@@ -45,7 +39,7 @@ class Exports(Callback):
         if run.owns_parts and not run.only_evaluates:
             if run.evaluation.step == step and run.evaluation.result and metric is not None:
                 self._keep_best(run, step, metric)
-            due = checkpoint.save_hf_ckpt or self.cadence.due(step, run.finished_episodes)
+            due = checkpoint.save_hf_ckpt or self.due_times.due(step, run.finished_episodes)
             catch_up(run.checkpointer, run.ckpt_path, step, due and checkpoint.resume == "auto")
 
     def _look_at_kept(self, run: Any, step: int, metric: str) -> None:
@@ -62,7 +56,7 @@ class Exports(Callback):
             )
 
     def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
-        if self.cadence.due(step, run.finished_episodes):
+        if self.due_times.due(step, run.finished_episodes):
             with run.saving("save"):
                 save_hf(run.checkpointer, run.ckpt_path, step)
 
@@ -73,9 +67,9 @@ class Exports(Callback):
     def _keep_best(self, run: Any, step: int, metric: str) -> None:
         result = run.evaluation.result
         if metric not in result:
-            known = ", ".join(sorted(result))
+            names = ", ".join(sorted(result))
             raise ConfigError(
-                f"--best_metric {metric} is not among the evaluation's metrics: {known}"
+                f"--best_metric {metric} is not among the evaluation's metrics: {names}"
             )
         sign = -1 if metric.endswith("loss") else 1
         if not math.isfinite(result[metric]):

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """What a checkpoint keeps. Both methods are called on every rank, and so may be collective."""
+    """A part whose state a checkpoint keeps. Both methods are called on every rank, and so may be collective."""
 
     def state_dict(self) -> Any: ...
 
@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 @dataclass
 class TrainerState:
-    """Where a run stands, after a finished step."""
+    """The progress of a run, after a finished step."""
 
     global_step: int = 0  # PPO steps done
     episode: int = 0  # current pass over the prompts, from 0
@@ -57,9 +57,9 @@ class TrainerState:
     skipped_in_a_row: int = 0
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
 
-    def become(self, other: TrainerState) -> None:
-        """Stand where another state does; who holds this one sees it."""
-        vars(self).update(vars(other))
+    def become(self, state: TrainerState) -> None:
+        """Take over another state; who holds this one sees it."""
+        vars(self).update(vars(state))
 
     def finish_step(self, prompts: int, last_of_episode: bool) -> None:
         """Count one PPO step that used ``prompts`` prompts over all ranks."""
@@ -125,7 +125,7 @@ class SkippedSteps:
 
 
 class TrainingLoop:
-    """What every trainer is.
+    """The base of every trainer.
 
     Args:
         config: resolved; its sections ``checkpoint``, ``logging`` and ``training`` are read.
@@ -215,7 +215,8 @@ class TrainingLoop:
             raise ValueError(
                 f"register_state: there is a state {name!r} already: choose another name"
             )
-        (self.states_of_ranks if per_rank else self.states)[name] = part
+        states = self.states_of_ranks if per_rank else self.states
+        states[name] = part
         if name in self.unclaimed:
             self._load_part(name, part, self.unclaimed.pop(name))
 
@@ -229,11 +230,10 @@ class TrainingLoop:
 
     def whole_state(self) -> dict[str, Any]:
         """Return :meth:`client_state` with what is of each rank. Collective."""
-        of_ranks = {
-            name: self.strategy.gather_object(part.state_dict())
-            for name, part in self.states_of_ranks.items()
-        }
-        return self.client_state() | of_ranks
+        states = self.client_state()
+        for name, part in self.states_of_ranks.items():
+            states[name] = self.strategy.gather_object(part.state_dict())
+        return states
 
     def resume(self, options: Mapping[str, Any] | None = None, before: int | None = None) -> bool:
         """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective.
@@ -256,29 +256,29 @@ class TrainingLoop:
         self.load_state(saved)
         return True
 
-    def load_state(self, saved: Mapping[str, Any]) -> None:
+    def load_state(self, states: Mapping[str, Any]) -> None:
         """Go on from :meth:`whole_state`. A part that it does not know begins anew, and this is said."""
-        saved = with_present_names(saved)
-        self.state.become(TrainerState(**saved["trainer"]))
+        states = with_present_names(states)
+        self.state.become(TrainerState(**states["trainer"]))
         self.last_saved = self.state.global_step or None
-        self.unclaimed = dict(saved)
+        self.unclaimed = dict(states)
         for name, part in (self.states | self.states_of_ranks).items():
-            if name in saved:
+            if name in states:
                 self._load_part(name, part, self.unclaimed.pop(name))
             elif name in self.states:
                 self.strategy.print(f"resume: the checkpoint has no state {name!r}: it begins anew")
 
-    def _load_part(self, name: str, part: Stateful, saved: Any) -> None:
+    def _load_part(self, name: str, part: Stateful, state: Any) -> None:
         """Give a part its state of a checkpoint, or this rank's share of the states of all ranks."""
         if name in self.states_of_ranks:
-            ranks = self.strategy.world_size
-            states = saved if len(saved) == ranks else part.share_out(saved, ranks)
-            saved = states[self.strategy.get_rank()]
-        part.load_state_dict(saved)
+            world_size = self.strategy.world_size
+            states = state if len(state) == world_size else part.share_out(state, world_size)
+            state = states[self.strategy.get_rank()]
+        part.load_state_dict(state)
 
     @property
     def owns_parts(self) -> bool:
-        """Return whether the run was built whole: it saves its model at the end, and ends its parts."""
+        """Tell whether the run was built whole: it saves its model at the end, and ends its parts."""
         return self.asked is not None
 
     @property
@@ -288,42 +288,39 @@ class TrainingLoop:
     @property
     def finished_episodes(self) -> int | None:
         """Return episodes that are done, if the last step was the last one of an episode."""
-        if self.state.consumed_prompts == 0:
-            return self.state.episode
-        return None
+        return self.state.episode if self.state.consumed_prompts == 0 else None
 
     # -- limits --------------------------------------------------------------------------------------------------
 
     def reached_limits(self) -> str:
         """Return the limits that the run has come to, as flags; empty while it goes on."""
         reached = {
-            name: most
-            for name, (done, most) in self.limits().items()
-            if most is not None and done >= most
+            name: limit
+            for name, (done, limit) in self.limits().items()
+            if limit is not None and done >= limit
         }
-        return ", ".join(f"--{name} {most}" for name, most in reached.items())
+        return ", ".join(f"--{name} {limit}" for name, limit in reached.items())
 
     def saved_models(self) -> list[str]:
         """Return the folders of what :meth:`save_model` writes."""
         return [self.config.checkpoint.save_path]
 
     def is_complete(self) -> bool:
-        """Return whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
+        """Tell whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
         step = self.state.global_step
         if not self.owns_parts or self.only_evaluates or step == 0 or not self.reached_limits():
             return False
-        whole = False
+        is_saved = False
         if self.strategy.is_rank_0():
             folders = [local_folder(folder) for folder in self.saved_models()]
-            whole = all(facts_of(folder).get("step") == step for folder in folders)
-            whole = whole and not any(files_in_use().damage(folder) for folder in folders)
-        return self.strategy.broadcast_object(whole)
+            is_saved = all(facts_of(folder).get("step") == step for folder in folders)
+            is_saved = is_saved and not any(files_in_use().damage(folder) for folder in folders)
+        return self.strategy.broadcast_object(is_saved)
 
     def tell_complete(self) -> None:
-        done = self.state.global_step
-        limits = self.reached_limits()
         self.strategy.print(
-            f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never"
+            f"run complete: {self.state.global_step} steps; raise {self.reached_limits()} to go on, or start anew with "
+            "--resume never"
         )
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -377,7 +374,7 @@ class TrainingLoop:
                     break
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
-        """Return log a trained step; evaluate and save what is due or voted for. Collective.
+        """Log a trained step; evaluate and save what is due or voted for. Collective.
 
         Returns:
             whether a callback wants to stop.
@@ -390,23 +387,23 @@ class TrainingLoop:
             self.strategy.print(self.line(step, self.total_steps, metrics))
         self.callbacks.on_step_end(self, step, metrics)
         votes = self.vote(step)
-        every = self.config.checkpoint.save_steps
+        save_steps = self.config.checkpoint.save_steps
         if votes["evaluate"]:  # first: a checkpoint keeps that it is done
             self.ask_for_evaluation(step)
-        if votes["save"] or (every > 0 and step % every == 0):
+        if votes["save"] or (save_steps > 0 and step % save_steps == 0):
             self.save_checkpoint(step)
         return votes["stop"] > 0
 
     def vote(self, step: int) -> dict[str, float]:
         """Return the votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
         votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
-        for callback in self.callbacks:
+        for callback in self.callbacks.having("on_votes"):
             callback.on_votes(self, step, votes)
         return votes
 
     def ask_for_evaluation(self, step: int) -> None:
         """Let a callback evaluate the weights. Collective."""
-        for callback in self.callbacks:
+        for callback in self.callbacks.having("evaluate"):
             callback.evaluate(self, step)
 
     def finish(self) -> None:
@@ -433,19 +430,17 @@ class TrainingLoop:
         # a trial may end before fp16's loss scale is found
         if not self.keeps and state.overflowed_optimizer_steps and not skipped:
             return
-        too_large = (
-            "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
-        )
+        overflow = "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
         counts = {
             "had a gradient that is not finite": skipped,
-            too_large: state.overflowed_optimizer_steps,
+            overflow: state.overflowed_optimizer_steps,
             "were stopped early": state.stopped_optimizer_steps,
         }
-        counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         # A step that was left out explains more: its numbers were not finite before any gradient.
-        reason = self.skipped.last_why or counted or self.why_untrained
+        cause = self.skipped.last_why or reasons or self.why_untrained
         raise TrainingError(
-            f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}"
+            f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {cause}"
         )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightppo.config.options import OptionSet
-from lightppo.config.rules import of_role
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 
 
@@ -19,29 +18,28 @@ def with_optimizer(
     steps: int,
     config: OptionSet,
     strategy: DeepspeedStrategy,
-    role: Literal["actor", "critic"] = "actor",
 ) -> tuple[Any, Any, Any]:
     """Return (model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
     if model is None:
         return None, None, None
-    asked = of_role(config, role)
+    training = config.training
     optimizer = strategy.create_optimizer(
         model,
         lr=learning_rate,
-        betas=asked.adam_betas,
-        weight_decay=asked.l2,
+        betas=training.adam_betas,
+        weight_decay=training.l2,
     )
-    warmup = asked.lr_warmup_steps
+    warmup = training.lr_warmup_steps
     if warmup is None:
-        warmup = math.ceil(steps * asked.lr_warmup_ratio)
-    of_step = partial(
+        warmup = math.ceil(steps * training.lr_warmup_ratio)
+    rate_share = partial(
         share_of_peak_rate,
-        kind=asked.lr_scheduler,
+        kind=training.lr_scheduler,
         steps=steps,
         warmup=warmup,
-        least=asked.min_lr_ratio,
+        least=training.min_lr_ratio,
     )
-    return model, optimizer, LambdaLR(optimizer, of_step)
+    return model, optimizer, LambdaLR(optimizer, rate_share)
 
 
 def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:

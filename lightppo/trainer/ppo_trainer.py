@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,8 +17,7 @@ from lightppo.compat.constructor_options import (
     take_schedule,
 )
 from lightppo.compat.own_steps import give_router_loss
-from lightppo.compat.prompt_batches import as_prompts
-from lightppo.compat.script_members import KLState, ScriptMembers, own_fit
+from lightppo.compat.script_members import KLState, ScriptMembers, as_prompts, own_fit
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
 from lightppo.config.run_length import steps_per_episode
@@ -197,20 +196,14 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             "value_statistics": self.value_norm,
             **self.loss_terms,
         }
-        for name, part in states.items():
-            if part is not None:
-                self.register_state(name, part)
+        for name, stateful in states.items():
+            if stateful is not None:
+                self.register_state(name, stateful)
         self.experience_maker.sample = partial(sample_texts, self)
         self.accumulate_alone()
         if self.overrides("training_step_actor") and self.aux_loss:
             self.actor.check_router()
             give_router_loss(self.actor)
-
-    @classmethod
-    def from_inputs(cls, inputs: PPOInputs, callbacks: Iterable[Callback] = ()) -> Self:
-        """Make a trainer of what ``build`` has made."""
-        of_inputs = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return cls(**of_inputs, ema_model=None, callbacks=callbacks)
 
     @classmethod
     def from_config(cls, config: PPOConfig, callbacks: Iterable[Callback] = ()) -> Self:
@@ -276,27 +269,32 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                         # 5 the next rollouts are on-policy
                         self.rollout_engine.sync_weights(self.actor)
                     self.control_kl(status)  # 6
-                self.count_step(prompts, taken, collected)
+                # an episode ends when its prompts and the groups left over are used
+                ended = prompts.exhausted and collected.surplus == 0
+                used = self.strategy.all_reduce(prompts.taken - taken, "sum")
+                self.state.finish_step(used, last_of_episode=ended)
                 if self.finish_step(step, status):  # 7 logged, evaluated, saved
                     break
             self.finish()
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
-        """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
+        """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective.
+
+        Rollouts whose numbers are not finite on some rank are left out: nothing is trained on them, on any rank.
+        """
+        error = None
         if collected.not_finite is not None:
-            self.leave_out(step, NonFiniteError(collected.not_finite, collected.rollouts))
+            error = NonFiniteError(collected.not_finite, collected.rollouts)
         elif collected.groups > 0:
             with self.timer("experience"):
                 try:
                     experience = self.experience_maker.make_experience_list(collected.rollouts)
                     self.replay_buffer.fill(experience, collected.repeated)
                     self.experience_maker.normalize(self.replay_buffer, self.policy_loss, step)
-                except NonFiniteError as error:
-                    self.leave_out(step, error)
-
-    def leave_out(self, step: int, error: NonFiniteError) -> None:
-        """Train nothing on rollouts whose numbers are not finite, on any rank."""
-        self.skipped.leave_out(step, self.trained_models(step), error)
+                except NonFiniteError as not_finite:
+                    error = not_finite
+        if error is not None:
+            self.skipped.leave_out(step, self.trained_models(step), error)
 
     def train(self, step: int) -> dict[str, float]:
         """Update the models by ``ppo_train``; that of a subclass only if there is something to train on. Collective."""
@@ -313,11 +311,6 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                 self.kl_ctl.update(kl, rollout.rollout_batch_size * rollout.n_samples_per_prompt)
         elif not math.isnan(status.get("advantage_mean", 0.0)):
             self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))
-
-    def count_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> None:
-        """Bring the state up to date after a step. Collective."""
-        ended = prompts.exhausted and collected.surplus == 0
-        self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         if self.outcomes or self.overrides("save_logs_and_checkpoints"):
@@ -353,7 +346,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     @property
     def kl_ctl(self) -> Any:
-        """The controller of the coefficient of the KL, which the maker of experience has, too."""
+        """Return the controller of the KL's coefficient, which the maker of experience has, too."""
         return self._kl_ctl
 
     @kl_ctl.setter
@@ -365,7 +358,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     @property
     def reward_source(self) -> RewardSource:
-        """What scores the samples: set a function, or another source, and it scores those that follow.
+        """Return what scores the samples: set a function, or another source, and it scores those that follow.
 
         It scores evaluations too, where they have no source of their own. The source that was there is closed with the
         trainer, if a run was built: the new one may call it.
@@ -373,14 +366,14 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         return self.sampler.sampler.reward_source
 
     @reward_source.setter
-    def reward_source(self, given: RewardSource | Callable[..., Any]) -> None:
-        before = self.reward_source
-        source = function_source(given, "reward_source")
-        self.replaced_sources.append(before)
+    def reward_source(self, source: RewardSource | Callable[..., Any]) -> None:
+        replaced_source = self.reward_source
+        source = function_source(source, "reward_source")
+        self.replaced_sources.append(replaced_source)
         self.sampler.sampler.score_by(source)
         self.experience_maker.rewarded = not isinstance(source, NoReward)
         evaluator: Any = self.evaluator
-        if getattr(evaluator, "reward_source", None) is before:
+        if getattr(evaluator, "reward_source", None) is replaced_source:
             evaluator.reward_source = source
 
     # -- limits and prompts --------------------------------------------------------------------------------------
@@ -399,7 +392,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         }
 
     def count_steps(self) -> int:
-        """Steps of the whole run, those that are done included; rejected groups may leave fewer."""
+        """Count the steps of the whole run, those that are done included; rejected groups may leave fewer."""
         training = self.config.training
         state = self.state
         per_episode = self.steps_per_episode()
@@ -412,18 +405,14 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         return steps_per_episode(self.config, self.prompts, self.update_steps)
 
     def episode_steps(self) -> Iterator[EpisodePrompts]:
-        """The prompts of the episode, once for each step that takes some of them."""
-        prompts = self.episode_prompts()
-        while True:
-            yield prompts
-
-    def episode_prompts(self) -> EpisodePrompts:
-        """From where the run is."""
+        """Yield the prompts of the episode, once for each step that takes some of them."""
         state = self.state
-        return EpisodePrompts(self.prompts, state.episode, state.consumed_prompts, self._prompts_of)
+        yield from repeat(
+            EpisodePrompts(self.prompts, state.episode, state.consumed_prompts, self._prompts_of)
+        )
 
     def _prompts_of(self, batch: Any) -> list[Prompt]:
-        """A batch of the prompts dataloader, which may be one of a script."""
+        """Return the prompts of a batch of the dataloader, which may be one of a script."""
         if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
             return batch
         return as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
@@ -439,10 +428,10 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         samples = self.state.global_step * self.config.rollout.rollout_batch_size
         return super().client_state() | {"consumed_samples": samples}
 
-    def load_state(self, saved: Mapping[str, Any]) -> None:
+    def load_state(self, states: Mapping[str, Any]) -> None:
         if self.only_evaluates:  # another training's statistics and samples are not its own
-            saved = {name: saved[name] for name in ("trainer", "world_size")}
-        super().load_state(saved)
+            states = {name: states[name] for name in ("trainer", "world_size")}
+        super().load_state(states)
         self.rollout_engine.sync_weights(self.actor)
 
     @property
@@ -460,43 +449,41 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         super().check_trained()
         training = self.config.training
         step = self.state.global_step
-        wanted = training.total_training_steps
-        if wanted is not None and step < wanted and training.benchmark_steps is None:
+        planned_steps = training.total_training_steps
+        if planned_steps is not None and step < planned_steps and training.benchmark_steps is None:
             self.strategy.print(
                 f"note: the prompts held {step} steps; the schedules were stretched over "
-                f"--total_training_steps {wanted}"
+                f"--total_training_steps {planned_steps}"
             )
 
     def saved_models(self) -> list[str]:
         checkpoint = self.config.checkpoint
+        folders = [checkpoint.save_path]
         if checkpoint.save_value_network:
-            critic = [f"{checkpoint.save_path.rstrip('/')}_critic"]
-        else:
-            critic = []
-        return [checkpoint.save_path, *critic]
+            folders.append(critic_folder(checkpoint.save_path))
+        return folders
 
     def save_model(self, path: str | Path | None = None) -> None:
         """Save the actor, or what a callback has ``exported`` in its place, for transformers; the critic if asked for."""
         path = path or self.config.checkpoint.save_path
-        self.checkpointer.require_finite(self.state.global_step)
-        models = [(self.exported, path)]
+        step = self.state.global_step
+        self.checkpointer.require_finite(step)
         if self.config.checkpoint.save_value_network:
-            models.insert(0, (self.critic, f"{str(path).rstrip('/')}_critic"))
-        for model, folder in models:
-            self.strategy.save_model(model, self.tokenizer, folder, step=self.state.global_step)
+            self.strategy.save_model(self.critic, self.tokenizer, critic_folder(path), step=step)
+        self.strategy.save_model(self.exported, self.tokenizer, path, step=step)
 
     def close(self) -> None:
         """End the rollout engine; of a run that was built the reward sources, too: a script ends its own."""
         self.rollout_engine.close()
         if not self.owns_parts:
             return
-        for source in {id(source): source for source in self.sources()}.values():
+        source = self.reward_source
+        judge = getattr(self.evaluator, "reward_source", source)
+        sources = {id(one): one for one in (*self.replaced_sources, source, judge)}
+        for source in sources.values():
             close_source(source)
 
-    def sources(self) -> list[RewardSource]:
-        """Those that end with the run."""
-        return [
-            *self.replaced_sources,
-            self.reward_source,
-            getattr(self.evaluator, "reward_source", self.reward_source),
-        ]
+
+def critic_folder(path: str | Path) -> str:
+    """Return the folder of the critic beside that of the actor."""
+    return f"{str(path).rstrip('/')}_critic"

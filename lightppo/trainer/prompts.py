@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
@@ -57,12 +57,12 @@ class RolloutBatchSampler(Sampler[list[int]]):
 
     def order(self) -> list[int]:
         """Return positions of all prompts in this epoch's order, the same on every rank."""
-        whole: Iterable[int] = range(self.num_samples)
+        positions: Iterable[int] = range(self.num_samples)
         if self.shuffle:
             # Not seed + epoch: epoch 1 of seed 42 would be epoch 0 of seed 43.
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-            whole = torch.randperm(self.num_samples, generator=generator).tolist()
-        return [position for position in whole if position not in self.left_out]
+            positions = torch.randperm(self.num_samples, generator=generator).tolist()
+        return [position for position in positions if position not in self.left_out]
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
@@ -122,7 +122,7 @@ class EpisodePrompts:
             getattr(dataloader, "batch_sampler", None),
             getattr(dataloader, "sampler", None),
         )
-        sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
+        sampler = next((x for x in samplers if hasattr(x, "set_epoch")), None)
         if (
             sampler is not None
             and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters
@@ -178,8 +178,8 @@ class PromptFilter(Callback):
         self.episode = run.state.episode
         if run.only_evaluates:
             return
-        sampler = getattr(run.prompts, "batch_sampler", None)
-        dataset = getattr(run.prompts, "dataset", None)
+        sampler: Any = getattr(run.prompts, "batch_sampler", None)
+        dataset: Any = getattr(run.prompts, "dataset", None)
         if not hasattr(sampler, "left_out") or not hasattr(dataset, "positions_of"):
             raise ConfigError(
                 "--dataset_filter_threshold needs a dataloader that can leave prompts out: a PromptDataset with a "
@@ -189,24 +189,27 @@ class PromptFilter(Callback):
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         self._of_step = {
-            group[0].prompt.index: sum(rollout.reward for rollout in group) / len(group)
+            group[0].prompt.index: sum(cast(float, rollout.reward) for rollout in group)
+            / len(group)
             for group in group_by_prompt(collected.scored)
         }
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Take the step's mean score of each prompt; at the end of the episode, leave prompts out. Collective."""
-        for part in run.strategy.all_gather_object(dict(self._of_step)):
-            self.scores |= part
+        for scores in run.strategy.all_gather_object(dict(self._of_step)):
+            self.scores |= scores
         if run.state.episode > self.episode:
             sampler = run.prompts.batch_sampler
             dataset = run.prompts.dataset
-            found = too_well_solved(self.scores, self.threshold, self.max_share, sampler.epoch_size)
-            leave_out(sampler, dataset.positions_of(found))
-            self.left_out = self.left_out + found
+            solved_prompts = too_well_solved(
+                self.scores, self.threshold, self.max_share, sampler.epoch_size
+            )
+            leave_out(sampler, dataset.positions_of(solved_prompts))
+            self.left_out = self.left_out + solved_prompts
             self.scores = {}
             self.episode = run.state.episode
             run.strategy.print(
-                f"--dataset_filter_threshold {self.threshold:g}: {len(found)} prompts left out after episode "
+                f"--dataset_filter_threshold {self.threshold:g}: {len(solved_prompts)} prompts left out after episode "
                 f"{self.episode}, {sampler.epoch_size} stay"
             )
         return {"rollout/left_out_prompts": float(len(self.left_out))}
@@ -217,9 +220,9 @@ def prompt_filter(run: Any) -> PromptFilter | None:
     threshold = run.config.flat().get("dataset_filter_threshold")
     if threshold is None:
         return None
-    own = PromptFilter(threshold, run.config.sampling.dataset_max_filter_percentage)
-    run.register_state("prompt_filter", own)
-    return own
+    callback = PromptFilter(threshold, run.config.sampling.dataset_max_filter_percentage)
+    run.register_state("prompt_filter", callback)
+    return callback
 
 
 def too_well_solved(
@@ -227,10 +230,10 @@ def too_well_solved(
 ) -> list[int]:
     """Return the prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first."""
     # Of equal scores the lower row number goes first: every rank and a resumed run choose the same.
-    above = sorted(
+    solved = sorted(
         (index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i)
     )
-    return above[: int(max_share * prompts)]
+    return solved[: int(max_share * prompts)]
 
 
 def leave_out(sampler: RolloutBatchSampler, positions: Iterable[int]) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.config.rules import moves_reference
 from lightppo.distributed.signals import StopAtSignal
 from lightppo.experience.rollout_check import watch
 from lightppo.logging.alarms import AlarmBell
@@ -15,12 +16,12 @@ from lightppo.logging.performance import GPUMemory, Profiles, Speeds
 from lightppo.logging.recorder import Recorder
 from lightppo.logging.report_page import RunSummary
 from lightppo.logging.run_notes import ClosingLines
-from lightppo.logging.samples import Samples
+from lightppo.logging.samples import keep_samples
 from lightppo.logging.skipped_batches import skipped_in_a_row
 from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
 from lightppo.rollout.balancing import balancing
-from lightppo.rollout.dynamic_sampling import keep_surplus
+from lightppo.rollout.sampler import keep_surplus
 from lightppo.rollout.vllm.lora_adapters import pushed_bytes
 from lightppo.rollout.vllm.offload_optimizer import sleep_after_evaluation
 from lightppo.trainer.due_times import TimedSaves
@@ -29,12 +30,12 @@ from lightppo.trainer.exports import Exports
 from lightppo.trainer.prompts import prompt_filter
 
 
-def run_callbacks(run: Any, yours: Iterable[Callback]) -> list[Callback]:
+def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback]:
     """Make the callbacks of a :class:`lightppo.trainer.loop.TrainingLoop`, in the order in which each time calls them.
 
     The user's see what those before them add to a step's numbers; the last ones see what the user's add.
     """
-    first = [
+    early_callbacks = [
         Speeds() if run.samples_tokens else None,
         TimedSaves(run),
         Evaluation(run),
@@ -53,17 +54,18 @@ def run_callbacks(run: Any, yours: Iterable[Callback]) -> list[Callback]:
         ClosingLines(run),
         skipped_in_a_row(run),
         AlarmBell(run),
-        Samples(run) if run.samples_tokens else None,
+        keep_samples(run) if run.samples_tokens else None,
         *(entry.fn(run) for entry in CALLBACKS.values() if not entry.after_yours),
     ]
-    last = [
+    late_callbacks = [
         None if run.keeps else DryRun(),
         Recorder(run),
         RunSummary(run),
         StopAtSignal(run),
         *(entry.fn(run) for entry in CALLBACKS.values() if entry.after_yours),
     ]
-    return [callback for callback in (*first, *yours, *last) if callback is not None]
+    callbacks = (*early_callbacks, *user_callbacks, *late_callbacks)
+    return [callback for callback in callbacks if callback is not None]
 
 
 def _of_episodes(run: Any) -> list[Callback | None]:
@@ -99,10 +101,12 @@ class Followers(Callback):
 
 
 def followers(run: Any) -> Followers | None:
-    """Make the callback of a PPO run."""
+    """Make the callback of a PPO run in which a model follows the actor."""
     if not hasattr(run, "followers"):
         return None
     run.moving_average = Followers(run)
+    if run.moving_average.average is None and not moves_reference(run.config):
+        return None
     return run.moving_average
 
 

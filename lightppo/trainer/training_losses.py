@@ -188,13 +188,13 @@ def critic_loss(
     returns = experience.returns
     inputs = {"num_actions": experience.num_actions, "attention_mask": experience.attention_mask}
     values = critic(experience.sequences, **inputs)  # (B, A)
-    shown = values.detach()
+    denormalized_values = values.detach()
     if value_norm is not None:
-        shown = value_norm.denormalize(shown)
+        denormalized_values = value_norm.denormalize(denormalized_values)
         old_values = value_norm.normalize_old(old_values)
         returns = value_norm.normalize(returns)
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
-    mean_value = token_mean(shown, mask, normalizer)
+    mean_value = token_mean(denormalized_values, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
 
 

@@ -21,7 +21,7 @@ from lightppo.compat.own_steps import (
     without_means,
 )
 from lightppo.config import PPOConfig
-from lightppo.config.rules import micro_batch_spec, of_role
+from lightppo.config.rules import micro_batch_spec
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
 from lightppo.experience.experience import Experience
@@ -92,10 +92,6 @@ class Update:
         training = config.training
         self.max_epochs = training.max_epochs
         self.freezing_actor_steps = algorithm.freezing_actor_steps
-        self.critic_max_epochs = 0
-        if self.critic is not None:
-            self.critic_max_epochs = of_role(config, "critic").max_epochs or training.max_epochs
-        self.epoch = 0  # the pass over the rollout that is under way
         self.policy_loss = build_policy_loss(config)
         self.token_weights = token_weights(config, in_training=True)
         self.value_loss = ValueLoss(
@@ -140,11 +136,9 @@ class Update:
         self.samples.begin(self.replay_buffer.items)
         statuses = []  # of each optimizer step
         with self.timer("train"):
-            epochs = max(self.max_epochs, self.critic_max_epochs)
-            for epoch in range(epochs):
-                self.epoch = epoch
+            for epoch in range(self.max_epochs):
                 plan = self.minibatches(global_steps, epoch)
-                text = f"train, epoch {epoch + 1}/{epochs}"
+                text = f"train, epoch {epoch + 1}/{self.max_epochs}"
                 bar = bar_of_part(plan, text, self.strategy)
                 for minibatch in bar:
                     statuses.append(self.train_minibatch(minibatch, global_steps))
@@ -153,7 +147,6 @@ class Update:
                         samples = [e for e in minibatch.micro_batches if e.part.has_samples]
                         if samples:
                             bar.set_postfix(minibatch_on_bar(samples, statuses[-1]))
-        self.epoch = 0
         status = {"samples": 0.0} | optimizer_status(statuses, self.strategy)
         status |= self.samples.status()
         self.skipped.end_step()
@@ -190,7 +183,7 @@ class Update:
                 for experience in micro_batches if self.actor_trains(global_steps) else ():
                     results.append((experience, self.training_step_actor(experience)))
             with self.timer("critic_update"):
-                for experience in critic_batches if self.critic_trains() else ():
+                for experience in critic_batches if self.critic is not None else ():
                     results.append((experience, self.training_step_critic(experience)))
         # A placeholder says nothing but the losses of further terms.
         term_metrics = [name for term in self.loss_terms.values() for name in term.metrics]
@@ -220,7 +213,7 @@ class Update:
             masked = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
             with self.timer("actor_update"):
                 status |= self.training_step_actor(experience, **masked)
-        if self.critic_trains():
+        if self.critic is not None:
             with self.timer("critic_update"):
                 # the actor's pass may know more of the KL
                 status = self.training_step_critic(experience) | status
@@ -349,7 +342,7 @@ class Update:
             self.strategy,
             train_batch_size=training.train_batch_size,
             actor=self.specs["actor_train"],
-            critic=self.critic_spec(),
+            critic=None if self.critic is None else self.critic_spec(),
             layout=layout_of_all(models),
             # With a load-balancing loss a prompt must count for each of its samples.
             share_prompts=config.loss.aux_loss_coef == 0,
@@ -362,7 +355,7 @@ class Update:
     def critic_spec(self) -> Any | None:
         """Return how the critic's own micro batches are made; ``None``: it trains on the actor's."""
         spec = self.specs["critic_train"]
-        if self.critic is None or spec == self.specs["actor_train"]:
+        if spec == self.specs["actor_train"]:
             return None
         if self.overrides("training_step"):
             raise ConfigError(
@@ -374,19 +367,15 @@ class Update:
 
     def begin_terms(self, micro_batches: int) -> None:
         """Prepare further terms of the actor's loss for the micro batches that follow. Collective."""
-        if self.epoch < self.max_epochs:
-            terms = self.loss_terms.values()
-            self.term_losses = [iter(term.losses(micro_batches)) for term in terms]
+        terms = self.loss_terms.values()
+        self.term_losses = [iter(term.losses(micro_batches)) for term in terms]
 
     def actor_trains(self, step: int) -> bool:
-        return step > self.freezing_actor_steps and self.epoch < self.max_epochs
-
-    def critic_trains(self) -> bool:
-        return self.epoch < self.critic_max_epochs
+        return step > self.freezing_actor_steps
 
     def trained_models(self, step: int) -> list[str]:
         """Return the names of the models that this step trains."""
-        is_trained = {"actor": self.actor_trains(step), "critic": self.critic_trains()}
+        is_trained = {"actor": self.actor_trains(step), "critic": self.critic is not None}
         return [name for name in is_trained if is_trained[name]]
 
     def actor_step(self) -> dict[str, float]:

@@ -20,10 +20,11 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.data.rows import first_value, lookup
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
+from lightppo.rewards.function import OnFailure, check_failure_options
 from lightppo.rewards.reward_source import RewardOutput, describe_sample, shown
-from lightppo.rewards.runners import OnFailure, check_failure_options
 from lightppo.verifiers.sandbox import ProgramRun, SandboxPool
 from lightppo.verifiers.thinking import Thinking, after_thinking
 
@@ -33,7 +34,7 @@ CodeScore = Literal["all", "share"]
 COMPARISONS = ("exact", "lines", "float", "set")  # each also accepts what the ones before it accept
 
 _METRICS = ("pass_share", "timeouts", "compile_errors", "no_code", "failures")
-_PYTHON_TAGS = ("", "python", "py", "python3")
+_PYTHON_TAGS = ("python", "py", "python3")
 # digits; longer integers, which Python may refuse to convert, are compared as text
 _LONGEST_INT = 4000
 _VALUE = '{"value":'  # the start of an answer to a call
@@ -45,7 +46,7 @@ _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
 class CodeCase:
     """One test case."""
 
-    given: str  # standard input; for calls the arguments as a JSON list
+    program_input: str  # standard input; for calls the arguments as a JSON list
     expected: Any  # the text to print; for calls the list of right values
     raw: tuple[str, str]  # the row's own input and output, as text
 
@@ -63,43 +64,40 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
 
     A row without usable ones is a ``ValueError`` that says what is missing.
     """
-    model = prompt.extra.get("reward_model")
-    places = {
-        "input_output": prompt.extra.get("input_output"),
-        "reward_model.ground_truth": model.get("ground_truth")
-        if isinstance(model, Mapping)
-        else None,
-        "ground_truth": prompt.extra.get("ground_truth"),
+    extra = prompt.extra
+    columns = {
+        "input_output": extra.get("input_output"),
+        "reward_model.ground_truth": lookup(extra, "reward_model.ground_truth"),
+        "ground_truth": extra.get("ground_truth"),
         "label": prompt.label,
     }
-    place, table = next(
-        ((place, value) for place, value in places.items() if value is not None), ("", None)
-    )
-    if not place:
-        raise ValueError(f"no test cases: the row has none of {', '.join(places)}")
+    column, test_table = first_value(columns, columns)
+    if column is None:
+        raise ValueError(f"no test cases: the row has none of {', '.join(columns)}")
     try:
-        table = _load(table) if isinstance(table, str) else table
+        test_table = _load(test_table) if isinstance(test_table, str) else test_table
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}") from None
-    inputs, outputs = (
-        map(table.get, ("inputs", "outputs")) if isinstance(table, Mapping) else (None, None)
-    )
-    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError(f"{column} is not JSON: {error}") from None
+    if not isinstance(test_table, Mapping) or not all(
+        isinstance(test_table.get(name), list) for name in ("inputs", "outputs")
+    ):
         raise ValueError(
-            f"{place} must be an object with the lists 'inputs' and 'outputs', got {shown(table)}"
+            f"{column} must be an object with the lists 'inputs' and 'outputs', got {shown(test_table)}"
         )
+    inputs = test_table["inputs"]
+    outputs = test_table["outputs"]
     if len(inputs) != len(outputs) or not inputs:
-        raise ValueError(f"{place} has {len(inputs)} inputs and {len(outputs)} outputs")
-    if table.get("remote"):
+        raise ValueError(f"{column} has {len(inputs)} inputs and {len(outputs)} outputs")
+    if test_table.get("remote"):
         raise ValueError(
-            f"{place}: inputs that are addresses of files ('remote') are not supported"
+            f"{column}: inputs that are addresses of files ('remote') are not supported"
         )
-    function = table.get("fn_name") or None
-    make = _script_case if function is None else _call_case
+    function = test_table.get("fn_name") or None
+    case_of = _script_case if function is None else _call_case
     try:
-        return CodeTests(function, tuple(map(make, inputs[:most], outputs[:most])))
+        return CodeTests(function, tuple(map(case_of, inputs[:most], outputs[:most])))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: an input is not one JSON value a line: {error}") from None
+        raise ValueError(f"{column}: an input is not one JSON value a line: {error}") from None
 
 
 def _load(text: str) -> Any:
@@ -116,28 +114,28 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
-def _script_case(given: Any, expected: Any) -> CodeCase:
-    texts = (_text(given), _text(expected))
+def _script_case(stdin: Any, expected: Any) -> CodeCase:
+    texts = (_text(stdin), _text(expected))
     return CodeCase(*texts, raw=texts)
 
 
-def _call_case(given: Any, expected: Any) -> CodeCase:
+def _call_case(arguments: Any, expected: Any) -> CodeCase:
     """Return a call: one line of JSON per argument or a list; the expected value as JSON, bare or in a list."""
-    if isinstance(given, str):
-        arguments = [_load(line) for line in given.split("\n") if line.strip()]
+    if isinstance(arguments, str):
+        raw_input = arguments
+        arguments = [_load(line) for line in raw_input.split("\n") if line.strip()]
     else:
-        arguments = list(given) if isinstance(given, (list, tuple)) else [given]
-        given = "\n".join(map(json.dumps, arguments))
-    if not isinstance(expected, str):
-        if isinstance(expected, list) and len(expected) == 1:
-            values = [expected, *expected]
-        else:
-            values = [expected]
-        return CodeCase(json.dumps(arguments), values, (given, json.dumps(expected)))
-    values = [expected]
-    with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
-        values = [_load(expected)]
-    return CodeCase(json.dumps(arguments), values, (given, expected))
+        if not isinstance(arguments, (list, tuple)):
+            arguments = [arguments]
+        raw_input = "\n".join(map(json.dumps, arguments))
+    raw_output = expected if isinstance(expected, str) else json.dumps(expected)
+    right_values = [expected]
+    if isinstance(expected, str):
+        with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
+            right_values = [_load(expected)]
+    elif isinstance(expected, list) and len(expected) == 1:
+        right_values = [expected, *expected]
+    return CodeCase(json.dumps(list(arguments)), right_values, (raw_input, raw_output))
 
 
 def last_program(response: str) -> str | None:
@@ -145,25 +143,29 @@ def last_program(response: str) -> str | None:
 
     A block without a tag behind the program is often what it prints.
     """
-    programs: dict[bool, str] = {}  # the last one with a tag, the last one without
-    block: list[str] | None = None
-    fence = ""
-    indent = ""
-    tag = ""
-    for line in (after_thinking(response) or "").replace("\r\n", "\n").split("\n"):
-        match = _FENCE.fullmatch(line.rstrip())
-        if block is None:
-            if match:
-                (indent, fence, tag), block = match.groups(), []
-        elif match and len(match[2]) >= len(fence) and not match[3].strip():
-            name = tag.strip().lower().split(" ")[0]
-            text = "\n".join(block)
-            if name in _PYTHON_TAGS and text.strip():
-                programs[name != ""] = textwrap.dedent(text) if indent else text
-            block = None
+    tagged = None
+    untagged = None
+    block_lines: list[str] | None = None
+    fence = indent = language_tag = ""
+    for response_line in (after_thinking(response) or "").replace("\r\n", "\n").split("\n"):
+        fence_match = _FENCE.fullmatch(response_line.rstrip())
+        if block_lines is None:
+            if fence_match:
+                block_lines = []
+                indent, fence, language_tag = fence_match.groups()
+        elif fence_match and len(fence_match[2]) >= len(fence) and not fence_match[3].strip():
+            program = "\n".join(block_lines)
+            if indent:
+                program = textwrap.dedent(program)
+            language = language_tag.strip().lower().split(" ")[0]
+            if program.strip() and language == "":
+                untagged = program
+            elif program.strip() and language in _PYTHON_TAGS:
+                tagged = program
+            block_lines = None
         else:
-            block.append(line)
-    return programs.get(True) or programs.get(False)
+            block_lines.append(response_line)
+    return tagged or untagged
 
 
 @dataclass(frozen=True)
@@ -184,94 +186,120 @@ class Comparison:
                 f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}"
             )
 
-    def most_bytes(self, case: CodeCase) -> int:
+    def most_bytes(self, test_case: CodeCase) -> int:
         """Return a limit: a longer output is wrong, and not worth the memory."""
-        if isinstance(case.expected, str):
-            values = [case.expected]
-        else:
-            values = map(json.dumps, case.expected)
-        return 32 * max(map(len, values)) + 8192
+        expected = test_case.expected
+        texts = [expected] if isinstance(expected, str) else map(json.dumps, expected)
+        return 32 * max(map(len, texts)) + 8192
 
-    def printed(self, printed: str, case: CodeCase) -> bool:
+    def printed(self, output: str, test_case: CodeCase) -> bool:
         """Tell whether a program printed the right text."""
-        if printed == case.expected or len(printed) > self.most_bytes(case):
-            return printed == case.expected
-        ours, theirs = (
-            [line for line in text.split("\n") if line.strip()] for text in (printed, case.expected)
-        )
-        if self.code_compare == "exact" or len(ours) != len(theirs):
+        if output == test_case.expected:
+            return True
+        if len(output) > self.most_bytes(test_case) or self.code_compare == "exact":
             return False
-        if [line.strip() for line in ours] == [line.strip() for line in theirs]:
+        lines = _words_of_lines(output)
+        expected_lines = _words_of_lines(test_case.expected)
+        if len(lines) != len(expected_lines):
+            return False
+        if _stripped_lines(output) == _stripped_lines(test_case.expected):
             return True
-        our_words, their_words = ([line.split() for line in lines] for lines in (ours, theirs))
-        if self._allows("float") and all(map(self._close_lines, our_words, their_words)):
+        if self._allows("float") and all(map(self._close_lines, lines, expected_lines)):
             return True
-        bags = (
-            Counter(tuple(sorted(words)) for words in lines) for lines in (our_words, their_words)
-        )
-        return self._allows("set") and next(bags) == next(bags)
+        return self._allows("set") and _bag_of_lines(lines) == _bag_of_lines(expected_lines)
 
-    def returned(self, answer: str, case: CodeCase) -> bool:
+    def returned(self, answer: str, test_case: CodeCase) -> bool:
         """Tell whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
         try:
-            if len(answer) > self.most_bytes(case):
+            if len(answer) > self.most_bytes(test_case):
                 return False
             value = _load(answer)
-            return any(self._equal(value, _load(json.dumps(right))) for right in case.expected)
+            return any(
+                self._equal(value, _load(json.dumps(expected))) for expected in test_case.expected
+            )
         except (ValueError, RecursionError, OverflowError):
             return False
 
     def _allows(self, name: str) -> bool:
         return COMPARISONS.index(self.code_compare) >= COMPARISONS.index(name)
 
-    def _close_lines(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
-        return len(ours) == len(theirs) and all(
-            a == b or self._close_words(a, b) for a, b in zip(ours, theirs)
+    def _close_lines(self, line_words: Sequence[str], expected_words: Sequence[str]) -> bool:
+        return len(line_words) == len(expected_words) and all(
+            word == expected_word or self._close_words(word, expected_word)
+            for word, expected_word in zip(line_words, expected_words)
         )
 
-    def _close_words(self, ours: str, theirs: str) -> bool:
-        whole, right = (word.removeprefix("-").isdecimal() for word in (ours, theirs))
+    def _close_words(self, word: str, expected_word: str) -> bool:
         # Where a whole number is right, another number is right only if it is that number, printed with noise.
         try:
-            same = not right or (not whole and Decimal(ours).to_integral_value() == Decimal(theirs))
-            return same and self._close(float(ours), float(theirs))
+            if _is_integer(expected_word) and (
+                _is_integer(word) or Decimal(word).to_integral_value() != Decimal(expected_word)
+            ):
+                return False
+            return self._close(float(word), float(expected_word))
         except (ValueError, InvalidOperation):
             return False
 
-    def _close(self, ours: float, theirs: float) -> bool:
-        if not (math.isfinite(ours) and math.isfinite(theirs)):
-            return ours == theirs or (math.isnan(ours) and math.isnan(theirs))
-        return (
-            abs(ours - theirs)
-            <= self.code_float_tolerance * abs(theirs) + self.code_float_tolerance / 1000
+    def _close(self, number: float, expected_number: float) -> bool:
+        if not (math.isfinite(number) and math.isfinite(expected_number)):
+            return number == expected_number or (math.isnan(number) and math.isnan(expected_number))
+        tolerance = (
+            self.code_float_tolerance * abs(expected_number) + self.code_float_tolerance / 1000
         )
+        return abs(number - expected_number) <= tolerance
 
-    def _equal(self, ours: Any, theirs: Any) -> bool:
-        if isinstance(ours, dict) and ours.keys() == {_SET} and self._allows("set"):
-            ours = ours[_SET]  # without it, a set is no list, as in Python
-        if ours == theirs or (self._allows("float") and self._close_values(ours, theirs)):
+    def _equal(self, value: Any, expected_value: Any) -> bool:
+        if isinstance(value, dict) and value.keys() == {_SET} and self._allows("set"):
+            value = value[_SET]  # without it, a set is no list, as in Python
+        if value == expected_value or (
+            self._allows("float") and self._close_values(value, expected_value)
+        ):
             return True
-        if not self._allows("set") or not (isinstance(ours, list) and isinstance(theirs, list)):
+        if not self._allows("set") or not (
+            isinstance(value, list) and isinstance(expected_value, list)
+        ):
             return False
-        bags = [
-            Counter(json.dumps(item, sort_keys=True) for item in items) for items in (ours, theirs)
+        item_counts = [
+            Counter(json.dumps(item, sort_keys=True) for item in items)
+            for items in (value, expected_value)
         ]
-        return bags[0] == bags[1]
+        return item_counts[0] == item_counts[1]
 
-    def _close_values(self, ours: Any, theirs: Any) -> bool:
-        if isinstance(ours, list) and isinstance(theirs, list):
-            return len(ours) == len(theirs) and all(map(self._close_values, ours, theirs))
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            return ours.keys() == theirs.keys() and all(
-                self._close_values(ours[key], theirs[key]) for key in ours
+    def _close_values(self, value: Any, expected_value: Any) -> bool:
+        if value == expected_value:
+            return True
+        if isinstance(value, list) and isinstance(expected_value, list):
+            return len(value) == len(expected_value) and all(
+                map(self._close_values, value, expected_value)
             )
-        if isinstance(theirs, int):
-            noisy = isinstance(ours, float) and math.isfinite(ours) and round(ours) == theirs
-            return ours == theirs or (noisy and self._close(ours, theirs))
-        numbers = isinstance(ours, (int, float)) and isinstance(theirs, float)
-        if numbers:
-            return self._close(float(ours), theirs)
-        return ours == theirs
+        if isinstance(value, dict) and isinstance(expected_value, dict):
+            return value.keys() == expected_value.keys() and all(
+                self._close_values(value[key], expected_value[key]) for key in value
+            )
+        if isinstance(expected_value, int):
+            is_noisy = (
+                isinstance(value, float) and math.isfinite(value) and round(value) == expected_value
+            )
+            return is_noisy and self._close(value, expected_value)
+        if isinstance(expected_value, float) and isinstance(value, int | float):
+            return self._close(float(value), expected_value)
+        return False
+
+
+def _words_of_lines(text: str) -> list[list[str]]:
+    return [words for line in text.split("\n") if (words := line.split())]
+
+
+def _stripped_lines(text: str) -> list[str]:
+    return [line.strip() for line in text.split("\n") if line.strip()]
+
+
+def _bag_of_lines(lines: Sequence[Sequence[str]]) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(sorted(words)) for words in lines)
+
+
+def _is_integer(word: str) -> bool:
+    return word.removeprefix("-").isdecimal()
 
 
 @dataclass
@@ -315,28 +343,18 @@ class SandboxVerifier:
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Run the program on all tests; raises :class:`SandboxError` if the sandbox failed twice."""
         verdict = CodeVerdict()
-        left = self.code_total_timeout
-        while len(verdict.passed) < len(tests.cases) and left > 0:
+        seconds_left = self.code_total_timeout
+        while len(verdict.passed) < len(tests.cases) and seconds_left > 0:
             heartbeat.beat()
-            rest = tests.cases[len(verdict.passed) :]
-            if tests.function is None:  # each test in a process of its own
-                most = self.comparison.most_bytes(rest[0])
-                run = self.pool.run(
-                    code, stdin=rest[0].given, total_seconds=left, output_bytes=most
+            remaining_cases = tests.cases[len(verdict.passed) :]
+            if tests.function is None:
+                program_run = self._run_script(code, remaining_cases[0], verdict, seconds_left)
+            else:
+                program_run = self._run_calls(
+                    code, tests.function, remaining_cases, verdict, seconds_left
                 )
-                good = run.ended == "exit" and run.code == 0
-                verdict.passed.append(good and self.comparison.printed(run.stdout, rest[0]))
-                verdict.timeouts += run.ended == "timeout"
-            else:  # as many as a process survives
-                calls = [case.given for case in rest]
-                limits = {
-                    "total_seconds": left,
-                    "output_bytes": sum(map(self.comparison.most_bytes, rest)),
-                }
-                run = self.pool.run(code, function=tests.function, calls=calls, **limits)
-                self._judge_calls(run, rest, verdict)
-            verdict.compile_error = "compile_error" in _first_answer(run)
-            left -= run.seconds
+            verdict.compile_error = "compile_error" in _first_answer(program_run)
+            seconds_left -= program_run.seconds
             if verdict.compile_error or (first_failure_ends and verdict.timeouts):
                 return verdict
         verdict.timeouts += len(tests.cases) - len(verdict.passed)
@@ -346,32 +364,67 @@ class SandboxVerifier:
         """End the sandboxes."""
         self.pool.close()
 
-    def _judge_calls(
-        self, run: ProgramRun, cases: Sequence[CodeCase], verdict: CodeVerdict
-    ) -> None:
-        """Judge the answers: a program that dies in a test fails that test alone; one that cannot be loaded fails all."""
-        late = run.ended == "timeout"
-        if "loaded" not in _first_answer(run):
-            verdict.passed += [False] * len(cases)
-            verdict.timeouts += len(cases) * late
-            return
-        answers = run.answers[1 : 1 + len(cases)]
-        for case, answer in zip(cases, answers):
+    def _run_script(
+        self, program: str, test_case: CodeCase, verdict: CodeVerdict, seconds: float
+    ) -> ProgramRun:
+        """Run one test in a process of its own."""
+        program_run = self.pool.run(
+            program,
+            stdin=test_case.program_input,
+            total_seconds=seconds,
+            output_bytes=self.comparison.most_bytes(test_case),
+        )
+        has_ended_well = program_run.ended == "exit" and program_run.code == 0
+        verdict.passed.append(
+            has_ended_well and self.comparison.printed(program_run.stdout, test_case)
+        )
+        verdict.timeouts += program_run.ended == "timeout"
+        return program_run
+
+    def _run_calls(
+        self,
+        program: str,
+        function: str,
+        test_cases: Sequence[CodeCase],
+        verdict: CodeVerdict,
+        seconds: float,
+    ) -> ProgramRun:
+        """Run as many tests as a process survives: one that dies in a test fails that test alone.
+
+        A program that cannot be loaded fails all.
+        """
+        program_run = self.pool.run(
+            program,
+            function=function,
+            calls=[test_case.program_input for test_case in test_cases],
+            total_seconds=seconds,
+            output_bytes=sum(map(self.comparison.most_bytes, test_cases)),
+        )
+        is_late = program_run.ended == "timeout"
+        if "loaded" not in _first_answer(program_run):
+            verdict.passed += [False] * len(test_cases)
+            verdict.timeouts += len(test_cases) * is_late
+            return program_run
+        answers = program_run.answers[1 : 1 + len(test_cases)]
+        for test_case, answer in zip(test_cases, answers):
             # The value as JSON text. If the call failed, it is empty, which is not JSON.
             value = answer[len(_VALUE) : -1] if answer.startswith(_VALUE) else ""
-            verdict.passed.append(self.comparison.returned(value, case))
-        if len(answers) < len(cases):
+            verdict.passed.append(self.comparison.returned(value, test_case))
+        if len(answers) < len(test_cases):
             verdict.passed.append(False)
-            verdict.timeouts += late
+            verdict.timeouts += is_late
+        return program_run
 
 
-def _first_answer(run: ProgramRun) -> dict[str, Any]:
-    """How the loading ended, or ``{}`` if the line is missing or malformed: the program may have written it itself."""
+def _first_answer(program_run: ProgramRun) -> dict[str, Any]:
+    """Return how the loading ended; ``{}`` if the line is missing or malformed: the program may have written it."""
     try:
-        content = json.loads(run.answers[0][:2000])
+        content = json.loads(program_run.answers[0][:2000])
     except (IndexError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}
 
 
 @dataclass(eq=False)
@@ -407,59 +460,68 @@ class CodeReward:
         """Score the samples, as many at a time as the verifier allows."""
         tests = self._find_tests(rollouts)
         programs = [self.extract(self.thinking.shown(rollout)) for rollout in rollouts]
-        work = [i for i, program in enumerate(programs) if program is not None]
-        outcomes: dict[int, CodeVerdict | RewardError] = {}
-        if work:
-            with ThreadPoolExecutor(min(len(work), self.verifier.concurrency), "code") as threads:
-                outcomes = dict(
-                    zip(work, threads.map(lambda i: self._verify(programs[i], tests[i]), work))
-                )
-        failures = {
-            i: outcome for i, outcome in outcomes.items() if isinstance(outcome, RewardError)
-        }
-        if failures:
-            i, first = next(iter(failures.items()))
-            problem = (
-                f"{self.name}: {len(failures)} of {len(outcomes)} programs could not be verified; "
-            )
-            problem += f"{describe_sample(rollouts, i)}: {first}"
-            if self.on_reward_failure == "error" or len(failures) == len(outcomes):
-                raise RewardError(problem)
-            logger.warning("%s", problem)
+        verdicts = self._verify_all(programs, tests)
+        self._report_failures(verdicts, rollouts)
         output = RewardOutput([], {name: [] for name in _METRICS})
-        for i, row in enumerate(tests):
-            verdict = outcomes.get(i, CodeVerdict())
+        for i, sample_tests in enumerate(tests):
+            verdict = verdicts.get(i, CodeVerdict())
             values: dict[str, float | None] = dict.fromkeys(_METRICS)
-            values |= {"no_code": float(i not in outcomes), "failures": float(i in failures)}
+            values["no_code"] = float(i not in verdicts)
+            values["failures"] = float(isinstance(verdict, RewardError))
+            score = None
             if isinstance(verdict, CodeVerdict):
-                values["pass_share"] = sum(verdict.passed) / len(row.cases)
-                values |= {
-                    "timeouts": float(verdict.timeouts),
-                    "compile_errors": float(verdict.compile_error),
-                }
-            share = values["pass_share"]
-            output.scores.append(
-                share if self.code_score == "share" or share is None else float(share == 1.0)
-            )
+                score = sum(verdict.passed) / len(sample_tests.cases)
+                values["pass_share"] = score
+                values["timeouts"] = float(verdict.timeouts)
+                values["compile_errors"] = float(verdict.compile_error)
+                if self.code_score == "all":
+                    score = float(score == 1.0)
+            output.scores.append(score)
             for name, value in values.items():
                 output.metrics[name].append(value)
         return output
+
+    def _verify_all(
+        self, programs: Sequence[str | None], tests: Sequence[CodeTests]
+    ) -> dict[int, CodeVerdict | RewardError]:
+        """Return the verdict on each program, or why there is none, by the number of its sample."""
+        numbers = [i for i, program in enumerate(programs) if program is not None]
+        if not numbers:
+            return {}
+        threads = min(len(numbers), self.verifier.concurrency)
+        with ThreadPoolExecutor(threads, "code") as executor:
+            verdicts = executor.map(lambda i: self._verify(programs[i], tests[i]), numbers)
+            return dict(zip(numbers, verdicts))
+
+    def _report_failures(
+        self, verdicts: Mapping[int, CodeVerdict | RewardError], rollouts: list[Rollout]
+    ) -> None:
+        failures = {i: error for i, error in verdicts.items() if isinstance(error, RewardError)}
+        if not failures:
+            return
+        i = min(failures)
+        problem = (
+            f"{self.name}: {len(failures)} of {len(verdicts)} programs could not be verified; "
+            f"{describe_sample(rollouts, i)}: {failures[i]}"
+        )
+        if self.on_reward_failure == "error" or len(failures) == len(verdicts):
+            raise RewardError(problem)
+        logger.warning("%s", problem)
 
     def close(self) -> None:
         """End what the verifier has started."""
         self.verifier.close()
 
     def _find_tests(self, rollouts: list[Rollout]) -> list[CodeTests]:
-        known: dict[int, CodeTests] = {}  # the samples of a group share their prompt
+        tests: dict[int, CodeTests] = {}  # the samples of a group share their prompt
         for i, rollout in enumerate(rollouts):
-            if id(rollout.prompt) not in known:
-                try:
-                    known[id(rollout.prompt)] = find_tests(rollout.prompt, self.code_max_tests)
-                except ValueError as error:
-                    raise RewardError(
-                        f"{self.name}: {describe_sample(rollouts, i)}: {error}"
-                    ) from None
-        return [known[id(rollout.prompt)] for rollout in rollouts]
+            if id(rollout.prompt) in tests:
+                continue
+            try:
+                tests[id(rollout.prompt)] = find_tests(rollout.prompt, self.code_max_tests)
+            except ValueError as error:
+                raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
+        return [tests[id(rollout.prompt)] for rollout in rollouts]
 
     def _verify(self, program: str, tests: CodeTests) -> CodeVerdict | RewardError:
         try:

@@ -18,32 +18,25 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ["<think>", "</think>"]
 
 
-def has_think(text: str) -> bool:
+def has_think(response: str) -> bool:
     """Tell whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
-    tags, between = _split(text)
-    starts = tags[:2] == _THINK and not between[0].strip()
-    return (
-        starts
-        and not set(_THINK).intersection(tags[2:])
-        and any(part.strip() for part in between[2:])
-    )
+    tags, texts = _split(response)
+    if tags[:2] != _THINK or texts[0] or not set(_THINK).isdisjoint(tags[2:]):
+        return False
+    return any(texts[2:])
 
 
-def has_think_answer(text: str) -> bool:
+def has_think_answer(response: str) -> bool:
     """Accept ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
-    tags, between = _split(text)
-    return tags == [*_THINK, "<answer>", "</answer>"] and not any(
-        between[i].strip() for i in (0, 2, 4)
-    )
+    tags, texts = _split(response)
+    return tags == [*_THINK, "<answer>", "</answer>"] and not any(texts[::2])
 
 
-def _split(text: str) -> tuple[list[str], list[str]]:
-    """Return the tags in order and the texts around them; adds a missing first ``<think>``."""
-    tags = _TAG.findall(text)
-    if tags[:1] == ["</think>"]:
-        text = "<think>" + text
-        tags = ["<think>", *tags]
-    return tags, _TAG.split(text)
+def _split(response: str) -> tuple[list[str], list[str]]:
+    """Return the tags in order and the stripped texts around them; add a missing first ``<think>``."""
+    if _TAG.findall(response)[:1] == ["</think>"]:
+        response = "<think>" + response
+    return _TAG.findall(response), [piece.strip() for piece in _TAG.split(response)]
 
 
 FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer": has_think_answer}
@@ -61,19 +54,24 @@ class FormatReward:
         thinking: Thinking | None = None,
         name: str = "format",
     ) -> None:
-        if isinstance(reward_format, str) and reward_format not in FORMATS:
-            raise ValueError(
-                f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
-            )
-        self._by_name = isinstance(reward_format, str)
-        self.check = FORMATS[reward_format] if isinstance(reward_format, str) else reward_format
+        self._is_named = isinstance(reward_format, str)
+        if isinstance(reward_format, str):
+            if reward_format not in FORMATS:
+                raise ValueError(
+                    f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}"
+                )
+            reward_format = FORMATS[reward_format]
+        self.check = reward_format
         self.name = name
         self._thinking = thinking or Thinking()
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples."""
-        texts = [self._thinking.shown(r) if self._by_name else r.response_text for r in rollouts]
-        return RewardOutput([float(self.check(text)) for text in texts])
+        scores = []
+        for rollout in rollouts:
+            response = self._thinking.shown(rollout) if self._is_named else rollout.response_text
+            scores.append(float(self.check(response)))
+        return RewardOutput(scores)
 
 
 class XmlFormatCheck:
@@ -95,12 +93,13 @@ class XmlFormatCheck:
         self.source = source
         self.name = source.name
         self._thinking = thinking or Thinking()
-        wrong = getattr(source, "minimum", None) if minimum is None else minimum
-        if wrong is None:
+        if minimum is None:
+            minimum = getattr(source, "minimum", None)
+        if minimum is None:
             raise ValueError(
                 f"--check_xml_format: set --reward_minimum, the score of a wrong answer from {self.name}"
             )
-        self.wrong = float(wrong)
+        self.wrong = float(minimum)
 
     def close(self) -> None:
         """End what the source has started."""
@@ -113,11 +112,11 @@ class XmlFormatCheck:
             raise RewardError(
                 f"{self.name} has a metric 'xml_format', which --check_xml_format writes"
             )
-        good = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
+        has_form = [has_think_answer(self._thinking.shown(rollout)) for rollout in rollouts]
         for i, score in enumerate(output.scores):
             if score is not None and score <= self.wrong:
-                output.scores[i] = -0.8 if good[i] else self.minimum
-        output.metrics["xml_format"] = [float(form) for form in good]
+                output.scores[i] = -0.8 if has_form[i] else self.minimum
+        output.metrics["xml_format"] = [float(flag) for flag in has_form]
         return output
 
 
@@ -127,10 +126,6 @@ def format_reward(request: RewardRequest) -> FormatReward:
 
 
 def with_xml_format(source: RewardSource, request: RewardRequest) -> RewardSource:
-    """Return the source with ``--check_xml_format`` around it, if that is set."""
-    options = request.config.verifier
-    if options.check_xml_format:
-        return XmlFormatCheck(
-            source, minimum=options.reward_minimum, thinking=Thinking(request.tokenizer)
-        )
-    return source
+    """Return the source with ``--check_xml_format`` around it."""
+    minimum = request.config.verifier.reward_minimum
+    return XmlFormatCheck(source, minimum=minimum, thinking=Thinking(request.tokenizer))

@@ -7,6 +7,7 @@ texts at once, the rest in worker processes that are killed at their limit.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,9 +16,8 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.processes.killable_pool import KillablePool
 from lightppo.processes.user_calls import UserCall
-from lightppo.rewards.function import NO_LABELS
+from lightppo.rewards.function import NO_LABELS, OnFailure, check_failure_options, settle
 from lightppo.rewards.reward_source import RewardOutput, describe_sample
-from lightppo.rewards.runners import OnFailure, check_failure_options, settle
 from lightppo.verifiers.math_equality import equal
 from lightppo.verifiers.math_notation import NO_UNITS, SPACING, tidy
 from lightppo.verifiers.math_numbers import DECIMAL, as_number, compare
@@ -80,51 +80,41 @@ class MathReward:
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples; each different pair of label and answer is compared once."""
-        golds = [self._golds(rollouts, i) for i in range(len(rollouts))]
         answers = [
             find_answer(self.thinking.shown(rollout), unmarked=self.math_unmarked)
             for rollout in rollouts
         ]
-        pairs = [
-            [] if answer is None else [(gold, answer) for gold in row]
-            for row, answer in zip(golds, answers)
-        ]
-        verdicts = {pair: compare(*pair) for pair in {pair for row in pairs for pair in row}}
-        right = [any(verdicts[pair] for pair in row) for row in pairs]
+        pairs = []  # of each sample: its labels with its answer
+        for i, answer in enumerate(answers):
+            golds = self._golds(rollouts, i)
+            pairs.append([(gold, answer) for gold in golds if answer is not None])
+        verdicts = {pair: compare(*pair) for pair in itertools.chain(*pairs)}
+        is_right = [any(verdicts[pair] for pair in sample_pairs) for sample_pairs in pairs]
         unknown = [
-            [] if right[i] else [p for p in row if verdicts[p] is None]
-            for i, row in enumerate(pairs)
+            [pair for pair in sample_pairs if verdicts[pair] is None and not right]
+            for sample_pairs, right in zip(pairs, is_right)
         ]
-        open_pairs = list(dict.fromkeys(pair for row in unknown for pair in row))
-        settled = dict(
-            zip(
-                open_pairs,
-                settle(
-                    self._pool.run,
-                    [UserCall(pair) for pair in open_pairs],
-                    _read,
-                    self.reward_retries,
-                ),
-            )
-        )
+        calls = {pair: UserCall(pair) for pair in itertools.chain(*unknown)}
+        results = settle(self._pool.run, list(calls.values()), _read_verdict, self.reward_retries)
+        results = dict(zip(calls, results))
         texts = {"pred": [answer and tidy(answer) for answer in answers]}
         output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []}, texts=texts)
-        for i, row in enumerate(unknown):
-            states = [settled[pair] for pair in row]
-            equal = right[i] or any(state.value for state in states)
-            if equal:
-                problem = None
-            else:
-                problem = next((state.error for state in states if state.error is not None), None)
-            if problem is not None and self.on_reward_failure == "error":
-                raise RewardError(
-                    f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {problem}. "
-                    "Raise --reward_timeout, or set --on_reward_failure unscored"
-                )
-            output.scores.append(None if problem is not None else float(equal))
+        for i, sample_pairs in enumerate(unknown):
+            comparisons = [results[pair] for pair in sample_pairs]
+            right = is_right[i] or any(comparison.value for comparison in comparisons)
+            errors = [each.error for each in comparisons if each.error is not None]
+            score = float(right)
+            if errors and not right:
+                score = None
+                if self.on_reward_failure == "error":
+                    raise RewardError(
+                        f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {errors[0]}. "
+                        "Raise --reward_timeout, or set --on_reward_failure unscored"
+                    )
+            output.scores.append(score)
             output.metrics["answered"].append(float(answers[i] is not None))
-            output.metrics["failures"].append(float(sum(state.failures for state in states)))
-            output.metrics["timeouts"].append(float(sum(state.timeouts for state in states)))
+            output.metrics["failures"].append(float(sum(each.failures for each in comparisons)))
+            output.metrics["timeouts"].append(float(sum(each.timeouts for each in comparisons)))
         return output
 
     def close(self) -> None:
@@ -141,10 +131,10 @@ class MathReward:
             raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
 
 
-def _read(_: int, value: Any) -> tuple[Any, str | None]:
-    if isinstance(value, bool):
-        return (value, None)
-    return (None, f"the worker answered {value!r}")
+def _read_verdict(_: int, verdict: Any) -> tuple[Any, str | None]:
+    if isinstance(verdict, bool):
+        return verdict, None
+    return None, f"the worker answered {verdict!r}"
 
 
 # Where final answers stand in texts.
@@ -186,8 +176,8 @@ _NUMBER_NEXT = re.compile(r" ?(?:,|and|or|to) ?[-$]{0,2}\d")
 def gold_answers(label: object) -> list[str]:
     """Return the right answers: one per entry of a list, each the whole text or a worked solution's final answer."""
     texts = []
-    for entry in label if isinstance(label, (list, tuple)) else [label]:
-        if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
+    for entry in label if isinstance(label, list | tuple) else [label]:
+        if isinstance(entry, bool) or not isinstance(entry, str | int | float):
             raise ValueError(
                 f"a label must be a text or a number, or a list of them, got {type(entry).__name__}"
             )
@@ -210,88 +200,100 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
     if text is None:
         return None
     tags = _ANSWER_TAG.findall(text)
-    text = _EMPTY_BOX.sub(" ", tags[-1] if tags else text)
-    answer = (
-        _boxed(text)
-        or _after_hashes(text)
-        or _after_phrase(text)
-        or (text.strip() if tags else None)
-    )
-    return answer or (_last_formula_or_number(text) if unmarked else None) or None
+    if tags:
+        text = tags[-1]
+    text = _EMPTY_BOX.sub(" ", text)
+    answer = _boxed(text) or _after_hashes(text) or _after_phrase(text)
+    if not answer and tags:
+        answer = text.strip()
+    if not answer and unmarked:
+        answer = _last_formula_or_number(text)
+    return answer or None
 
 
-def _boxed(text: str) -> str | None:
-    closing: dict[int, int] = {}  # position of each opening brace → position of its closing brace
+def _boxed(response: str) -> str | None:
+    if "box" not in response:
+        return None
+    closings: dict[int, int] = {}  # position of each opening brace → position of its closing brace
     opened: list[int] = []
-    for match in _BRACE.finditer(text) if "box" in text else ():  # escaped braces are text
-        if match.group() == "{":
-            opened.append(match.start())
-        elif match.group() == "}" and opened:
-            closing[opened.pop()] = match.start()
+    for brace in _BRACE.finditer(response):  # escaped braces are text
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif brace.group() == "}" and opened:
+            closings[opened.pop()] = brace.start()
     boxes: list[tuple[int, int, str]] = []
     position = 0
-    while match := _BOX.search(text, position):
-        position = match.end()
-        if position in closing:
-            end = closing[position] + 1
-            boxes.append((match.start(), end, text[position + 1 : end - 1].strip()))
-            position = end
-        elif bare := _BARE_BOX.match(text, position):
-            boxes.append((match.start(), bare.end(), bare.group()))
+    while command := _BOX.search(response, position):
+        position = command.end()
+        if position in closings:
+            content = response[position + 1 : closings[position]].strip()
+            position = closings[position] + 1
+        elif bare := _BARE_BOX.match(response, position):
+            content = bare.group()
             position = bare.end()
+        else:
+            continue
+        boxes.append((command.start(), position, content))
     if not boxes:
         return None
-    parts = [boxes[-1][2]]
+    contents = [boxes[-1][2]]
     for (_, end, content), (start, _, _) in zip(boxes[-2::-1], boxes[:0:-1]):
-        if start - end > _LONGEST_JOINT or not _BETWEEN_BOXES.fullmatch(text, end, start):
+        if start - end > _LONGEST_JOINT or not _BETWEEN_BOXES.fullmatch(response, end, start):
             break
-        parts.insert(0, content)
-    return ", ".join(dict.fromkeys(parts))
+        contents.insert(0, content)
+    return ", ".join(dict.fromkeys(contents))
 
 
-def _after_hashes(text: str) -> str | None:
-    _, marker, tail = text.rpartition("####")
-    line = next((line.strip() for line in tail.splitlines() if line.strip()), "") if marker else ""
-    return line.lstrip(":").strip(" *") or None
-
-
-def _after_phrase(text: str) -> str | None:
-    """What follows "the answer is": a formula at once, else its last one before a reason, its number, or all of it."""
-    tail = None
-    for match in _ANSWER_IS.finditer(text):
-        tail = text[match.end() :]
-    if tail is None:
+def _after_hashes(response: str) -> str | None:
+    _, marker, answer_lines = response.rpartition("####")
+    lines = [line.strip() for line in answer_lines.splitlines() if line.strip()]
+    if not marker or not lines:
         return None
-    sentence = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *\"'`")
-    formulas = [
-        _FORMULA.match(tail),
-        *reversed([*_FORMULA.finditer(_REASON.split(sentence, maxsplit=1)[0])]),
-    ]
-    formula = next(filter(None, [*formulas, *reversed([*_FORMULA.finditer(sentence)])]), None)
+    return lines[0].lstrip(":").strip(" *") or None
+
+
+def _after_phrase(response: str) -> str | None:
+    """Return what follows "the answer is": a formula at once, else its last one before a reason, its number, or all."""
+    phrases = list(_ANSWER_IS.finditer(response))
+    if not phrases:
+        return None
+    answer_part = response[phrases[-1].end() :]
+    sentence = _SENTENCE_END.split(answer_part, maxsplit=1)[0].strip(" *\"'`")
+    before_reason = _REASON.split(sentence, maxsplit=1)[0]
+    formula = _FORMULA.match(answer_part) or _last_formula(before_reason) or _last_formula(sentence)
     if formula:
-        value = _IS_NUMBER.match(formula.string, formula.end())
-        if value and _content(formula).isalpha():
-            return value["number"]
+        assigned_number = _IS_NUMBER.match(formula.string, formula.end())
+        if assigned_number and _content(formula).isalpha():
+            return assigned_number["number"]
         return _content(formula)
     number = _NUMBER_IN_TEXT.match(sentence)
     if number is None or _NUMBER_NEXT.match(sentence, number.end()):
         return sentence or None
-    behind = _WORD_NEXT.match(sentence, number.end())
-    is_number = behind and (behind["word"] or "").lower() not in NO_UNITS
+    following = _WORD_NEXT.match(sentence, number.end())
+    is_number = following and (following["word"] or "").lower() not in NO_UNITS
     if is_number and as_number(sentence) is None:
         return number.group()
     return sentence
 
 
-def _last_formula_or_number(text: str) -> str | None:
-    if _BOX.search(text):  # the response was cut off inside the box
+def _last_formula_or_number(response: str) -> str | None:
+    if _BOX.search(response):  # the response was cut off inside the box
         return None
-    formulas = list(_FORMULA.finditer(text))
-    numbers = list(_NUMBER_IN_TEXT.finditer(text))
-    if formulas and (not numbers or numbers[-1].start() < formulas[-1].end()):
-        return _EQUALS.split(_content(formulas[-1]))[-1].strip() or None
-    return numbers[-1].group() if numbers else None
+    formula = _last_formula(response)
+    numbers = list(_NUMBER_IN_TEXT.finditer(response))
+    if formula and (not numbers or numbers[-1].start() < formula.end()):
+        return _EQUALS.split(_content(formula))[-1].strip()
+    if numbers:
+        return numbers[-1].group()
+    return None
 
 
-def _content(match: re.Match[str]) -> str:
-    return next(group for group in match.groups() if group is not None).strip()
+def _last_formula(passage: str) -> re.Match[str] | None:
+    formulas = list(_FORMULA.finditer(passage))
+    if formulas:
+        return formulas[-1]
+    return None
+
+
+def _content(formula: re.Match[str]) -> str:
+    return next(group for group in formula.groups() if group is not None).strip()

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
 from lightppo.verifiers.math_notation import canonical, exclude_each_other, words_in
 from lightppo.verifiers.math_numbers import Number, as_number, same_number, squeezed
@@ -32,7 +32,6 @@ from lightppo.verifiers.math_structure import (
     without_text,
 )
 
-Result = TypeVar("Result")
 _CHOICE = re.compile(
     r"(?:option |choice )?(?:\((?P<round>[A-J])\)|(?P<bare>[A-J])(?=[.):]|$)[.)]?(?P<colon>:)?)"
     r"(?!\s*(?:,|;|\\text\{(?:and|or)\}))\s*(?P<rest>.*)",  # (A), (C) are two
@@ -95,7 +94,7 @@ def _is_condition(gold: Listing, answer: Listing) -> bool:
 
 
 def _has_regions(listing: Listing) -> bool:
-    return any(isinstance(part, Interval | Union | Order) for part in listing.parts)
+    return any(isinstance(member, Interval | Union | Order) for member in listing.parts)
 
 
 def _same_assigned(gold: Any, answer: Any) -> bool:
@@ -137,9 +136,9 @@ def _same_quantity(gold: str | Quantity, answer: str | Quantity, words_count: bo
     if _plain(gold.value) == _plain(answer.value):
         return True
     gold_number = as_number(gold.value)
-    number = as_number(answer.value)
-    if gold_number is not None and number is not None:
-        return same_number(gold_number, number)
+    answer_number = as_number(answer.value)
+    if gold_number is not None and answer_number is not None:
+        return same_number(gold_number, answer_number)
     return _same_expression(gold.value, answer.value)
 
 
@@ -147,8 +146,8 @@ def _stems(quantity: Quantity) -> tuple[str, ...]:
     return tuple(word.strip(".").removesuffix("s") for word in quantity.words)
 
 
-def _plain(text: str) -> str:
-    return squeezed(without_text(text))
+def _plain(notation: str) -> str:
+    return squeezed(without_text(notation))
 
 
 def _same_listing(gold: Listing, answer: Listing) -> bool:
@@ -158,14 +157,14 @@ def _same_listing(gold: Listing, answer: Listing) -> bool:
     is_unordered = brackets <= {"", "{}"}
     parts = [gold.parts, answer.parts]
     if "" in brackets and len(brackets) > 1:
-        parts = [_by_name(node.parts) for node in (gold, answer)]
-    is_nested = all(isinstance(part, Listing) for part in [*parts[0], *parts[1]])
+        parts = [_by_name(listing.parts) for listing in (gold, answer)]
+    is_nested = all(isinstance(member, Listing) for member in [*parts[0], *parts[1]])
     if is_unordered and ("{}" in brackets or is_nested):
         parts = [_distinct(members) for members in parts]
     if len(parts[0]) != len(parts[1]):
         return False
     is_same = _same
-    are_quantities = all(isinstance(part, Quantity) for part in [*parts[0], *parts[1]])
+    are_quantities = all(isinstance(member, Quantity) for member in [*parts[0], *parts[1]])
     if are_quantities and sorted(map(_stems, parts[0])) == sorted(map(_stems, parts[1])):
         is_same = functools.partial(_same_quantity, words_count=True)
     if is_unordered:
@@ -173,21 +172,21 @@ def _same_listing(gold: Listing, answer: Listing) -> bool:
     return all(map(is_same, *parts))
 
 
-def _by_name(parts: Sequence[Any]) -> Sequence[Any]:
+def _by_name(assignments: Sequence[Any]) -> Sequence[Any]:
     """Return ``y = 2, x = 1`` in the order of the names, as a tuple has it."""
-    if not all(isinstance(part, Assignment) for part in parts):
-        return parts
-    by_name = {_head(part.left): part for part in parts}
-    if len(by_name) < len(parts):
-        return parts
-    return [by_name[name] for name in sorted(by_name)]
+    if not all(isinstance(assignment, Assignment) for assignment in assignments):
+        return assignments
+    assignments_by_name = {_head(assignment.left): assignment for assignment in assignments}
+    if len(assignments_by_name) < len(assignments):
+        return assignments
+    return [assignments_by_name[name] for name in sorted(assignments_by_name)]
 
 
-def _distinct(parts: Sequence[Any]) -> Sequence[Any]:
+def _distinct(candidates: Sequence[Any]) -> Sequence[Any]:
     members: list[Any] = []
-    for part in parts:
-        if not any(_same(part, member) for member in members):
-            members.append(part)
+    for candidate in candidates:
+        if not any(_same(candidate, member) for member in members):
+            members.append(candidate)
     return members
 
 
@@ -204,11 +203,11 @@ def _matched(
     return True
 
 
-def _if_possible(function: Callable[..., Result]) -> Callable[..., Result | None]:
+def _if_possible(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return None where sympy raises: kinds that cannot be compared, such as a number and a matrix."""
 
     @functools.wraps(function)
-    def attempt(*values: Any) -> Result | None:
+    def attempt(*values: Any) -> Any:
         try:
             return function(*values)
         except (MemoryError, RecursionError):
@@ -219,29 +218,29 @@ def _if_possible(function: Callable[..., Result]) -> Callable[..., Result | None
     return attempt
 
 
-def _region(node: Any) -> list[Interval] | None:
-    if isinstance(node, Interval):
-        return [node]
-    if isinstance(node, Without):
-        return _all_but(node.taken)
-    if isinstance(node, Order):
-        return _solved(node)
-    if isinstance(node, Union):
-        return _joined([_region(part) for part in node.parts])
-    if not isinstance(node, Listing):
+def _region(structure: Any) -> list[Interval] | None:
+    if isinstance(structure, Interval):
+        return [structure]
+    if isinstance(structure, Without):
+        return _all_but(structure.taken)
+    if isinstance(structure, Order):
+        return _solved(structure)
+    if isinstance(structure, Union):
+        return _joined([_region(member) for member in structure.parts])
+    if not isinstance(structure, Listing):
         return None
-    if node.brackets in ("()", "[]", "[)", "(]") and len(node.parts) == 2:
-        return [Interval(*node.parts, node.brackets)]
-    if node.brackets == "{}":
-        return [Interval(part, part, "[]") for part in node.parts]
-    if node.brackets or not _has_regions(node):
+    if structure.brackets in ("()", "[]", "[)", "(]") and len(structure.parts) == 2:
+        return [Interval(*structure.parts, structure.brackets)]
+    if structure.brackets == "{}":
+        return [Interval(member, member, "[]") for member in structure.parts]
+    if structure.brackets or not _has_regions(structure):
         return None
-    regions = [_region(part) for part in node.parts]
-    if node.joint == "or":
+    regions = [_region(member) for member in structure.parts]
+    if structure.joint == "or":
         return _joined(regions)
     if None in regions:
         return None
-    return _intersection(regions, node.joint == ",")
+    return _intersection(regions, structure.joint == ",")
 
 
 def _joined(regions: Sequence[Any]) -> list[Interval] | None:
@@ -251,13 +250,13 @@ def _joined(regions: Sequence[Any]) -> list[Interval] | None:
 
 
 @_if_possible
-def _all_but(taken: Any) -> list[Interval] | None:
-    points = taken.parts if isinstance(taken, Listing) else [taken]
+def _all_but(excluded: Any) -> list[Interval] | None:
+    points = excluded.parts if isinstance(excluded, Listing) else [excluded]
     values = [_end(point) for point in points]
     if any(value is None or not value.is_real for value in values):
         return None
     ends = [r"-\infty", *sorted(values), r"\infty"]
-    return [Interval(low, high, "()") for low, high in itertools.pairwise(ends)]
+    return [Interval(lower, upper, "()") for lower, upper in itertools.pairwise(ends)]
 
 
 @_if_possible
@@ -296,7 +295,7 @@ def _intersection(regions: Sequence[Any], is_either: bool) -> list[Interval] | N
     return _intervals(common, next(names, ""))
 
 
-def _intervals(region: Any, name: str = "") -> list[Interval] | None:
+def _intervals(region: Any, variable: str = "") -> list[Interval] | None:
     import sympy
 
     intervals: list[Interval] = []
@@ -304,11 +303,11 @@ def _intervals(region: Any, name: str = "") -> list[Interval] | None:
         if isinstance(part, sympy.Interval):
             opening = "(" if part.left_open else "["
             closing = ")" if part.right_open else "]"
-            intervals.append(Interval(part.start, part.end, opening + closing, name))
+            intervals.append(Interval(part.start, part.end, opening + closing, variable))
         elif isinstance(part, sympy.FiniteSet):
-            intervals += [Interval(point, point, "[]", name) for point in part.args]
+            intervals += [Interval(point, point, "[]", variable) for point in part.args]
         elif part is sympy.S.Reals:
-            intervals.append(Interval(-sympy.oo, sympy.oo, "()", name))
+            intervals.append(Interval(-sympy.oo, sympy.oo, "()", variable))
         elif part is not sympy.S.EmptySet:
             return None
     return intervals
@@ -338,8 +337,8 @@ def _solved(order: Order) -> list[Interval] | None:
 
 def _same_region(gold: list[Interval], answer: list[Interval]) -> bool:
     gold_names = {interval.name for interval in gold} - {""}
-    names = {interval.name for interval in answer} - {""}
-    if gold_names and names and gold_names != names:
+    answer_names = {interval.name for interval in answer} - {""}
+    if gold_names and answer_names and gold_names != answer_names:
         return False
     if len(gold) == len(answer) and _matched(gold, answer, _same_interval):
         return True
@@ -391,10 +390,10 @@ _LETTERS_ONLY = re.compile(r"[A-Za-z]{2,}")
 
 def _same_expression(gold: str, answer: str) -> bool:
     """Compare two expressions. Letters alone are a word or a row of points; 3:45 is a time; 2:4 is a ratio."""
-    texts = (gold, answer)
-    if all(map(_LETTERS_ONLY.fullmatch, texts)) and not all(map(_is_product, texts)):
+    notations = (gold, answer)
+    if all(map(_LETTERS_ONLY.fullmatch, notations)) and not all(map(_is_product, notations)):
         return _plain(gold) == _plain(answer)
-    gold_parts, answer_parts = (split_outside(text, _COLON)[0] for text in texts)
+    gold_parts, answer_parts = (split_outside(notation, _COLON)[0] for notation in notations)
     if len(gold_parts) > 1 or len(answer_parts) > 1:
         return _same_ratio(gold, answer, gold_parts, answer_parts)
     gold_value = _value(gold)
@@ -412,19 +411,19 @@ def _is_product(letters: str) -> bool:
 
 def _same_ratio(gold: str, answer: str, gold_parts: list[str], answer_parts: list[str]) -> bool:
     gold_time = _TIME.fullmatch(gold)
-    time = _TIME.fullmatch(answer)
-    if gold_time and time:
-        return gold_time.groups() == time.groups()
+    answer_time = _TIME.fullmatch(answer)
+    if gold_time and answer_time:
+        return gold_time.groups() == answer_time.groups()
     if {len(gold_parts), len(answer_parts)} == {1, 2}:  # 2:3 is 2/3
         gold_parts = [*gold_parts, "1"][:2]
         answer_parts = [*answer_parts, "1"][:2]
     gold_values = [_value(part) for part in gold_parts]
-    values = [_value(part) for part in answer_parts]
-    if len(gold_values) != len(values) or None in (*gold_values, *values):
+    answer_values = [_value(part) for part in answer_parts]
+    if len(gold_values) != len(answer_values) or None in (*gold_values, *answer_values):
         return False
     return all(
-        _same_value(gold_values[0] * value, values[0] * gold_value)
-        for gold_value, value in zip(gold_values, values)
+        _same_value(gold_values[0] * value, answer_values[0] * gold_value)
+        for gold_value, value in zip(gold_values, answer_values)
     )
 
 
@@ -440,11 +439,11 @@ def _rounds_to(number: Number | None, value: Any) -> bool:
     return number.stands_for(Fraction(str(exact)))
 
 
-def _value(text: Any) -> Any:
+def _value(notation: Any) -> Any:
     """Return the expression of a canonical text, or ``None``."""
     from sympy import Expr, MatrixExpr
 
-    expression = _parsed(text)
+    expression = _parsed(notation)
     if isinstance(expression, Expr) and not expression.has(MatrixExpr):
         return expression
     return None
@@ -468,19 +467,19 @@ def _same_matrix(gold: Any, answer: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1000)
-def _parsed(text: Any) -> Any:
+def _parsed(notation: Any) -> Any:
     """Return what sympy reads in a canonical text, with exact numbers and evaluated; ``None`` if nothing."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy import Basic, I, MatrixBase, Symbol
     from sympy.core.function import AppliedUndef
 
-    if not isinstance(text, str) or not re.search(r"\w", text):
+    if not isinstance(notation, str) or not re.search(r"\w", notation):
         return None
-    if _UNREADABLE.search(_RANGE.sub("", text)):
+    if _UNREADABLE.search(_RANGE.sub("", notation)):
         return None
     try:
         expression = latex2sympy(
-            _for_parser(text),
+            _for_parser(notation),
             normalization_config=None,
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
@@ -505,20 +504,20 @@ _SCIENTIFIC = re.compile(r"(?<![A-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)"
 _CALL = re.compile(r"(?<![A-Za-z\\{])(?P<letter>[A-Za-eh-z])(?=\()")
 
 
-def _for_parser(text: str) -> str:
+def _for_parser(notation: str) -> str:
     """Write numbers as fractions, and a sign before brackets, where the parser sees calls or mixed numbers."""
 
     def fraction(decimal: re.Match[str]) -> str:
         return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
 
-    text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
-    text = _DECIMALS.sub(fraction, text)
-    text = re.sub(r"([\d)}])\s*\((?!\))", r"\1 \\cdot (", text)
-    text = re.sub(
-        r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log|exp)[_^]\{[^{}]*\}) \\cdot \(", r"\1(", text
+    notation = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", notation)
+    notation = _DECIMALS.sub(fraction, notation)
+    notation = re.sub(r"([\d)}])\s*\((?!\))", r"\1 \\cdot (", notation)
+    notation = re.sub(
+        r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log|exp)[_^]\{[^{}]*\}) \\cdot \(", r"\1(", notation
     )
-    text = re.sub(r"(?<!\\cdot )(?<=\))\s*(?=\\frac|\d|\\sqrt)", r" \\cdot ", text)
-    return _CALL.sub(r"\g<letter> \\cdot ", text).replace("*", r" \cdot ")
+    notation = re.sub(r"(?<!\\cdot )(?<=\))\s*(?=\\frac|\d|\\sqrt)", r" \\cdot ", notation)
+    return _CALL.sub(r"\g<letter> \\cdot ", notation).replace("*", r" \cdot ")
 
 
 @_if_possible

@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterator
 from typing import Any
 
 # Every pattern runs in the trainer on texts that a model wrote: nothing that may overlap repeats without bound.
 SPACING = r"(?:\\(?:q?quad|[,;:! ])|~)"
-_SPACES = "[\u00a0\u2007\u2009\u202f]"  # those that stand between the digits of a number
+_DIGIT_SPACES = "[\u00a0\u2007\u2009\u202f]"  # those that stand between the digits of a number
 _SIGNS = {
     "−": "-", "–": "-", "‐": "-", "‑": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/", "⁄": "/",
     "∕": "/", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ", "∈": r"\in ", "∉": r"\notin ",
@@ -25,7 +24,7 @@ _SIGNS = {
 }  # fmt: skip
 _REPLACED = [  # a backslash before another is the end of a matrix row
     (
-        re.compile(r"(?<=\d)(?:,\s?\\!\s?|\\!,|\\,|" + _SPACES + r")(?=\d{3}(?!\d))"),
+        re.compile(r"(?<=\d)(?:,\s?\\!\s?|\\!,|\\,|" + _DIGIT_SPACES + r")(?=\d{3}(?!\d))"),
         ",",
     ),  # thousands
     (
@@ -72,7 +71,7 @@ NO_UNITS = frozenset((  # words that change a value
 ))
 # Words that exclude each other: groups of kinds, each with its spellings. Other words behind a number are its unit, and
 # may be left out or be different.
-_KINDS = (
+_KIND_GROUPS = (
     ("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
      "in inch inches", "ft foot feet", "yd yard", "mi mile"),
     ("sec second", "min minute", "hr hour", "day", "week", "month", "yr year"),
@@ -87,11 +86,11 @@ _KINDS = (
     ("clockwise", "counterclockwise anticlockwise"), ("bc bce", "ad ce"), ("yes true", "no false"),
     ("man men boy male", "woman women girl female"), ("forward", "backward"), ("horizontal", "vertical"),
 )
-_KIND = {
+_KIND_OF_WORD = {
     word: (group, kind)
-    for group, kinds in enumerate(_KINDS)
-    for kind, words in enumerate(kinds)
-    for word in words.split()
+    for group, kinds in enumerate(_KIND_GROUPS)
+    for kind, spellings in enumerate(kinds)
+    for word in spellings.split()
 }
 SHORT_UNITS = frozenset((
     "cm", "mm", "km", "kg", "mg", "lb", "lbs", "oz", "ft", "in", "hr", "hrs", "mins", "ml", "kb", "mb", "gb", "mph",
@@ -114,39 +113,47 @@ _COMMANDS = {
 def words_in(text: str) -> tuple[str, ...]:
     """Return the words, with their powers as in ``cm^2``, and signs of money."""
     matches = re.findall(r"([€£¥]|[^\W\d_²³]+)(?: *\^ *\{? *(-?\d) *\}?|([²³]))?", text.casefold())
-    powers = {"²": "2", "³": "3"}
+    powers = {"": "", "²": "^2", "³": "^3"}
     return tuple(
-        word + (f"^{power or powers[sign]}" if power or sign else "")
-        for word, power, sign in matches
+        f"{word}^{power}" if power else word + powers[sign] for word, power, sign in matches
     )
 
 
 def kind_of(word: str) -> tuple[int, int] | None:
     """Return the group of words that exclude each other, and the word's kind in it."""
     word = word.casefold().strip(".")
-    return _KIND.get(word) or _KIND.get(word.removesuffix("s"))
+    return _KIND_OF_WORD.get(word) or _KIND_OF_WORD.get(word.removesuffix("s"))
 
 
-def exclude_each_other(ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
+def exclude_each_other(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     """Tell whether the words of two quantities contradict each other, as a.m. and p.m., or cm^2 and cm^3 do."""
-    kinds: list[dict[int, tuple[int, str]]] = []
-    for words in (ours, theirs):
-        split = [word.partition("^") for word in words]
-        kinds.append({k[0]: (k[1], power) for name, _, power in split if (k := kind_of(name))})
-    return any(
-        a[0] != b[0] or (a[1] and b[1] and a[1] != b[1])
-        for a, b in (
-            (kinds[0][group], kinds[1][group]) for group in kinds[0].keys() & kinds[1].keys()
-        )
-    )
+    gold_kinds = _kinds_by_group(gold)
+    kinds = _kinds_by_group(answer)
+    for group in gold_kinds.keys() & kinds.keys():
+        gold_kind, gold_power = gold_kinds[group]
+        kind, power = kinds[group]
+        if gold_kind != kind or (gold_power and power and gold_power != power):
+            return True
+    return False
+
+
+def _kinds_by_group(words: tuple[str, ...]) -> dict[int, tuple[int, str]]:
+    """Return the kind and the power of the words that exclude others, by their group."""
+    kinds = {}
+    for word in words:
+        name, _, power = word.partition("^")
+        if group_and_kind := kind_of(name):
+            group, kind = group_and_kind
+            kinds[group] = (kind, power)
+    return kinds
 
 
 def is_unit(word: str, attached: bool = False) -> bool:
     """Tell whether letters behind a number are a word, not a product; ``attached`` to it: 5xyz is a product, 5cm is not."""
     if word.lower() in SHORT_UNITS or (len(word) > 2 and kind_of(word)):
         return True
-    spoken = len(word) > 2 and not set("aeiou").isdisjoint(word.lower())
-    return spoken and word[1:].islower() and not attached
+    has_vowel = not set("aeiou").isdisjoint(word.lower())
+    return not attached and len(word) > 2 and has_vowel and word[1:].islower()
 
 
 # -- for a parser ----------------------------------------------------------------------------------------------------
@@ -201,84 +208,94 @@ _CANONICAL: list[tuple[re.Pattern[str], Any]] = [
 
 def canonical(answer: str) -> str:
     """Return the answer in the notation that :mod:`~lightppo.verifiers.math_equality` reads."""
-    text = tidy(_as_latex(answer))
+    notation = tidy(_as_latex(answer))
     for pattern, replacement in _CANONICAL:
-        text = pattern.sub(replacement, text)
+        notation = pattern.sub(replacement, notation)
     for _ in range(3):  # fonts in fonts
-        text = _FONT.sub(_without_font, text)
-    text = _DOTTED.sub(lambda match: rf" \text{{{(match[1] or match[2]).lower()}m}} ", text)
-    text = _UNIT_FRACTION.sub(r"\1/\2", _LETTERS.sub(_named, text))
-    text = _REPEATING.sub(_fraction, _with_braces(text))
-    text = _MIXED.sub(_mixed, text)
-    return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+        notation = _FONT.sub(_without_font, notation)
+    notation = _DOTTED.sub(lambda match: rf" \text{{{(match[1] or match[2]).lower()}m}} ", notation)
+    notation = _UNIT_FRACTION.sub(r"\1/\2", _LETTERS.sub(_latex_word, notation))
+    notation = _REPEATING.sub(_fraction, _with_braces(notation))
+    notation = _MIXED.sub(_mixed_number, notation)
+    return re.sub(r"\s+", " ", notation).strip().rstrip(".").strip()
 
 
-def _as_latex(text: str) -> str:
+def _as_latex(answer: str) -> str:
     """Return ASCII for signs of Unicode: by the table, Greek letters by name, the rest by how Unicode decomposes them."""
-    if text.isascii():
-        return text
-    return "".join(_latex_runs(text))
+    if answer.isascii():
+        return answer
+    runs = itertools.groupby(answer, _decomposition)
+    return "".join(
+        _latex_of(decomposition, "".join(characters)) for decomposition, characters in runs
+    )
 
 
-def _latex_runs(text: str) -> Iterator[str]:
-    def kind(char: str) -> str:
-        if char not in _SIGNS:
-            return unicodedata.decomposition(char).partition(" ")[0]
+def _decomposition(character: str) -> str:
+    """Return how Unicode decomposes a character, such as ``<super>``; empty for the signs of the table."""
+    if character in _SIGNS:
         return ""
-
-    for name, run in itertools.groupby(text, kind):
-        chars = list(run)
-        if name in ("<super>", "<sub>"):
-            plain = unicodedata.normalize("NFKC", "".join(chars)).replace("−", "-")
-            yield f"{'^' if name == '<super>' else '_'}{{{plain}}}"
-            continue
-        for char in chars:
-            if name == "<fraction>":
-                top, _, bottom = unicodedata.normalize("NFKC", char).partition("⁄")
-                yield rf"\frac{{{top}}}{{{bottom}}}"
-            elif name in ("<wide>", "<font>", "<compat>") and char not in _SIGNS:
-                yield unicodedata.normalize("NFKC", char)
-            else:
-                yield _SIGNS.get(char) or _greek(char)
+    return unicodedata.decomposition(character).partition(" ")[0]
 
 
-def _greek(char: str) -> str:
-    words = unicodedata.name(char, "").split() if "Ͱ" <= char <= "Ͽ" else []
+def _latex_of(form: str, characters: str) -> str:
+    """Return LaTeX for neighbours of one decomposition."""
+    if form in ("<super>", "<sub>"):
+        plain = unicodedata.normalize("NFKC", characters).replace("−", "-")
+        sign = "^" if form == "<super>" else "_"
+        return f"{sign}{{{plain}}}"
+    latex = []
+    for character in characters:
+        plain = unicodedata.normalize("NFKC", character)
+        if form == "<fraction>":
+            numerator, _, denominator = plain.partition("⁄")
+            latex.append(rf"\frac{{{numerator}}}{{{denominator}}}")
+        elif form in ("<wide>", "<font>", "<compat>"):
+            latex.append(plain)
+        else:
+            latex.append(_SIGNS.get(character) or _greek(character))
+    return "".join(latex)
+
+
+def _greek(character: str) -> str:
+    words = unicodedata.name(character, "").split() if "Ͱ" <= character <= "Ͽ" else []
     if words[:1] != ["GREEK"] or len(words) != 4:
-        return char
-    name = words[3].lower().replace("lamda", "lambda")
-    return f"\\{name.capitalize() if words[1] == 'CAPITAL' else name} "
+        return character
+    letter = words[3].lower().replace("lamda", "lambda")
+    if words[1] == "CAPITAL":
+        letter = letter.capitalize()
+    return f"\\{letter} "
 
 
 def _without_font(match: re.Match[str]) -> str:
-    r"""The content of ``\text{…}`` and fonts. Letters of a text are a word, a single one behind a number is a unit."""
+    r"""Return the content of ``\text{…}`` and fonts: letters of a text as a word, one behind a number as a unit."""
     content = match["content"].replace("~", " ")
-    bare = content.strip()
-    before = match.string[: match.start()].rstrip()[-1:]
+    word = content.strip()
+    previous = match.string[: match.start()].rstrip()[-1:]
     if match["font"] in ("mathbf", "mathit", "boldsymbol", "bm", "bf", "mathsf"):
         return content
-    if match["font"].startswith("operatorname") and not is_unit(bare):
-        return f"\\{bare} " if bare in _FUNCTIONS else content
-    if len(bare) == 1 and bare.isalpha():
-        is_letter = bare in "eEiIdT" or not (before.isdigit() or before in ("}", ")"))
-        return bare if is_letter else rf" \text{{{bare}}} "
-    if bare.isalpha() and not bare.isupper() and bare.lower() not in (*_COMMANDS, "and", "or"):
-        return rf" \text{{{bare}}} "
+    if match["font"].startswith("operatorname") and not is_unit(word):
+        return f"\\{word} " if word in _FUNCTIONS else content
+    if len(word) == 1 and word.isalpha():
+        is_behind_number = previous.isdigit() or previous in ("}", ")")
+        is_unit_letter = is_behind_number and word not in "eEiIdT"
+        return rf" \text{{{word}}} " if is_unit_letter else word
+    if word.isalpha() and not word.isupper() and word.lower() not in (*_COMMANDS, "and", "or"):
+        return rf" \text{{{word}}} "
     return f" {content} "
 
 
-def _named(match: re.Match[str]) -> str:
+def _latex_word(match: re.Match[str]) -> str:
     word = match["word"]
     if word is None:
         return match.group()
-    low = word.lower()
+    lowered = word.lower()
     before = match.string[: match.start()][-2:]
-    if low in ("and", "or"):
-        return rf" \text{{{low}}} "
+    if lowered in ("and", "or"):
+        return rf" \text{{{lowered}}} "
     if word.isupper() and not before.strip()[-1:].isdigit():  # points: AM is no unit, but in 5 AM
         return word
-    if low in _COMMANDS:
-        return f"\\{_COMMANDS[low]} "
+    if lowered in _COMMANDS:
+        return f"\\{_COMMANDS[lowered]} "
     if word[:-1] in _FUNCTIONS and not is_unit(word):  # sinx
         return f"\\{word[:-1]} {word[-1]}"
     if is_unit(word, attached=before[-1:].isdigit()):
@@ -286,63 +303,66 @@ def _named(match: re.Match[str]) -> str:
     return word
 
 
-def _with_braces(text: str) -> str:
-    r"""``\frac12`` as ``\frac{1}{2}``, ``x^(2)`` and ``\sqrt(2)`` with braces; mended from the inside out."""
-    out = []
+def _with_braces(notation: str) -> str:
+    r"""Write ``\frac12`` as ``\frac{1}{2}``, ``x^(2)`` and ``\sqrt(2)`` with braces; from the inside out."""
+    pieces = []
     position = 0
-    while match := _TAKES.search(text, position):
-        out.append(text[position : match.start()] + match.group().replace(" ", ""))
+    while match := _TAKES.search(notation, position):
+        pieces.append(notation[position : match.start()] + match.group().replace(" ", ""))
         position = match.end()
-        for _ in range(2 if match["name"] in ("frac", "binom") else 1):
-            argument, position = _argument(text, position, match["name"])
-            out.append(f"{{{_with_braces(argument)}}}")
-    return "".join(out) + text[position:]
+        is_pair = match["name"] in ("frac", "binom")
+        for _ in range(1 + is_pair):
+            argument, position = _argument(notation, position, is_pair)
+            pieces.append(f"{{{_with_braces(argument)}}}")
+    return "".join(pieces) + notation[position:]
 
 
-def _argument(text: str, start: int, name: str | None) -> tuple[str, int]:
-    """Return what a command takes: a group, with a power, index or root also one in parentheses or a whole number."""
-    while text[start : start + 1] == " ":
+def _argument(notation: str, start: int, is_pair: bool) -> tuple[str, int]:
+    """Return what a command takes: a group; one that takes no pair also one in parentheses or a whole number."""
+    while notation[start : start + 1] == " ":
         start += 1
-    first = text[start : start + 1]
-    if first == "{" or (first == "(" and name not in ("frac", "binom")):
-        end = closing(text, start)
-        return text[start + 1 : end].strip(), min(end + 1, len(text))
-    pattern = _SIGNED if name not in ("frac", "binom") else _ONE
-    match = pattern.match(text, start) or _ONE.match(text, start)
+    bracket = notation[start : start + 1]
+    if bracket == "{" or (bracket == "(" and not is_pair):
+        end = closing(notation, start)
+        return notation[start + 1 : end].strip(), min(end + 1, len(notation))
+    match = _ONE.match(notation, start)
+    if not is_pair:
+        match = _SIGNED.match(notation, start) or match
     if match is None:
         return "", start
     if match.group() in ("\\sqrt", "\\frac"):  # takes arguments itself
-        inner, end = _argument(text, match.end(), match.group()[1:])
-        return match.group() + f"{{{inner}}}", end
+        argument, end = _argument(notation, match.end(), match.group() == "\\frac")
+        return match.group() + f"{{{argument}}}", end
     return match.group(), match.end()
 
 
-def closing(text: str, start: int) -> int:
+def closing(notation: str, start: int) -> int:
     """Return where the bracket at ``start`` closes; the end of the text if it does not."""
-    pairs = {"{": "}", "(": ")"}
-    opened = text[start]
-    closed = pairs[text[start]]
+    opening = notation[start]
+    bracket = {"{": "}", "(": ")"}[opening]
     depth = 0
-    for position in range(start, len(text)):
-        if position and text[position - 1] == "\\" and opened == "{":
+    for position in range(start, len(notation)):
+        if position and notation[position - 1] == "\\" and opening == "{":
             continue
-        depth += (text[position] == opened) - (text[position] == closed)
+        depth += (notation[position] == opening) - (notation[position] == bracket)
         if depth == 0:
             return position
-    return len(text)
+    return len(notation)
 
 
-def _fraction(match: re.Match[str]) -> str:
+def _fraction(decimal: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction."""
-    head = match["head"]
-    repeated = match["bar"] or match["one"] or match["round"]
-    whole = int((match["whole"] or "0") + head)
-    top = whole * (10 ** len(repeated) - 1) + int(repeated)
-    return rf"\frac{{{top}}}{{{(10 ** len(repeated) - 1) * 10 ** len(head)}}}"
+    head = decimal["head"]
+    repeated = decimal["bar"] or decimal["one"] or decimal["round"]
+    nines = 10 ** len(repeated) - 1
+    numerator = int((decimal["whole"] or "0") + head) * nines + int(repeated)
+    return rf"\frac{{{numerator}}}{{{nines * 10 ** len(head)}}}"
 
 
-def _mixed(match: re.Match[str]) -> str:
-    whole, top, bottom = (match[name] or match[f"{name}2"] for name in ("whole", "top", "bottom"))
-    if len(top + bottom) < 20 and int(top) < int(bottom):
-        return rf"({whole}+\frac{{{top}}}{{{bottom}}})"
-    return rf"{whole} \cdot \frac{{{top}}}{{{bottom}}}"
+def _mixed_number(match: re.Match[str]) -> str:
+    whole, numerator, denominator = (
+        match[name] or match[f"{name}2"] for name in ("whole", "top", "bottom")
+    )
+    if len(numerator + denominator) < 20 and int(numerator) < int(denominator):
+        return rf"({whole}+\frac{{{numerator}}}{{{denominator}}})"
+    return rf"{whole} \cdot \frac{{{numerator}}}{{{denominator}}}"

@@ -33,7 +33,7 @@ _NUMBER = re.compile(
     (?P<tail>.*)""",
     re.VERBOSE | re.DOTALL,
 )
-_UNIT_TEXT = re.compile(
+_UNIT_COMMAND = re.compile(
     r"\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*([^{}\d]*?)\s*\}\s*(\^\s*\{?\s*-?\d\s*\}?)?"
 )
 _WORD = r"[A-Za-z]{2,}(?![A-Za-z])\.?(?:\s*\^\s*\{?-?\d\}?|[²³])?"
@@ -49,6 +49,7 @@ _ORDINAL = re.compile(  # 1st, 17^{\text{th}}
     r"(?<=\d)\s?(?:\^\s?)?\{?\s?(?:\\(?:text|textrm|mathrm)\s?)?\{?(?:st|nd|rd|th)\}{0,2}$"
 )
 _LABEL = re.compile(r"^\\?[A-Za-z]\w*\s*=\s*")
+_DAYTIME = re.compile(r"(?<![A-Za-z])([aApP])\.? ?[mM]\.?(?![A-Za-z])")  # a.m.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,117 +68,126 @@ class Number:
 
     def stands_for(self, value: Fraction) -> bool:
         """Tell whether this is a decimal with at least 6 significant digits and ``value`` rounds to it."""
-        if not self.decimals or not self.may_be_rounded:
+        if not self.may_be_rounded:
             return False
         error = abs(self.value - value)
         # 0.30000000000000004
-        noise = self.digits >= _FLOAT_DIGITS and error * 10**12 <= abs(value)
-        return error * 10**self.decimals <= Fraction(1, 2) or noise
+        is_noise = self.digits >= _FLOAT_DIGITS and error * 10**12 <= abs(value)
+        return is_noise or error * 10**self.decimals <= Fraction(1, 2)
 
 
 def as_number(answer: str) -> Number | None:
     """Read an answer that is one number in any notation, with currency, percent sign or unit; else None."""
     text = _ORDINAL.sub("", _LABEL.sub("", tidy(answer)))
-    if len(text) <= _LONGEST_NUMBER:
-        match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text))
-    else:
-        match = None
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    match = _NUMBER.fullmatch(_UNIT_COMMAND.sub(_unit_words, text))
     if match is None:
         return None
-    part = match.groupdict()
     decimals = None
     digits = 0
-    numerator = part["num"] or part["n1"] or part["num2"]
-    denominator = part["den"] or part["d1"] or part["den2"]
+    numerator = match["num"] or match["n1"] or match["num2"]
+    denominator = match["den"] or match["d1"] or match["den2"]
     if numerator is not None:
-        numerator, denominator = (
-            int(re.sub("[, ]", "", digits)) for digits in (numerator, denominator)
-        )
-        whole = int(part["whole"] or part["whole2"] or 0)
-        if denominator == 0 or (whole and numerator >= denominator):
-            return None
-        value = Fraction(numerator, denominator) + whole
+        value = _fraction(match["whole"] or match["whole2"], numerator, denominator)
     else:
-        plain = re.sub("[, ]", "", part["decimal"])
-        exponent = int(part["exponent"] or 0)
-        decimals = max(len(plain.partition(".")[2]) - exponent, 0)
-        digits = len(plain.replace(".", "").lstrip("0"))
-        value = Fraction(plain.rstrip(".")) * Fraction(10) ** exponent
-    if (part["sign"] + part["sign2"]).count("-") == 1:
-        value = -value
-    tail = _tail(part["tail"])
-    if tail is None:
+        decimal = re.sub("[, ]", "", match["decimal"])
+        exponent = int(match["exponent"] or 0)
+        decimals = max(len(decimal.partition(".")[2]) - exponent, 0)
+        digits = len(decimal.replace(".", "").lstrip("0"))
+        value = Fraction(decimal.rstrip(".")) * Fraction(10) ** exponent
+    tail = _read_tail(match["tail"])
+    if value is None or tail is None:
         return None
+    if (match["sign"] + match["sign2"]).count("-") == 1:
+        value = -value
     factor, percent, words = tail
-    money = (part["money"],) if part["money"] else ()
-    return Number(value * factor, decimals, digits, percent, money + words)
+    if match["money"]:
+        words = (match["money"], *words)
+    return Number(value * factor, decimals, digits, percent, words)
 
 
-def _unit_or_text(match: re.Match[str]) -> str:
-    r"""Replace ``\text{…}`` behind a number by words that _tail reads as a unit, or keep words that change the value."""
-    content = re.sub(r"(?<![A-Za-z])([aApP])\.? ?[mM]\.?(?![A-Za-z])", r"\1m", match.group(1))
+def _fraction(whole: str | None, numerator: str, denominator: str) -> Fraction | None:
+    """Return a fraction or a mixed number; ``None`` where it is neither."""
+    integer = int(whole or 0)
+    dividend, divisor = (int(re.sub("[, ]", "", digits)) for digits in (numerator, denominator))
+    if divisor == 0 or (integer and dividend >= divisor):
+        return None
+    return Fraction(dividend, divisor) + integer
+
+
+def _unit_words(match: re.Match[str]) -> str:
+    r"""Replace ``\text{…}`` behind a number by words that are read as a unit, or keep words that change the value."""
+    content = _DAYTIME.sub(r"\1m", match[1])
     words = re.findall(r"[a-z]+", content.lower())
-    if any(w in NO_UNITS for w in words) or "%" in content:
+    if not NO_UNITS.isdisjoint(words) or "%" in content:
         return f" {content} "
-    known = " ".join(w for w in words if len(w) > 1)
-    return f" unit {known}{match.group(2) or ''} "
+    unit = " ".join(word for word in words if len(word) > 1)
+    return f" unit {unit}{match[2] or ''} "
 
 
-def _tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
+def _read_tail(text: str) -> tuple[int, bool, tuple[str, ...]] | None:
     """Read a multiplier, percent sign or unit behind a number: (factor, percent sign?, words), None for anything else."""
     if percent := _PERCENT.match(text.lstrip()):
-        words = percent.string[percent.end() :].split()
-        plain = all(word.isalpha() and is_unit(word) for word in words)
-        return (1, True, tuple(words)) if plain else None
+        words = tuple(percent.string[percent.end() :].split())
+        if all(word.isalpha() and is_unit(word) for word in words):
+            return 1, True, words
+        return None
     factor = 1
-    money = ()
-    attached = text[:1].isalpha()  # 5xy is a product, 5cm is not
+    currency: tuple[str, ...] = ()
+    is_attached = text[:1].isalpha()  # 5xy is a product, 5cm is not
     text = text.strip()
     if text[:1] in tuple("€£¥"):
-        money = (text[0],)
+        currency = (text[0],)
         text = text[1:].strip()
-    text = re.sub(r"(?<![A-Za-z])([aApP])\.? ?[mM]\.?(?![A-Za-z])", r"\1m", text)
-    head, _, rest = text.partition(" ")
-    if head.lower() in MULTIPLIERS:
-        factor = MULTIPLIERS[head.lower()]
+    text = _DAYTIME.sub(r"\1m", text)
+    multiplier, _, rest = text.partition(" ")
+    if multiplier.lower() in MULTIPLIERS:
+        factor = MULTIPLIERS[multiplier.lower()]
         text = rest.strip()
-        attached = False
+        is_attached = False
     if not text:
-        return factor, False, money
+        return factor, False, currency
     words = words_in(text)
-    bare = [word.partition("^")[0] for word in words]
-    known = all(word in ("unit", "a", "per") or is_unit(word) for word in bare)
-    if not _UNIT.fullmatch(text) or NO_UNITS.intersection(bare) or not known:
+    units = [word.partition("^")[0] for word in words]
+    if not _UNIT.fullmatch(text) or not NO_UNITS.isdisjoint(units):
         return None
-    if attached and not is_unit(bare[0], attached=True):
+    if not all(unit in ("unit", "a", "per") or is_unit(unit) for unit in units):
         return None
-    return factor, False, (*money, *words)
+    if is_attached and not is_unit(units[0], attached=True):
+        return None
+    return factor, False, currency + words
 
 
 def compare(gold: str, answer: str) -> bool | None:
     """Tell whether two answers are equal; ``None`` if telling takes algebra."""
-    a = as_number(gold)
-    b = as_number(answer)
-    labels = {match.group() for text in (gold, answer) if (match := _LABEL.match(tidy(text)))}
-    if a is not None and b is not None and len(labels) < 2:
-        return same_number(a, b)
+    gold_number = as_number(gold)
+    answer_number = as_number(answer)
+    labels = {label.group() for text in (gold, answer) if (label := _LABEL.match(tidy(text)))}
+    if gold_number is not None and answer_number is not None and len(labels) < 2:
+        return same_number(gold_number, answer_number)
     numerals = [
         _NUMERAL.fullmatch(re.sub(r"^[A-Za-z]=", "", squeezed(text))) for text in (gold, answer)
     ]
     bases = {numeral["base"] for numeral in numerals if numeral} - {None}
     if all(numerals) and bases:  # not by value: 9 is not 1001_2 where base 2 was asked for
         return len({numeral["digits"] for numeral in numerals if numeral}) == len(bases) == 1
-    return True if squeezed(gold) == squeezed(answer) else None
+    if squeezed(gold) == squeezed(answer):
+        return True
+    return None
 
 
-def same_number(a: Number, b: Number) -> bool:
+def same_number(gold: Number, answer: Number) -> bool:
     """Tell whether two numbers are equal; a percent sign that only one has may be a unit or a division by 100."""
-    if exclude_each_other(a.words, b.words):
+    if exclude_each_other(gold.words, answer.words):
         return False
-    if a.percent != b.percent:
-        plain, percent = (b, a) if a.percent else (a, b)
-        return plain.value in (percent.value, percent.value / 100)
-    return a.value == b.value or a.stands_for(b.value) or b.stands_for(a.value)
+    if gold.percent and not answer.percent:
+        return answer.value in (gold.value, gold.value / 100)
+    if answer.percent and not gold.percent:
+        return gold.value in (answer.value, answer.value / 100)
+    return (
+        gold.value == answer.value or gold.stands_for(answer.value) or answer.stands_for(gold.value)
+    )
 
 
 def squeezed(answer: str) -> str:

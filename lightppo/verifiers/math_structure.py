@@ -99,97 +99,97 @@ _WORDS = re.compile(
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
 
-def read(text: str) -> Any:
+def read(notation: str) -> Any:
     """Return the structure of a canonical text; expressions and words stay texts."""
-    text = text.strip().strip(",;").strip()
-    if matrix := _MATRIX.fullmatch(text):
+    notation = notation.strip().strip(",;").strip()
+    if matrix := _MATRIX.fullmatch(notation):
         rows = [
             Listing("row", tuple(map(read, re.split(r"(?<!\\)&", row))))
             for row in re.split(r"\\\\", matrix["body"])
             if row.strip()
         ]
         return Listing("matrix", tuple(rows))
-    text = _joined_thousands(text)
-    parts, separators = split_outside(text, _SEPARATOR)
+    notation = _joined_thousands(notation)
+    parts, separators = split_outside(notation, _SEPARATOR)
     if {";", ","} <= {match.group() for match in separators}:  # x = 1, y = 2; x = 3, y = 4
-        parts, separators = split_outside(text, re.compile(";"))
+        parts, separators = split_outside(notation, re.compile(";"))
     parts = [part for part in parts if part]
     if separators and len(parts) > 1:
         return _listed(parts, "".join(match.group() for match in separators))
     if separators and parts:
         return read(parts[0])
-    sides, signs = split_outside(text, _RELATION)
+    sides, signs = split_outside(notation, _RELATION)
     if signs and not sides[0]:
         if signs[0].group() in ("=", r"\approx"):
-            return read(text[signs[0].end() :])
-        return text
+            return read(notation[signs[0].end() :])
+        return notation
     if signs and all(sides):
         return _related(sides, [sign.group() for sign in signs])
-    sets, cups = split_outside(text, _CUP)
+    sets, cups = split_outside(notation, _CUP)
     if cups:
         return Union(tuple(map(read, sets)))
-    if text.startswith(r"\mathbb{R}"):
-        (base, *taken), _ = split_outside(text, _MINUS)
+    if notation.startswith(r"\mathbb{R}"):
+        (base, *taken), _ = split_outside(notation, _MINUS)
         if base == r"\mathbb{R}" and not taken:
             return Without(Listing("{}", ()))
         if base == r"\mathbb{R}" and len(taken) == 1:
             return Without(read(taken[0]))
-    if text in (r"\emptyset", "{}"):
+    if notation in (r"\emptyset", "{}"):
         return Union(())
-    return _bracketed(text)
+    return _bracketed(notation)
 
 
-def split_outside(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[re.Match[str]]]:
+def split_outside(notation: str, pattern: re.Pattern[str]) -> tuple[list[str], list[re.Match[str]]]:
     """Return the parts of a text around what matches outside brackets, and the matches."""
     depth = 0
     positions = set()
-    for token in _TOKEN.finditer(text):
+    for token in _TOKEN.finditer(notation):
         depth -= token.group() in _CLOSES
         if depth == 0:
             positions.add(token.start())
         depth += token.group() in _OPENS
-    separators = [match for match in pattern.finditer(text) if match.start() in positions]
+    separators = [match for match in pattern.finditer(notation) if match.start() in positions]
     starts = [0, *(match.end() for match in separators)]
-    ends = [*(match.start() for match in separators), len(text)]
-    return [text[start:end].strip() for start, end in zip(starts, ends)], separators
+    ends = [*(match.start() for match in separators), len(notation)]
+    return [notation[start:end].strip() for start, end in zip(starts, ends)], separators
 
 
-def _enclosed(text: str) -> tuple[str, str] | None:
+def _enclosed(notation: str) -> tuple[str, str] | None:
     """Return the brackets around the whole text and what they enclose."""
-    opening = _TOKEN.match(text)
+    opening = _TOKEN.match(notation)
     if opening is None or opening.group() not in _OPENS - {r"\begin", r"\lfloor", r"\lceil"}:
         return None
     depth = 0
-    for token in _TOKEN.finditer(text):
+    for token in _TOKEN.finditer(notation):
         depth += (token.group() in _OPENS) - (token.group() in _CLOSES)
         if depth > 0:
             continue
-        if token.end() < len(text):
+        if token.end() < len(notation):
             return None
         brackets = opening.group()[-1:] + token.group()[-1:]
         if opening.group() == r"\langle":
             brackets = "()"
-        return brackets, text[opening.end() : token.start()].strip()
+        return brackets, notation[opening.end() : token.start()].strip()
     return None
 
 
-def _joined_thousands(text: str) -> str:
+def _joined_thousands(notation: str) -> str:
     """Write ``1,234`` as one number, unless it may be a list: in brackets other commas need a space for it."""
-    is_spaced = ", " in text
+    is_spaced = ", " in notation
 
     def joined(number: re.Match[str]) -> str:
-        before = text[: number.start()].rstrip()[-1:]
-        after = text[number.end() :].lstrip()[:1]
+        before = notation[: number.start()].rstrip()[-1:]
+        after = notation[number.end() :].lstrip()[:1]
         in_list = before in ("(", "[", "{", ",") or after in (")", "]", "}", ",")
         if in_list and not is_spaced and ",0" not in number.group():
             return number.group()
         return number.group().replace(",", "")
 
-    return re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", joined, text)
+    return re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", joined, notation)
 
 
 def _listed(parts: list[str], separators: str) -> Any:
-    nodes = [read(text) for part in parts for text in _both_signs(part)]
+    nodes = [read(notation) for notation_part in parts for notation in _both_signs(notation_part)]
     members = [
         node for node in nodes if not (isinstance(node, Order) and node.sign == r"\in")
     ] or nodes
@@ -205,26 +205,26 @@ def _listed(parts: list[str], separators: str) -> Any:
     return Listing("", tuple(members), joint)
 
 
-def _both_signs(text: str) -> list[str]:
+def _both_signs(notation: str) -> list[str]:
     r"""Return ``2 + 1`` and ``2 - 1`` for ``2 \pm 1``."""
-    if _PLUS_MINUS.search(text) is None:
-        return [text]
+    if _PLUS_MINUS.search(notation) is None:
+        return [notation]
     upper = {"pm": "+", "mp": "-"}
     lower = {"pm": "-", "mp": "+"}
     return [
-        _PLUS_MINUS.sub(lambda match, signs=signs: signs[match[1]], text)
+        _PLUS_MINUS.sub(lambda match, signs=signs: signs[match[1]], notation)
         for signs in (upper, lower)
     ]
 
 
 def _related(sides: list[str], signs: list[str]) -> Any:
     if signs == [r"\in"]:
-        name, region = sides
+        variable, region = sides
         if _DECLARED.fullmatch(region):
-            return Order(name, r"\in", region)
+            return Order(variable, r"\in", region)
         node = read(region)
         if isinstance(node, Interval):
-            return replace(node, name=name)
+            return replace(node, name=variable)
         return node
     if r"\approx" in signs:  # the exact one counts
         exact_signs = signs[: signs.index(r"\approx")]
@@ -239,19 +239,19 @@ def _related(sides: list[str], signs: list[str]) -> Any:
 
 
 def _equated(sides: list[str]) -> Any:
-    name = sides[0]
-    value = sides[-1]
-    if not is_name(name) and len(sides) > 2:  # a calculation
-        return read(value)
-    if not is_name(name) and is_name(value):
-        name, value = value, name
-    if _enclosed(name) and isinstance(read(name), Listing):  # (x, y) = (1, 2)
-        return read(value)
-    return Assignment(name, _read_both_signs(value) or read(value), value)
+    left = sides[0]
+    right = sides[-1]
+    if not is_name(left) and len(sides) > 2:  # a calculation
+        return read(right)
+    if not is_name(left) and is_name(right):
+        left, right = right, left
+    if _enclosed(left) and isinstance(read(left), Listing):  # (x, y) = (1, 2)
+        return read(right)
+    return Assignment(left, _read_both_signs(right) or read(right), right)
 
 
-def _read_both_signs(text: str) -> Listing | None:
-    values = _both_signs(text)
+def _read_both_signs(notation: str) -> Listing | None:
+    values = _both_signs(notation)
     if len(values) == 1:
         return None
     return Listing("", tuple(map(read, values)))
@@ -269,9 +269,9 @@ def _ordered(sides: list[str], signs: list[str]) -> Any:
         closing = "]" if signs[1] == r"\le" else ")"
         return Interval(sides[0], sides[2], opening + closing, sides[1])
     if len(sides) == 2 and is_variable(sides[0]):
-        name, bound = sides
-        below = Interval(r"-\infty", bound, "()", name)
-        above = Interval(bound, r"\infty", "()", name)
+        variable, bound = sides
+        below = Interval(r"-\infty", bound, "()", variable)
+        above = Interval(bound, r"\infty", "()", variable)
         regions = {
             "<": below,
             ">": above,
@@ -287,21 +287,21 @@ def _ordered(sides: list[str], signs: list[str]) -> Any:
     return Listing("", orders, "and")
 
 
-def is_variable(text: str) -> bool:
-    return bool(_VARIABLE.fullmatch(text)) and text not in (r"\infty", r"\pi", "e")
+def is_variable(notation: str) -> bool:
+    return bool(_VARIABLE.fullmatch(notation)) and notation not in (r"\infty", r"\pi", "e")
 
 
-def is_name(text: str) -> bool:
+def is_name(notation: str) -> bool:
     """Tell whether this may stand before ``=`` as the name of a value: ``x``, ``f(x)``, ``\\angle ABC``, words."""
-    return bool(_NAME.fullmatch(text)) and text not in ("e", "i")
+    return bool(_NAME.fullmatch(notation)) and notation not in ("e", "i")
 
 
-def _bracketed(text: str) -> Any:
-    if values := _read_both_signs(text):
+def _bracketed(notation: str) -> Any:
+    if values := _read_both_signs(notation):
         return values
-    enclosed = _enclosed(text)
+    enclosed = _enclosed(notation)
     if enclosed is None:
-        return _quantities(text)
+        return _quantities(notation)
     brackets, content = enclosed
     if _MATRIX.fullmatch(content):
         return read(content)
@@ -310,7 +310,7 @@ def _bracketed(text: str) -> Any:
         name = re.sub(r"\s*\\in\s*\\mathbb\{R\}$", "", name)
         if condition and is_name(name):
             return read(content[separators[0].end() :])
-        if text[0] == "{":  # group of LaTeX
+        if notation[0] == "{":  # group of LaTeX
             return read(content)
     parts = [part for part in split_outside(content, re.compile("[,;]"))[0] if part]
     if len(parts) == 1 and brackets == "()":
@@ -320,22 +320,22 @@ def _bracketed(text: str) -> Any:
     return Listing(brackets, tuple(map(read, parts)))
 
 
-def _quantities(text: str) -> Any:
+def _quantities(notation: str) -> Any:
     """Split a text into quantities by its words: ``2 hours 30 minutes`` are two. Words alone stay a text."""
-    text = re.sub(r"(?<=\d)\s*([€£¥])|([€£¥])\s*(?=\d)", _money, text)
-    text = re.sub(r"(?<=\d) ([mgslLhNJWVAKCF])$", r" \\text{\1}", text)
-    pieces = _WORDS.split(text)
+    notation = re.sub(r"(?<=\d)\s*([€£¥])|([€£¥])\s*(?=\d)", _money, notation)
+    notation = re.sub(r"(?<=\d) ([mgslLhNJWVAKCF])$", r" \\text{\1}", notation)
+    pieces = _WORDS.split(notation)
     unit_words = [words_in(without_text(piece)) for piece in pieces[1::2]]
     values = [piece.strip() for piece in pieces[::2]]
-    positions = [i for i, value in enumerate(values) if re.search(r"[\w\\]", value)]
+    positions = [number for number, value in enumerate(values) if re.search(r"[\w\\]", value)]
     if not unit_words or not positions or not NO_UNITS.isdisjoint(itertools.chain(*unit_words)):
-        return text
+        return notation
     units: dict[int, list[str]] = {position: [] for position in positions}
-    for i, words in enumerate(unit_words):
+    for number, words in enumerate(unit_words):
         # to the quantity before; what stands before the first one, to that
-        units[max((position for position in positions if position <= i), default=positions[0])] += (
-            words
-        )
+        units[
+            max((position for position in positions if position <= number), default=positions[0])
+        ] += words
     quantities = tuple(
         Quantity(values[position], tuple(words)) for position, words in units.items()
     )
@@ -348,6 +348,6 @@ def _money(match: re.Match[str]) -> str:
     return rf" \text{{{match[1] or match[2]}}} "
 
 
-def without_text(text: str) -> str:
+def without_text(notation: str) -> str:
     r"""Return the words of ``\text{…}`` as they are."""
-    return _TEXT.sub(r" \1", text)
+    return _TEXT.sub(r" \1", notation)

@@ -33,7 +33,7 @@ from lightppo.verifiers.sandbox.supervisor import (
 )
 from lightppo.verifiers.thinking import Thinking
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 _MOST_BYTES = 64 << 20
 
@@ -48,17 +48,19 @@ def code_reward(request: RewardRequest) -> CodeReward:
 
 
 def _verifier(request: RewardRequest) -> CodeVerifier:
-    options = request.config.verifier
-    if options.function_call_url is not None:
+    verifier_options = request.config.verifier
+    if verifier_options.function_call_url is not None:
         return FunctionCallVerifier(**request.options_of(FunctionCallVerifier))
     comparison = Comparison(**request.options_of(Comparison))
-    if options.sandbox_fusion_url is not None:
+    if verifier_options.sandbox_fusion_url is not None:
         return SandboxFusionVerifier(
             comparison=comparison, **request.options_of(SandboxFusionVerifier)
         )
     limits = SandboxLimits(**request.options_of(SandboxLimits))
-    pool = SandboxPool(limits=limits, **request.options_of(SandboxPool))
-    return SandboxVerifier(pool=pool, comparison=comparison, **request.options_of(SandboxVerifier))
+    sandbox_pool = SandboxPool(limits=limits, **request.options_of(SandboxPool))
+    return SandboxVerifier(
+        pool=sandbox_pool, comparison=comparison, **request.options_of(SandboxVerifier)
+    )
 
 
 class _Service:
@@ -68,20 +70,24 @@ class _Service:
     concurrency: int
     sleep: Callable[[float], None] | None
 
-    def _connect(self, flag: str, url: str, path: str, seconds: float, retries: int) -> None:
-        """Make the client; ``path`` is added to an address without one."""
-        parts = urlsplit(url)
-        url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-        options = {
-            "timeout": seconds + self.wait_seconds,
-            "max_bytes": _MOST_BYTES,
-            "sleep": self.sleep,
-        }
+    def _connect(
+        self, flag: str, url: str, default_path: str, seconds: float, retries: int
+    ) -> None:
+        """Make the client; ``default_path`` is added to an address without one."""
+        url_parts = urlsplit(url)
+        if url_parts.path in ("", "/"):
+            url = url_parts._replace(path=default_path).geturl()
         self._client = HTTPClient(
-            url, flag, retries=retries, max_concurrent=self.concurrency, **options
+            url,
+            flag,
+            retries=retries,
+            max_concurrent=self.concurrency,
+            timeout=seconds + self.wait_seconds,
+            max_bytes=_MOST_BYTES,
+            sleep=self.sleep,
         )
 
-    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], Answer]) -> Answer:
         try:
             return self._client.post("", request, read)
         except RequestError as error:
@@ -92,7 +98,7 @@ class _Service:
         self._client.close()
 
 
-def _caller(code: str, function: str, mark: str) -> str:
+def _caller(program: str, function: str, output_mark: str) -> str:
     """Return source that calls a function as the sandbox does. All that it prints is the value, behind the mark."""
     return f"""\
 import collections, importlib, json, site, sys
@@ -108,9 +114,9 @@ arguments = json.loads(sys.stdin.read())
 output, sys.stdout = sys.stdout, sys.stderr
 prelude = make_prelude()
 names = prelude | {{"__name__": "solution"}}
-exec(compile({code!r}, "<program>", "exec"), names)
+exec(compile({program!r}, "<program>", "exec"), names)
 value = find_function(names, {function!r}, prelude)(*arguments)
-print({mark!r} + json.dumps(value, default=plain_value), file=output, flush=True)
+print({output_mark!r} + json.dumps(value, default=plain_value), file=output, flush=True)
 """
 
 
@@ -129,10 +135,12 @@ class SandboxFusionVerifier(_Service):
 
     def __post_init__(self) -> None:
         self.concurrency = self.sandbox_fusion_max_concurrent
-        seconds = 2 * self.code_timeout
-        retries = self.sandbox_fusion_retries
         self._connect(
-            "--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries
+            "--sandbox_fusion_url",
+            self.sandbox_fusion_url,
+            "/run_code",
+            2 * self.code_timeout,
+            self.sandbox_fusion_retries,
         )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
@@ -142,26 +150,34 @@ class SandboxFusionVerifier(_Service):
                 f"tests that call {tests.function}() need --sandbox_fusion_language python"
             )
         verdict = CodeVerdict()
-        for case in tests.cases:
-            self._judge(code, tests.function, case, verdict)
+        for test_case in tests.cases:
+            self._judge(code, tests.function, test_case, verdict)
             if verdict.compile_error or (first_failure_ends and verdict.timeouts):
                 break
         return verdict
 
-    def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
-        mark = f"SANDBOX_FUSION_MARK{secrets.token_hex(8)}:"
-        source = code if function is None else _caller(code, function, mark)
-        program = {"code": source, "stdin": case.given, "language": self.sandbox_fusion_language}
+    def _judge(
+        self, code: str, function: str | None, test_case: CodeCase, verdict: CodeVerdict
+    ) -> None:
+        output_mark = f"SANDBOX_FUSION_MARK{secrets.token_hex(8)}:"
+        source = code if function is None else _caller(code, function, output_mark)
+        program = {
+            "code": source,
+            "stdin": test_case.program_input,
+            "language": self.sandbox_fusion_language,
+        }
         limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
         limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
         request = program | limits | {"files": {}, "fetch_files": []}
-        good, timeout, verdict.compile_error, stdout = self._ask(request, _read_run)
-        verdict.timeouts += timeout
+        ended_well, timed_out, verdict.compile_error, stdout = self._ask(request, _read_run)
+        verdict.timeouts += timed_out
         if function is None:
-            verdict.passed.append(good and self.comparison.printed(stdout, case))
+            verdict.passed.append(ended_well and self.comparison.printed(stdout, test_case))
         else:
-            answer = stdout.rpartition(mark)[2] if mark in stdout else ""
-            verdict.passed.append(good and self.comparison.returned(answer.strip(), case))
+            answer = stdout.rpartition(output_mark)[2] if output_mark in stdout else ""
+            verdict.passed.append(
+                ended_well and self.comparison.returned(answer.strip(), test_case)
+            )
 
 
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
@@ -174,23 +190,19 @@ def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
     """
     if answer["status"] not in ("Success", "Failed"):
         raise ValueError(f"status {answer['status']}: {answer.get('message')}")
-    compiled = answer.get("compile_result")
-    ran = answer.get("run_result")
-    steps = [step for step in (compiled, ran) if step is not None]
+    compilation = answer.get("compile_result")
+    execution = answer.get("run_result")
+    steps = [step for step in (compilation, execution) if step is not None]
     if not steps or any(step["status"] not in ("Finished", "TimeLimitExceeded") for step in steps):
         raise ValueError(f"neither finished nor timed out: {str(steps)[:200]}")
-    timeout = any(step["status"] == "TimeLimitExceeded" for step in steps)
+    timed_out = any(step["status"] == "TimeLimitExceeded" for step in steps)
     failed = any(step.get("return_code") != 0 for step in steps)
-    stdout, stderr = (str((ran or {}).get(name) or "") for name in ("stdout", "stderr"))
-    last = stderr.strip().rpartition("\n")[2].partition(":")[0]
-    if answer["status"] == "Success" and (timeout or failed or ran is None):
+    if answer["status"] == "Success" and (timed_out or failed or execution is None):
         raise ValueError("status Success for a program that did not end well")
-    return (
-        not timeout and not failed,
-        timeout,
-        failed and not timeout and (ran is None or last in _NOT_PYTHON),
-        stdout,
-    )
+    stdout, stderr = (str((execution or {}).get(name) or "") for name in ("stdout", "stderr"))
+    error = stderr.strip().rpartition("\n")[2].partition(":")[0]
+    is_invalid = failed and not timed_out and (execution is None or error in _NOT_PYTHON)
+    return not timed_out and not failed, timed_out, is_invalid, stdout
 
 
 _AREAL = {
@@ -210,7 +222,7 @@ class FunctionCallVerifier(_Service):
     function_call_max_concurrent: int = 64  # requests at a time
     # Tests per request where the first failure ends a program; otherwise each test is a request.
     function_call_batch_size: int = 1
-    function_call_memory_limit_mb: int = 1024  # rounded up to 256; 0: the service's own limit
+    function_call_memory_limit_mb: int = 0  # rounded up to 256; 0: the service's own limit
     function_call_retries: int = 3
     code_timeout: float = 6.0  # seconds per test
     sleep: Callable[[float], None] | None = None
@@ -230,22 +242,22 @@ class FunctionCallVerifier(_Service):
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Let the service judge the program on all tests; raise :class:`RewardError` if it gave no usable answer."""
         verdict = CodeVerdict()
-        size = self.function_call_batch_size if first_failure_ends else 1
-        for start in range(0, len(tests.cases), size):
-            cases = tests.cases[start : start + size]
+        batch_size = self.function_call_batch_size if first_failure_ends else 1
+        for start in range(0, len(tests.cases), batch_size):
+            test_cases = tests.cases[start : start + batch_size]
             request = _AREAL | {
-                "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
+                "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(test_cases)}",
                 "code": code,
                 "entryFunction": tests.function or "",
                 "testcases": [
-                    {"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()}
-                    for case in cases
+                    {"input": test_case.raw[0].strip(), "expectedOutput": test_case.raw[1].strip()}
+                    for test_case in test_cases
                 ],
                 "timeout": self.code_timeout,
                 "memory": -(-self.function_call_memory_limit_mb // 256) * 256,
             }
             passed, timed_out = self._ask(request, _read_verdict)
-            verdict.passed += [passed] * len(cases)
+            verdict.passed += [passed] * len(test_cases)
             verdict.timeouts += timed_out
             if first_failure_ends and not passed:
                 break
@@ -262,5 +274,7 @@ def _read_verdict(answer: dict[str, Any]) -> tuple[bool, bool]:
         if result.get("errorType") == "SystemError":
             raise ValueError(f"SystemError: {result.get('reason')}")
     reasons = [f"{result.get('errorType')} {result.get('reason')}".lower() for result in results]
-    timed_out = not passed and any("timeout" in text or "timed out" in text for text in reasons)
+    timed_out = not passed and any(
+        "timeout" in reason or "timed out" in reason for reason in reasons
+    )
     return passed, timed_out

@@ -14,12 +14,11 @@ from lightppo.rewards.reward_source import RewardSource, describe_sample, shown
 
 def status_check(
     config: PPOConfig, strategy: Ranks, source: RewardSource
-) -> Callable[[Sequence[Rollout]], None] | None:
-    """Return what looks at each scored batch of training, where the option asks for it."""
-    if not config.verifier.check_verifier_status:
-        return None
+) -> Callable[[Sequence[Rollout]], None]:
+    """Return the check of each scored batch of training."""
     minimum = config.verifier.reward_minimum
-    minimum = getattr(source, "minimum", None) if minimum is None else minimum
+    if minimum is None:
+        minimum = getattr(source, "minimum", None)
     if minimum is None:
         raise ConfigError(
             f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum"
@@ -37,18 +36,19 @@ def check_verifier_status(
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     above = sum(not score <= minimum for score in scores)  # NaN says nothing of a minimum
     counts = {"samples": len(rollouts), "scored": len(scores), "above": above}
-    total = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
-    if total["samples"] == 0 or total["above"] > 0:
+    totals = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
+    if totals["samples"] == 0 or totals["above"] > 0:
         return
-    problem = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
-    if total["scored"] == 0:
-        problem = f"none of the {total['samples']:g} samples has a score"
+    problem = f"every one of the {totals['scored']:g} scores is at the minimum of {minimum:g}"
+    if totals["scored"] == 0:
+        problem = f"none of the {totals['samples']:g} samples has a score"
     example = "this rank has no sample to show"
     if rollouts:
         i = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
-        label = shown(rollouts[i].prompt.label)
-        response = rollouts[i].response_text[-300:]
-        example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
+        rollout = rollouts[i]
+        label = shown(rollout.prompt.label)
+        ending = rollout.response_text[-300:]
+        example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollout.reward}, end {ending!r}"
     raise RewardError(
         f"--check_verifier_status: {problem} ({source_name}). Does the prompt ask for the form that it looks for, and "
         f"--label_key name the right column? For example: {example}"

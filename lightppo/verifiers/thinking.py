@@ -28,13 +28,12 @@ THINKING = (
 _OPENER, _CLOSER = THINKING[0]
 
 
-def after_thinking(text: str) -> str | None:
+def after_thinking(response: str) -> str | None:
     """Return what stands behind the last ``</think>``; ``None`` while the thinking goes on."""
-    start = text.rfind(_OPENER)
-    end = text.rfind(_CLOSER)
-    if start > end:
+    answer = response.rpartition(_CLOSER)[2]
+    if _OPENER in answer:
         return None
-    return text[end + len(_CLOSER) :] if end >= 0 else text
+    return answer
 
 
 class Thinking:
@@ -47,45 +46,47 @@ class Thinking:
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", None)
-        special = added.values() if isinstance(added, Mapping) else ()
-        self._special = [token.content for token in special if token.special and token.content]
+        added_tokens = added.values() if isinstance(added, Mapping) else ()
+        self._special_tokens = [
+            token.content for token in added_tokens if token.special and token.content
+        ]
 
     def shown(self, rollout: Rollout) -> str:
         """Return the response in the common form; it begins with ``<think>`` where the prompt opens the thinking."""
-        text = rollout.response_text
-        if (
-            rollout.turns is not None
-        ):  # an episode's text is that of its last turn, without thinking
-            return text
+        response = rollout.response_text
+        if rollout.turns is not None:  # of an episode: its last turn, without thinking
+            return response
         prompt = rollout.prompt.text.rstrip()
         opened = next((pair for pair in THINKING if prompt.endswith(pair[0])), None)
-        for pair in THINKING:
-            whole = text
-            if any(token in pair[0] for token in self._special):
-                whole = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=False)
-            if pair[0] in whole or (pair == opened and pair[1] in whole):
-                text = self._without_special(_marked(whole, *pair, is_open=pair == opened))
+        for opener, closer in THINKING:
+            is_open = (opener, closer) == opened
+            text = response
+            if any(token in opener for token in self._special_tokens):
+                text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=False)
+            if opener in text or (is_open and closer in text):
+                response = self._without_special(_in_common_form(text, opener, closer, is_open))
                 break
-        begins = opened is None or text.lstrip().startswith(_OPENER)
-        return text if begins else _OPENER + text
+        if opened and not response.lstrip().startswith(_OPENER):
+            return _OPENER + response
+        return response
 
     def _without_special(self, text: str) -> str:
-        for token in self._special:
+        for token in self._special_tokens:
             if token not in (_OPENER, _CLOSER):
                 text = text.replace(token, "")
         return text
 
 
-def _marked(text: str, opener: str, closer: str, is_open: bool) -> str:
-    is_open = is_open or closer in text.partition(opener)[0]  # the opening was left out
-    parts = []
-    while text:
-        piece, mark, text = text.partition(closer if is_open else opener)
-        parts.append(piece)
-        if mark:
-            parts.append(_CLOSER if is_open else _OPENER)
+def _in_common_form(response: str, opener: str, closer: str, is_open: bool) -> str:
+    is_open = is_open or closer in response.partition(opener)[0]  # the opening was left out
+    pieces = []
+    while response:
+        family_mark, common_mark = (closer, _CLOSER) if is_open else (opener, _OPENER)
+        piece, matched, response = response.partition(family_mark)
+        pieces.append(piece)
+        if matched:
+            pieces.append(common_mark)
             is_open = not is_open
-    whole = "".join(parts)
     if opener == CHANNELS[0]:
-        return CHANNEL_HEADER.sub("", whole)
-    return whole
+        return CHANNEL_HEADER.sub("", "".join(pieces))
+    return "".join(pieces)

@@ -232,7 +232,7 @@ def test_what_has_no_effect_and_what_is_missing(translate, capsys):
             "--gradient_accumulation_steps 8 --use_peft --lora_r 32 --eval_strategy epoch --max_length 4096 --packing",
             "sft",
             {"num_epochs": 2, "train_batch_size": 16, "lora_rank": 32, "lora_alpha": 32, "eval_dataset": "d"}
-            | {"eval_epochs": 1, "max_len": 4096, "packing_samples": True},
+            | {"max_len": 4096, "packing_samples": True},
         ),
         (
             "trl dpo --model_name_or_path m --dataset_name d --beta 0.2 --loss_type ipo --max_steps "
@@ -438,7 +438,7 @@ def test_what_cannot_be_translated(capsys, words, message):
         ("verl", "actor_rollout_ref.rollout.val_kwargs.do_sample", "False", "eval_temperature", 0),
         ("verl", "data.train_max_samples", "-1", "max_samples", None),
         ("verl", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "6", "max_turns", 6),
-        ("openrlhf", "no_advantage_std_norm", True, "adv_std_norm", False),
+        ("openrlhf", "no_advantage_std_norm", True, "adv_norm_by", ("mean=batch",)),
         ("openrlhf", "reward.clip_range", ["-5", "5"], "reward_clip_range", (-5, 5)),
         ("openrlhf", "disable_fast_tokenizer", True, "disable_fast_tokenizer", True),
         ("areal", "rw_type", "dense", "use_dense_reward", True),

@@ -231,10 +231,6 @@ REQUIRED = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_fn", "r.py"
             "--lr_warmup_ratio and --lr_warmup_steps both say how long",
         ),
         (
-            "ppo --critic_lr_warmup_ratio 0.1 --critic_lr_warmup_steps 5",
-            "--critic_lr_warmup_ratio and --critic_lr_warmup",
-        ),
-        (
             "ppo --seed 99999999999999999999",
             "--seed must be a whole number ≥0 <2^63, not '99999999999999999999'",
         ),

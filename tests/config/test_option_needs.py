@@ -66,7 +66,6 @@ def without_needs(one: Option) -> dict[str, Any]:
         "packing_samples!=False": {"packing_samples": False},
         "discounting": GROUP,
         "trained_scores": TEACHER,
-        "teacher_zero_stage=3": {"teacher_pretrain": "larger"},
         "whitening": RLOO,
         "clipping": {"policy_loss": "kl_cov"},
         "policy_loss=ppo|gspo": {"policy_loss": "cispo"},

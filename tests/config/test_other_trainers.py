@@ -84,7 +84,7 @@ def test_a_name_has_one_flag_of_its_own(title):
         ("actor_rollout_ref.rollout.n=8", "here --n_samples_per_prompt (verl)"),
         ("+algorithm.kl_ctrl.type=fixed", "here --kl_target for adaptive (verl)"),
         ("critic.optim.lr=1e-5", "here --critic_learning_rate (verl)"),
-        ("--critic.adam.weight_decay 0", "here --critic_l2 (OpenRLHF)"),
+        ("--critic.adam.weight_decay 0", "not here: the critic has the actor's --l2 (OpenRLHF)"),
         (
             "--agent_func_path a.py",
             "here --env openrlhf:FILE.py (docs/environments.md); a function",

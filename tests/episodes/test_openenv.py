@@ -225,7 +225,6 @@ def test_text_stays_text_where_the_action_wants_text(server):
 def test_tools_of_the_server_are_tools(server):
     environments = Environments(f"openenv:{server.start(CALL_TOOL).url}", timeout=60)
     assert server.sessions == {}  # that of the question for its tools has ended
-    assert not environments.has_step("openenv")
     echo, look = (tool["function"] for tool in environments.tools("openenv"))
     assert (echo["name"], echo["description"]) == ("echo", "Echo a message.")
     assert echo["parameters"]["required"] == ["message"]

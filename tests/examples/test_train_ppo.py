@@ -155,7 +155,7 @@ def test_bf16_zero3_reward_model_packed_grpo(assets, tmp_path, launcher):
         prompt_data=assets["prompts"],
         reward_pretrain=assets["reward_model"],
         normalize_reward=True,
-        reward_zero_stage=0,
+        ref_zero_stage=0,
         zero_stage=3,
         bf16=True,
         gradient_checkpointing=True,

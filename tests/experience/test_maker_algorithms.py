@@ -55,7 +55,6 @@ class TestGroups:
             "n_samples_per_prompt": 2,
             "adv_norm": True,
             "adv_norm_scope": "group",
-            "adv_norm_eps": 0.0,
         }
         rollouts = group(0.0, 2.0) + group(5.0, 9.0, index=1)
         (plain,) = maker(
@@ -65,8 +64,9 @@ class TestGroups:
         (got,) = maker(
             coef=0.0, critic=False, advantage_estimator="reinforce", **options
         ).make_experience_list(rollouts)
-        # every token of a group holds one of two numbers: (x - mean)/σ is ±1
-        assert got.advantages[:, 0] == approx([-1, 1, -1, 1])
+        # every token of a group holds one of two numbers: (x - mean)/(σ + 1e-5)
+        first, second = 1 / (1 + 1e-5), 2 / (2 + 1e-5)
+        assert got.advantages[:, 0] == approx([-first, first, -second, second])
 
     def test_without_the_standard_deviation_grpo_is_dr_grpo(self):
         options = {"coef": 0.0, "critic": False, "n_samples_per_prompt": 3}

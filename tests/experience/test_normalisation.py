@@ -146,7 +146,6 @@ RUN = {
         ({"reward_norm_by": ("std=group", "eps=0")}, "'eps=0' is none of"),
         ({"reward_norm_by": ("std=group", "eps=x")}, "'eps=x' is none of"),
         ({"adv_norm_by": ("mean=group",), "adv_norm": True}, r"--adv_norm_by takes the place of --adv_norm"),
-        ({"adv_norm_by": ("mean=group",), "adv_norm_eps": 1.0}, "--adv_norm_eps needs whitening"),
         ({"reward_norm_by": ("mean=group",), "advantage_estimator": "remax"}, "remax compares with scores"),
         ({"reward_norm_by": ("mean=group",), "use_dense_reward": True}, "--use_dense_reward of its tokens"),
         (
@@ -163,4 +162,4 @@ def test_what_is_refused(options, text):
 def test_a_resolved_config_stays_valid():
     resolved = PPOConfig.from_flat(RUN | {"adv_norm_by": ("mean=group", "std=batch")}).resolved()
     resolved.validate()
-    assert (resolved.algorithm.adv_norm, resolved.algorithm.adv_norm_eps) == (False, None)
+    assert resolved.algorithm.adv_norm is False

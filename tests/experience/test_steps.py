@@ -131,7 +131,3 @@ class TestDenseRewards:
             0.0,
             -0.125,
         ]
-
-    def test_none_without_the_flag(self):
-        rollouts, mask = self.batch()
-        assert shaper().token_scores(rollouts, mask) is None

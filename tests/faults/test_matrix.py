@@ -189,7 +189,6 @@ def vllm_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings
         limits = {
             "vllm_server_retries": 0,
             "vllm_server_timeout": 10,
-            "vllm_server_start_timeout": 10,
         }
         return engine | limits | {"vllm_server_sync": "disk", "vllm_server_sync_dir": str(tmp_path)}
 

@@ -367,14 +367,17 @@ def mlflow_points(client, run_id: str, metric: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in found)
 
 
-def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trackio, mlflow):
+def test_several_trackers_at_once_and_each_goes_on_after_a_resume(
+    tmp_path, monkeypatch, trackio, mlflow
+):
     """With real files of the three; a run that another one of the same name has overtaken keeps its own."""
     options = {
         "use_tensorboard": str(tmp_path / "tb"),
         "use_trackio": "maths",
         "use_mlflow": str(tmp_path / "mlruns"),
     }
-    options |= {"wandb_group": "sweep", "mlflow_experiment": "maths"}
+    options |= {"wandb_group": "sweep"}
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "maths")
     ids: dict[str, str] = {}
     for start, value in ((0, 0.5), (2, 0.25)):
         sinks = Sinks(tmp_path / "my_run", start_step=start, run_ids=ids, **options)
@@ -504,7 +507,7 @@ def test_mlflow_over_http_until_the_server_takes_nothing(mlflow, monkeypatch, ca
     server.reply = lambda path, body, n: ok(
         **(experiment if "experiments" in path else run if "runs/create" in path else {})
     )
-    config = LoggingConfig(use_mlflow=server.url, mlflow_experiment="mine")
+    config = LoggingConfig(use_mlflow=server.url)
     check_trackers(config)
     (sink,) = open_trackers(config, "one", {"seed": 1}, 0, {})
     sink.log(1, {"train/loss": 0.5, "eval/pass@4": 1.0})

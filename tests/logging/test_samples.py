@@ -13,7 +13,7 @@ from support.tiny import read_jsonl
 
 from lightppo.experience.experience import Experience
 from lightppo.logging.samples import (
-    SampleRecord,
+    Samples,
     TokenPieces,
     examined,
     with_overlong,
@@ -87,8 +87,8 @@ def test_a_piece_of_no_whole_character_waits_for_the_others():
     assert TokenPieces(decode)([98, 0xC3]) == ["b", "\ufffd"]
 
 
-def record(folder, count: int, group_size: int = 2, strategy=None) -> SampleRecord:
-    return SampleRecord(folder, count, group_size, strategy or FakeStrategy(), decode, torch.sub)
+def record(folder, count: int, group_size: int = 2, strategy=None) -> Samples:
+    return Samples(folder, count, group_size, strategy or FakeStrategy(), decode, torch.sub)
 
 
 def read(folder, step: int) -> list[dict]:
@@ -124,7 +124,7 @@ def test_whole_groups_of_the_ranks_in_turn(tmp_path, count, expected):
             samples.pick(
                 step, [*group(0), *group(1), *group(2)] if strategy.rank == 0 else group(3), []
             )
-            samples.write(step)
+            samples.on_step_end(None, step, {})
             assert strategy.collectives == before + 1
 
     on_ranks(2, run)
@@ -134,7 +134,7 @@ def test_whole_groups_of_the_ranks_in_turn(tmp_path, count, expected):
 def test_none_are_kept_without_a_count(tmp_path):
     samples, strategy = record(tmp_path / "none", 0), FakeStrategy()
     samples.pick(1, group(0), [])
-    samples.write(1)
+    samples.on_step_end(None, 1, {})
     assert (strategy.collectives, (tmp_path / "none").exists()) == (0, False)
 
 
@@ -156,8 +156,10 @@ def test_numbers_per_token_come_from_the_rows_and_the_passes(tmp_path):
     # three epochs, in an order of their own
     for log_prob, entropy in ((-1.5, 0.75), (-9.0, 9.0), (-1.25, 0.5)):
         part = Experience.collate([items[2], items[1], items[0]])
-        samples.observe(part, torch.full((3, 2), log_prob), torch.full((3, 2), entropy))
-    samples.write(1)
+        samples.on_micro_batch(
+            None, part, torch.full((3, 2), log_prob), torch.full((3, 2), entropy)
+        )
+    samples.on_step_end(None, 1, {})
     first, second = read(tmp_path, 1)
     assert torch.equal(items[0].advantages, before)
     assert first["tokens"] == {
@@ -171,7 +173,7 @@ def test_numbers_per_token_come_from_the_rows_and_the_passes(tmp_path):
         "answer 1",
     )
     samples.pick(2, rollouts, items)
-    samples.write(2)  # nothing of the step before is left
+    samples.on_step_end(None, 2, {})  # nothing of the step before is left
     assert "entropy" not in read(tmp_path, 2)[0]["tokens"]
 
 
@@ -181,9 +183,9 @@ def test_what_a_full_buffer_dropped_or_a_step_left_out_has_its_text(tmp_path):
     items.advantages = torch.arange(8.0).view(4, 2)
     samples = record(tmp_path, 4)
     samples.pick(1, rollouts, items.split()[1:])  # --buffer_limit 3
-    samples.write(1)
+    samples.on_step_end(None, 1, {})
     found = [row["tokens"].get("advantage") for row in read(tmp_path, 1)]
     assert found == [None, [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     samples.pick(2, rollouts, [])  # not finite
-    samples.write(2)
+    samples.on_step_end(None, 2, {})
     assert [list(row["tokens"]) for row in read(tmp_path, 2)] == [["text"]] * 4

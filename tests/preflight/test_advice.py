@@ -27,7 +27,6 @@ GROUP = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2}
         ({"bf16": True}, 1, []),
         ({"fp16": True}, 1, []),
         ({"adam_offload": True}, 1, []),
-        ({"adam_offload": True, "critic_adam_offload": False}, 1, ["critic"]),
         ({"overlap_comm": True}, 1, []),
     ],
     ids=str,

@@ -28,10 +28,14 @@ TARGETS = Path(__file__).parents[1] / "support" / "fixtures" / "runner_targets.p
 Behave = Callable[..., list[Any]]
 
 
+def servers() -> list[psutil.Process]:
+    """The servers of all pools."""
+    return [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
+
+
 def workers() -> set[int]:
     """Process ids of the workers of all pools: the children of their servers."""
-    servers = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
-    return {worker.pid for server in servers for worker in server.children()}
+    return {worker.pid for server in servers() for worker in server.children()}
 
 
 def ended(pid: int, within: float = 60.0) -> bool:
@@ -145,6 +149,34 @@ def test_an_idle_worker_that_dies_is_replaced(behave: Behave) -> None:
         os.kill(pid, signal.SIGKILL)
     assert [outcome.value for outcome in behave("ok", "ok")] == [0.5, 0.5]
     assert not {outcome.value for outcome in behave("pid", "pid")} & gone
+
+
+def test_a_server_that_dies_is_replaced(behave: Behave) -> None:
+    behave("ok")
+    gone = workers()
+    for server in servers():
+        os.kill(server.pid, signal.SIGKILL)
+    assert all(ended(pid) for pid in gone)
+    assert [outcome.value for outcome in behave("ok", "ok")] == [0.5, 0.5]
+
+
+def test_workers_have_random_numbers_of_their_own(behave: Behave) -> None:
+    numbers = {}
+    for _ in range(60):
+        for outcome in behave("random", "random"):
+            numbers.setdefault(outcome.value[0], outcome.value[1:])
+        if len(numbers) == 2:
+            break
+    first, second = numbers.values()
+    assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_prints_of_a_function(quiet: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(KillablePool(f"{TARGETS}:behave", workers=1, timeout=60.0, quiet=quiet)) as pool:
+        pool.run([UserCall(("print",))])
+    out, err = capfd.readouterr()
+    assert (out, err) == ("" if quiet else "said by a worker\n", "")
 
 
 def test_threads_share_a_pool(behave: Behave) -> None:

@@ -33,8 +33,7 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
-from lightppo.distributed.averaging import average_into
-from lightppo.distributed.deepspeed import StepOutcome
+from lightppo.distributed.deepspeed import StepOutcome, average_into
 from lightppo.experience import token_weights
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
@@ -184,7 +183,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
         monkeypatch.setattr(token_weights, "_ENTROPY_SAMPLE", 2)
-    record = next(callback.record for callback in run.callbacks if isinstance(callback, Samples))
+    record = next(callback for callback in run.callbacks if isinstance(callback, Samples))
     for step in (1, 2):  # the first one also tries what a model can do
         run.replay_buffer.clear()
         before = run.strategy.far.waits.total()
@@ -194,7 +193,7 @@ def test_the_host_does_not_wait_between_micro_batches(
         run.experience_maker.normalize(run.replay_buffer, run.actor_loss_fn, step)
         record.pick(step, samples(), run.replay_buffer.items)
         status = run.ppo_train(step)
-        record.write(step)
+        record.on_step_end(None, step, {})
     assert run.strategy.between[-1] == {}
     assert making <= 15, making  # whatever the number of micro batches
     assert all(isinstance(value, float | int) for value in status.values())

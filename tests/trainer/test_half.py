@@ -16,7 +16,7 @@ from support.tiny import read_jsonl, save_causal_lm, save_reward_model, sums, wr
 SCRIPT = Path(__file__).parent / "ranks" / "half.py"
 LORA = {"lora_rank": 4, "lora_alpha": 32.0}
 QLORA = LORA | {"load_in_4bit": True}
-OFFLOADED = {"adam_offload": True, "critic_adam_offload": True}
+OFFLOADED = {"adam_offload": True}
 SCORED = {"reward_pretrain": "reward_model", "critic_pretrain": "model"}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo QLoRA ZeRO 3, reward model": ("ppo", {"zero_stage": 3, **SCORED, **QLORA}),

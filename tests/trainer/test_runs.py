@@ -233,10 +233,10 @@ def test_two_ranks_at_zero3(assets, teacher, taught, tmp_path, more):
         "advantage_estimator": "on_policy_distill", "init_kl_coef": 0.0, "zero_stage": 3, "lora_rank": 4,
         "prompt_max_len": 12, "generate_max_len": 5, "rollout_batch_size": 4, "train_batch_size": 4,
         "micro_train_batch_size": 1, "actor_learning_rate": 1e-2, "benchmark_steps": 2, "num_examine": 0,
-        "teacher_zero_stage": 3, "save_path": tmp_path / "two", **more,
+        "save_path": tmp_path / "two", **more,
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
-    run_ranks(REPO / "examples" / "train_ppo.py", *words, "--teacher_offload", timeout=300)
+    run_ranks(REPO / "examples" / "train_ppo.py", *words, "--ref_offload", timeout=300)
     alone = rows_after(taught("one", lora_rank=4, benchmark_steps=2, **more))
     for one, other in zip(alone, rows_of(tmp_path / "two"), strict=True):
         assert_close(one, other, abs=2e-4, rel=2e-3)

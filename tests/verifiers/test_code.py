@@ -96,7 +96,7 @@ def test_last_program(response, program):
 def test_forms_of_rows(prompt):
     tests = find_tests(prompt)
     assert tests.function is None
-    assert [(case.given, case.expected) for case in tests.cases] == list(
+    assert [(case.program_input, case.expected) for case in tests.cases] == list(
         zip(ADD["inputs"], ADD["outputs"])
     )
 
@@ -108,7 +108,7 @@ def test_no_function_name_means_standard_input(function):
 
 def test_lines_of_standard_input_may_be_a_list():
     case = find_tests(make_prompt({"inputs": [["1", "2"]], "outputs": [["3", 4]]})).cases[0]
-    assert (case.given, case.expected) == ("1\n2", "3\n4")
+    assert (case.program_input, case.expected) == ("1\n2", "3\n4")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_lines_of_standard_input_may_be_a_list():
 def test_calls(given, expected, arguments, values):
     tests = find_tests(make_prompt({"fn_name": "f", "inputs": [given], "outputs": [expected]}))
     assert tests.function == "f"
-    assert json.loads(tests.cases[0].given) == arguments
+    assert json.loads(tests.cases[0].program_input) == arguments
     assert tests.cases[0].expected == values
 
 

@@ -49,9 +49,9 @@ class SandboxLimits:
     code_max_processes: int = 16  # processes and threads
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for limit_name, value in asdict(self).items():
             if not 0 < value < math.inf:
-                raise ValueError(f"--{name} must be a number > 0, got {value}")
+                raise ValueError(f"--{limit_name} must be a number > 0, got {value}")
         if self.code_memory_limit_mb < 128:
             raise ValueError(
                 f"--code_memory_limit_mb {self.code_memory_limit_mb}: Python itself needs 128"
@@ -147,10 +147,8 @@ _SPARE_FORKS = 4  # ours, which the limit counts too
 
 def _short_folder() -> str:
     """Return where there is room for a socket's path, which has at most 107 bytes: TMPDIR may be long."""
-    return min(
-        (path for path in (tempfile.gettempdir(), "/tmp", "/dev/shm") if os.access(path, os.W_OK)),
-        key=len,
-    )
+    folders = (tempfile.gettempdir(), "/tmp", "/dev/shm")
+    return min((folder for folder in folders if os.access(folder, os.W_OK)), key=len)
 
 
 class Sandbox:
@@ -183,8 +181,8 @@ class Sandbox:
         options = ["-P", "-s", "-S", "-B", "-c"]
         folder = os.path.realpath(Path(__file__).parent)
         command = [sys.executable, *options, self.STARTER, folder, json.dumps(orders)]
-        self._socket, theirs = socket.socketpair()
-        streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._errors}
+        self._socket, inner_socket = socket.socketpair()
+        streams = {"stdin": inner_socket, "stdout": subprocess.DEVNULL, "stderr": self._errors}
         try:
             self._process = subprocess.Popen(
                 command, **streams, env=_environment(), cwd="/", start_new_session=True
@@ -193,7 +191,7 @@ class Sandbox:
             self._socket.close()
             raise SandboxError(f"no process could be started: {error}") from None
         finally:
-            theirs.close()
+            inner_socket.close()
         self.pid = self._process.pid
         answer = self._exchange(None, _START_SECONDS)
         self.layers = answer["layers"]
@@ -220,13 +218,22 @@ class Sandbox:
             total_seconds: time limit of all calls together; default: each may take its full time.
             output_bytes: limit on what is printed and on what is answered, below ``code_output_limit_mb``.
         """
-        seconds = self.limits.code_timeout if seconds is None else seconds
-        total = seconds * (1 + len(calls)) if total_seconds is None else total_seconds
+        if seconds is None:
+            seconds = self.limits.code_timeout
+        if total_seconds is None:
+            total_seconds = seconds * (1 + len(calls))
         if self._process is None:
             self.start()
-        request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
-        own_limits = {"seconds": seconds, "total_seconds": total, "output_bytes": output_bytes}
-        report = self._exchange(request | own_limits, total + self.GRACE_SECONDS)
+        request = {
+            "code": code,
+            "stdin": stdin,
+            "function": function,
+            "calls": list(calls),
+            "seconds": seconds,
+            "total_seconds": total_seconds,
+            "output_bytes": output_bytes,
+        }
+        report = self._exchange(request, total_seconds + self.GRACE_SECONDS)
         # What is behind the last line break is no whole answer.
         report["answers"] = report["answers"].split("\n", 1 + len(calls))[:-1]
         return ProgramRun(**report)
@@ -235,50 +242,49 @@ class Sandbox:
         """Find out by trying which of :data:`PROTECTIONS` hold."""
 
         def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
-            done = self.run(
+            program_run = self.run(
                 _ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS
             )
-            return done.ended, json.loads(done.answers[1]).get("value") if len(
-                done.answers
-            ) == 2 else None
+            if len(program_run.answers) < 2:
+                return program_run.ended, None
+            return program_run.ended, json.loads(program_run.answers[1]).get("value")
 
+        prefix = "lightppo-probe-"
         with (
-            tempfile.TemporaryDirectory(prefix="lightppo-probe-") as folder,
-            tempfile.TemporaryDirectory(
-                prefix="lightppo-probe-", dir=_short_folder()
-            ) as short_folder,
+            tempfile.TemporaryDirectory(prefix=prefix) as folder,
+            tempfile.TemporaryDirectory(prefix=prefix, dir=_short_folder()) as short_folder,
             socket.create_server(("127.0.0.1", 0)) as server,
             socket.socket(socket.AF_UNIX) as abstract,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         ):
-            file = Path(folder, "secret")
-            name = f"lightppo-probe-{secrets.token_hex(8)}"
-            file.write_text("secret")
-            file.chmod(0o666)
-            file.parent.chmod(0o777)
-            abstract.bind("\0" + name)
+            secret_file = Path(folder, "secret")
+            secret_file.write_text("secret")
+            secret_file.chmod(0o666)
+            secret_file.parent.chmod(0o777)
+            abstract_name = prefix + secrets.token_hex(8)
+            abstract.bind("\0" + abstract_name)
             abstract.listen()
-            datagrams.bind(f"{short_folder}/socket")
-            for path in (short_folder, datagrams.getsockname()):
-                os.chmod(path, 0o777)
+            datagram_path = f"{short_folder}/socket"
+            datagrams.bind(datagram_path)
+            for public_path in (short_folder, datagram_path):
+                os.chmod(public_path, 0o777)
             port = server.getsockname()[1]
-            memory_mb = self.limits.code_memory_limit_mb
-            targets = (port, name, datagrams.getsockname(), str(file))
-            _, done = attempt("attack", *targets, os.getpid(), memory_mb)
-        if not isinstance(done, dict):
+            targets = (port, abstract_name, datagram_path, str(secret_file), os.getpid())
+            _, openings = attempt("attack", *targets, self.limits.code_memory_limit_mb)
+        if not isinstance(openings, dict):
             return set()
-        most = self.limits.code_max_processes + _SPARE_FORKS
-        ended, forked = attempt("fork", most)
-        open_doors = {
-            "network": done["network"],
-            "files": done["files"],
-            "environment": done["environment"]
-            or not {*_environment(), "LC_CTYPE", "PWD"}.issuperset(done["names"]),
-            "processes": (done["processes"] and not self.own_processes) or done["tracing"],
-            "forks": ended != "processes" and not (isinstance(forked, int) and forked <= most),
-            "memory": done["memory"],
+        most_forks = self.limits.code_max_processes + _SPARE_FORKS
+        ended, forks = attempt("fork", most_forks)
+        foreign_names = {*openings["names"]} - {*_environment(), "LC_CTYPE", "PWD"}
+        is_open = {
+            "network": openings["network"],
+            "files": openings["files"],
+            "environment": openings["environment"] or foreign_names,
+            "processes": (openings["processes"] and not self.own_processes) or openings["tracing"],
+            "forks": ended != "processes" and not (isinstance(forks, int) and forks <= most_forks),
+            "memory": openings["memory"],
         }
-        return {name for name in PROTECTIONS if not open_doors[name]}
+        return {protection for protection in PROTECTIONS if not is_open[protection]}
 
     def close(self) -> None:
         """End the process and everything in it."""
@@ -301,21 +307,21 @@ class Sandbox:
         """Send a request, if any, and return the report. Any failure ends the process."""
         deadline = time.monotonic() + seconds
         # printed bytes grow at most sixfold as JSON
-        most = (12 * self.limits.code_output_limit_mb + 1) << 20
-        data = bytearray()
+        most_bytes = (12 * self.limits.code_output_limit_mb + 1) << 20
+        answer = bytearray()
         try:
             if request is not None:
                 self._socket.settimeout(seconds)
                 self._socket.sendall(json.dumps(request).encode() + b"\n")
-            while not data.endswith(b"\n"):
+            while not answer.endswith(b"\n"):
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                part = self._socket.recv(1 << 20)
-                data += part
-                if not part:
+                received = self._socket.recv(1 << 20)
+                answer += received
+                if not received:
                     raise ConnectionError("no answer")
-                if len(data) > most:
-                    raise ValueError(f"it is longer than {most} bytes")
-            report = json.loads(data)
+                if len(answer) > most_bytes:
+                    raise ValueError(f"it is longer than {most_bytes} bytes")
+            report = json.loads(answer)
             problem = report.get("reason")
         except TimeoutError:
             problem = "the sandbox process did not answer in time"
@@ -330,13 +336,17 @@ class Sandbox:
 
     def _last_words(self) -> str:
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 500))
-        text = " ".join(self._errors.read().decode(errors="replace").split())
-        return f": {text}" if text else ""
+        words = self._errors.read().decode(errors="replace").split()
+        if not words:
+            return ""
+        return f": {' '.join(words)}"
 
 
 def _environment() -> dict[str, str]:
     libraries = os.environ.get("LD_LIBRARY_PATH")  # the interpreter may not start without them
-    return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
+    if not libraries:
+        return _ENVIRONMENT
+    return _ENVIRONMENT | {"LD_LIBRARY_PATH": libraries}
 
 
 class SandboxPool(contextlib.AbstractContextManager):
@@ -364,37 +374,35 @@ class SandboxPool(contextlib.AbstractContextManager):
             raise ValueError(f"--code_processes must be at least 1, got {code_processes}")
         if sys.platform != "linux":
             raise SandboxRefusedError("code can be run on Linux only; use --sandbox_fusion_url")
-        first, self.protections = self._first(isolations, allow_unsafe_code_execution)
-        self.isolation = first.isolation
-        self.layers = first.layers
-        self.sandboxes = [first]
+        sandbox, self.protections = self._strongest(isolations, allow_unsafe_code_execution)
+        self.isolation = sandbox.isolation
+        self.layers = sandbox.layers
+        self.sandboxes = [sandbox]
         self._close = closer_of(self, self.sandboxes)
         while len(self.sandboxes) < self.size:
             self.sandboxes.append(Sandbox(self.isolation, self.limits))
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         for sandbox in self.sandboxes:
             self._idle.put(sandbox)
-        missing = [name for name in PROTECTIONS if name not in self.protections]
+        missing = [protection for protection in PROTECTIONS if protection not in self.protections]
         level = logging.WARNING if missing else logging.INFO
-        logger.log(
-            level,
-            "code sandbox: %s; not kept out: %s",
-            ", ".join(self.layers) or "none",
-            missing or "nothing",
-        )
+        layers = ", ".join(self.layers) or "none"
+        text = "code sandbox: %s; not kept out: %s"
+        logger.log(level, text, layers, missing or "nothing")
 
-    def _first(self, isolations: Sequence[str], allow_unsafe: bool) -> tuple[Sandbox, set[str]]:
+    def _strongest(self, isolations: Sequence[str], allow_unsafe: bool) -> tuple[Sandbox, set[str]]:
+        """Start a sandbox with the first isolation that holds; return also what it keeps out."""
         reasons = []
         for isolation in [*isolations, *["none"] * allow_unsafe]:
             try:
                 sandbox = Sandbox(isolation, self.limits)
-                held = sandbox.attack()
+                protections = sandbox.attack()
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error}")
                 continue
-            missing = [name for name in PROTECTIONS if name not in held]
+            missing = [protection for protection in PROTECTIONS if protection not in protections]
             if not missing or isolation == "none":
-                return sandbox, held
+                return sandbox, protections
             sandbox.close()
             reasons.append(f"{isolation}: does not protect {', '.join(missing)}")
         raise SandboxRefusedError(

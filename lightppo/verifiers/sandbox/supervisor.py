@@ -89,32 +89,35 @@ def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in file}
     loaded = {os.path.dirname(path) for path in mapped if path.startswith("/") and ".so" in path}
-    wanted = [*_SYSTEM, *sys.path, *site_packages, os.path.join(sys.base_prefix, "lib"), *loaded]
-    there = [os.path.abspath(path) for path in wanted if os.path.exists(path)]
-    real = {os.path.realpath(path) for path in there}
-    readable = sorted(
-        path for path in real if not any(path.startswith(other + "/") for other in real)
-    )
-    links = {path: os.readlink(path) for path in there if os.path.islink(path)}
-    return readable, {
-        place: links[place]
-        for place in links
-        if not place.startswith(tuple(f"{p}/" for p in readable))
+    needed = [*_SYSTEM, *sys.path, *site_packages, os.path.join(sys.base_prefix, "lib"), *loaded]
+    paths = [os.path.abspath(path) for path in needed if os.path.exists(path)]
+    real_paths = {os.path.realpath(path) for path in paths}
+    folders = tuple(f"{path}/" for path in real_paths)
+    readable = sorted(path for path in real_paths if not path.startswith(folders))
+    links = {
+        path: os.readlink(path)
+        for path in paths
+        if os.path.islink(path) and not path.startswith(folders)
     }
+    return readable, links
 
 
 def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
     command = [orders["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1",
                "--uid", str(walls.INNER_ID), "--gid", str(walls.INNER_ID), "--proc", "/proc"]  # fmt: skip
     interpreter = os.path.realpath(sys.executable)
-    for path in [*orders["readable"], interpreter, os.path.dirname(os.path.realpath(__file__))]:
-        command += ["--ro-bind", path, path]
+    for readable_path in [
+        *orders["readable"],
+        interpreter,
+        os.path.dirname(os.path.realpath(__file__)),
+    ]:
+        command += ["--ro-bind", readable_path, readable_path]
     for device in filter(os.path.exists, walls.DEVICES):
         command += ["--dev-bind", device, device]
-    for place, target in orders["links"].items():
-        command += ["--symlink", target, place]
-    again = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders)]
-    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *again]
+    for link, target in orders["links"].items():
+        command += ["--symlink", target, link]
+    inner_command = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders)]
+    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *inner_command]
 
 
 # Serve
@@ -149,10 +152,10 @@ def _send(message: dict[str, Any]) -> None:
     _write_all(_TRAINER, json.dumps(message).encode() + b"\n")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+def _write_all(descriptor: int, content: bytes) -> None:
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 # Watch
@@ -170,17 +173,17 @@ class _Watch:
     def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
         self._request = request
         self._walls = wall
-        self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
-        self._most = min(
-            wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize
-        )
+        self._output = {stream_name: bytearray() for stream_name in ("stdout", "stderr", "answers")}
+        self._most_bytes = wall.limits["code_output_limit_mb"] * _MEBIBYTE
+        if request["output_bytes"]:
+            self._most_bytes = min(self._most_bytes, request["output_bytes"])
         # How many lines may begin a call with its own time. The program could write more lines.
         self._marks = 1 if request["function"] is None else 2 + len(request["calls"])
         self._begun = False
         self._ended = ""
         wall.prepare()
         self._start = self._since = time.monotonic()  # of the program, and of its present call
-        pipes = {name: os.pipe() for name in self._output}
+        pipes = {stream_name: os.pipe() for stream_name in self._output}
         stdin = _as_file(request["stdin"])
         self._process = os.fork()
         if self._process == 0:
@@ -201,7 +204,7 @@ class _Watch:
         for reader, writer in pipes.values():
             os.close(writer)
             os.set_blocking(reader, False)
-        self._readers = {reader: name for name, (reader, _) in pipes.items()}
+        self._readers = {reader: stream_name for stream_name, (reader, _) in pipes.items()}
 
     def report(self) -> dict[str, Any]:
         """Wait for the program's end, kill what is left of it, and report."""
@@ -209,41 +212,41 @@ class _Watch:
         self._watch(process)
         os.close(process)
         seconds = time.monotonic() - self._start
-        code = os.waitstatus_to_exitcode(self._walls.kill(self._process, _REAP_SECONDS))
+        exit_code = os.waitstatus_to_exitcode(self._walls.kill(self._process, _REAP_SECONDS))
         for reader in self._readers:  # the last output
-            left = self._most // _READ_BYTES + 2
-            while left and self._read(reader) and select.select([reader], [], [], 0)[0]:
-                left -= 1
+            for _ in range(self._most_bytes // _READ_BYTES + 2):
+                if not self._read(reader) or not select.select([reader], [], [], 0)[0]:
+                    break
             os.close(reader)
-        text = {name: data.decode(errors="replace") for name, data in self._output.items()}
+        output_texts = {
+            stream_name: output.decode(errors="replace")
+            for stream_name, output in self._output.items()
+        }
         if not self._begun:
-            why = text["answers"] or "its process ended before it began"
-            return {"reason": f"the sandbox could not start the program: {why}"}
-        text["answers"] = text["answers"].removeprefix(_BEGUN)
-        return {
-            "ended": self._ended or ("exit" if code >= 0 else "signal"),
-            "code": code,
-            "seconds": seconds,
-        } | text
+            reason = output_texts["answers"] or "its process ended before it began"
+            return {"reason": f"the sandbox could not start the program: {reason}"}
+        output_texts["answers"] = output_texts["answers"].removeprefix(_BEGUN)
+        ending = self._ended or ("exit" if exit_code >= 0 else "signal")
+        return {"ended": ending, "code": exit_code, "seconds": seconds} | output_texts
 
     def _watch(self, process: int) -> None:
         poller = select.poll()
         for descriptor in (process, *self._readers):
             poller.register(descriptor, select.POLLIN)
         poller.register(_TRAINER, 0)  # hang-ups are always reported
-        looked = self._start
+        last_look = self._start
         while not self._ended:
             now = time.monotonic()
-            end = self._start + _BEGIN_SECONDS
+            deadline = self._start + _BEGIN_SECONDS
             if self._begun:
-                end = min(
+                deadline = min(
                     self._since + self._request["seconds"],
                     self._start + self._request["total_seconds"],
                 )
-            if now >= end:
+            if now >= deadline:
                 self._ended = "timeout"
                 return
-            for descriptor, event in poller.poll(1000 * min(_TICK, max(end - now, 0.001))):
+            for descriptor, event in poller.poll(1000 * min(_TICK, max(deadline - now, 0.001))):
                 if descriptor == process:
                     return
                 if descriptor == _TRAINER and event & select.POLLHUP:  # the trainer is gone
@@ -251,35 +254,38 @@ class _Watch:
                     os._exit(0)
                 if descriptor in self._readers and not self._read(descriptor):
                     poller.unregister(descriptor)
-            if now - looked >= _TICK:
-                looked = now
+            if now - last_look >= _TICK:
+                last_look = now
                 self._ended = self._ended or self._walls.excess(self._process)
 
     def _read(self, reader: int) -> bool:
         """Take what has arrived; False at the end of the pipe."""
         try:
-            data = os.read(reader, _READ_BYTES)
+            received = os.read(reader, _READ_BYTES)
         except BlockingIOError:
             return True
-        name = self._readers[reader]
-        output = self._output[name]
-        if len(output) + len(data) > self._most and name != "stderr":
+        stream_name = self._readers[reader]
+        output = self._output[stream_name]
+        most_bytes = self._most_bytes
+        if stream_name == "stderr":
+            most_bytes = _SHOWN_BYTES
+        elif len(output) + len(received) > most_bytes:
             self._ended = "output"
-        output += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(output)]
+        output += received[: most_bytes - len(output)]
         # A line ends a call, and the next call has its own time.
-        if name == "answers" and b"\n" in data and self._marks > 0:
+        if stream_name == "answers" and b"\n" in received and self._marks > 0:
             self._since = time.monotonic()
-            self._marks = self._marks - data.count(b"\n")
+            self._marks -= received.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
                 self._start = self._since
                 self._begun = True
-        return bool(data)
+        return bool(received)
 
 
-def _as_file(text: str) -> int:
+def _as_file(content: str) -> int:
     """Return standard input as an unlinked, read-only file in memory."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    _write_all(descriptor, text.encode("utf-8", "surrogatepass"))
+    _write_all(descriptor, content.encode("utf-8", "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -288,10 +294,10 @@ def _as_file(text: str) -> int:
 
 def _place_descriptors(descriptors: list[int]) -> None:
     """Make these descriptors 0, 1, 2, … and close all others."""
-    high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
-    for i, descriptor in enumerate(high):
+    copies = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
+    for i, descriptor in enumerate(copies):
         os.dup2(descriptor, i)
-    os.closerange(len(high), 1 << 16)
+    os.closerange(len(copies), 1 << 16)
 
 
 # The program: a fork gives up its rights, runs the code, and ends. Nothing it says is trusted.
@@ -311,15 +317,16 @@ def make_prelude() -> dict[str, Any]:
     """Return the names that every program starts with."""
     site.setquit()  # exit() and quit(), which the interpreter has only with site-packages
     names: dict[str, Any] = {}
-    for name in PRELUDE_MODULES:
-        module = importlib.import_module(name)
-        public = getattr(module, "__all__", None) or [
-            key for key in vars(module) if not key.startswith("_")
+    for module_name in PRELUDE_MODULES:
+        module = importlib.import_module(module_name)
+        public_names = getattr(module, "__all__", None) or [
+            name for name in vars(module) if not name.startswith("_")
         ]
-        names.update({key: getattr(module, key) for key in public})
-    return names | {
-        name: sys.modules[name] for name in PRELUDE_MODULES if name not in ("builtins", "typing")
-    }
+        names.update({name: getattr(module, name) for name in public_names})
+    for module_name in PRELUDE_MODULES:
+        if module_name not in ("builtins", "typing"):
+            names[module_name] = sys.modules[module_name]
+    return names
 
 
 def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.Walls) -> int:
@@ -346,19 +353,20 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
         # Other errors than SyntaxError are null bytes, surrogates, and code that is too deep or too large.
         _answer({"compile_error": _described(error)})
         return 1
-    name = "__main__" if request["function"] is None else "solution"
-    module = sys.modules[name] = types.ModuleType(name)
+    module_name = "__main__" if request["function"] is None else "solution"
+    module = sys.modules[module_name] = types.ModuleType(module_name)
     streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr, "argv": sys.argv}
-    vars(module).update(prelude | streams | {"__name__": name, "__file__": "program.py"})
+    vars(module).update(prelude | streams | {"__name__": module_name, "__file__": "program.py"})
     if request["function"] is None:
         return _run_script(compiled, vars(module))
     return _run_calls(compiled, vars(module), request["function"], request["calls"], prelude)
 
 
 def _set_limits(limits: dict[str, Any], seconds: float) -> None:
-    values = dict.fromkeys(
-        (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0
-    ) | {
+    limits_by_resource = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
         # The limit on the wall clock comes first, unless several threads run.
         resource.RLIMIT_CPU: int(seconds) + 2,
         resource.RLIMIT_FSIZE: limits["code_file_limit_mb"] * _MEBIBYTE,
@@ -367,26 +375,28 @@ def _set_limits(limits: dict[str, Any], seconds: float) -> None:
         resource.RLIMIT_STACK: _STACK_BYTES,
         resource.RLIMIT_AS: limits["code_memory_limit_mb"] * _MEBIBYTE,
     }
-    for kind, value in values.items():
-        _, most = resource.getrlimit(kind)
-        if most != resource.RLIM_INFINITY:  # an outer limit may be lower
-            value = min(value, most)
-        resource.setrlimit(kind, (value, value))
+    for resource_kind, limit in limits_by_resource.items():
+        _, outer_limit = resource.getrlimit(resource_kind)
+        if outer_limit != resource.RLIM_INFINITY:
+            limit = min(limit, outer_limit)
+        resource.setrlimit(resource_kind, (limit, limit))
 
 
 def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> IO[str]:
     return open(descriptor, mode, buffering, encoding="utf-8", errors=errors, closefd=False)
 
 
-def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
+def _run_script(compiled: types.CodeType, program_names: dict[str, Any]) -> int:
     """Run the code as ``python program.py`` would."""
     status = 0
     try:
-        exec(compiled, names)
+        exec(compiled, program_names)
     except SystemExit as end:
-        status = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
-        if status and not isinstance(end.code, int):
+        if isinstance(end.code, int):
+            status = end.code & 0xFF
+        elif end.code is not None:
             print(end.code, file=sys.stderr)
+            status = 1
     except BaseException:
         _show_traceback()
         status = 1
@@ -410,39 +420,39 @@ def _show_traceback() -> None:
 
 def _run_calls(
     compiled: types.CodeType,
-    names: dict[str, Any],
+    program_names: dict[str, Any],
     function: str,
     calls: list[str],
     prelude: dict[str, Any],
 ) -> int:
     """Load the code once and answer with one line for the loading, then one per call."""
     try:
-        exec(compiled, names)
-        find_function(names, function, prelude)
+        exec(compiled, program_names)
+        find_function(program_names, function, prelude)
     except BaseException as error:
         _answer({"load_error": _described(error)})
         return 1
     _answer({"loaded": True})
     for arguments in calls:
         try:
-            value = find_function(names, function, prelude)(
+            returned_value = find_function(program_names, function, prelude)(
                 *map(_with_int_keys, json.loads(arguments))
             )
-            _answer({"value": value})
+            _answer({"value": returned_value})
         except BaseException as error:
             _answer({"error": _described(error)})
     return 0
 
 
 def find_function(
-    names: dict[str, Any], function: str, prelude: dict[str, Any]
+    program_names: dict[str, Any], function: str, prelude: dict[str, Any]
 ) -> Callable[..., Any]:
     """Return the method of a new ``Solution``, or the function."""
-    solution = names.get("Solution")
+    solution = program_names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
         return getattr(solution(), function)
-    if function in names and names[function] is not prelude.get(function):
-        return names[function]
+    if function in program_names and program_names[function] is not prelude.get(function):
+        return program_names[function]
     raise NameError(f"the program defines no {function}")
 
 
@@ -471,9 +481,8 @@ def plain_value(value: Any) -> Any:
     """Turn values that JSON lacks into lists: queues, views, arrays; a set into an object that says so."""
     if isinstance(value, (set, frozenset)):
         return {"lightppo.set": list(value)}
-    if isinstance(
-        value, (collections.deque, range, type({}.keys()), type({}.values()), type({}.items()))
-    ):
+    views = (type({}.keys()), type({}.values()), type({}.items()))
+    if isinstance(value, (collections.deque, range, *views)):
         return list(value)
     if hasattr(value, "tolist"):
         return value.tolist()

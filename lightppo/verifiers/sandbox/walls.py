@@ -52,17 +52,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _call(function: str, *arguments: Any) -> int:
     """Call a function of the C library with numbers of the machine's word size; a negative result is an OSError."""
-    plain = [
-        ctypes.c_long(a) if isinstance(a, int) else os.fsencode(a) if isinstance(a, str) else a
-        for a in arguments
-    ]
-    result = getattr(_libc, function)(*plain)
+    result = getattr(_libc, function)(*map(_as_c_argument, arguments))
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(
-            number, f"{function} {' '.join(map(str, arguments[:2]))}: {os.strerror(number)}"
-        )
+        call = f"{function} {' '.join(map(str, arguments[:2]))}"
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
+
+
+def _as_c_argument(value: Any) -> Any:
+    if isinstance(value, int):
+        return ctypes.c_long(value)
+    if isinstance(value, str):
+        return os.fsencode(value)
+    return value
 
 
 def _prctl(option: int, value: int) -> None:
@@ -111,18 +114,15 @@ def _restrict_files(version: int, readable: Sequence[str], writable: Sequence[st
     every_right = (1 << _RIGHTS.get(version, 16)) - 1
     # handled rights of files, of TCP ports (bind, connect), scopes (abstract sockets, signals)
     attributes = (ctypes.c_uint64 * 3)(every_right, 3, 3)
-    rules = _call(
-        "syscall", _LANDLOCK_CREATE, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0
-    )
-    allowed = dict.fromkeys(readable, _READ_FILE | _READ_DIR) | dict.fromkeys(
-        writable, every_right & ~_EXECUTE
-    )
-    for path, rights in allowed.items():
+    handled = 1 + (version >= 4) + (version >= 6)
+    rules = _call("syscall", _LANDLOCK_CREATE, attributes, 8 * handled, 0)
+    rights_by_path = dict.fromkeys(readable, _READ_FILE | _READ_DIR)
+    rights_by_path |= dict.fromkeys(writable, every_right & ~_EXECUTE)
+    for path, rights in rights_by_path.items():
+        if not os.path.isdir(path):
+            rights &= _FOR_FILES
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack(
-            "=Qi", rights & (every_right if os.path.isdir(path) else _FOR_FILES), beneath
-        )
-        _call("syscall", _LANDLOCK_ADD, rules, 1, rule, 0)
+        _call("syscall", _LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, beneath), 0)
         os.close(beneath)
     _call("syscall", _LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)
@@ -182,8 +182,11 @@ _FORKS_AND_SIGNALS = (
     "fork 57 -, vfork 58 -, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
 )
 _SECCOMP = (317, 277)
-_FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kernel signals on input
-_FCNTL_LEASE, _FCNTL_NOTIFY = 1024, 1026  # hold up who opens a file; tell of changes in a folder
+_FCNTL = "fcntl 72 25"
+_FCNTL_SET_OWNER = (8, 15)  # whom the kernel signals on input
+_IOCTL_SET_OWNER = (0x8901, 0x8902)
+_FCNTL_LEASE = 1024  # holds up who opens a file
+_FCNTL_NOTIFY = 1026  # tells of changes in a folder
 _SOCKET_TYPE = 0xF  # the rest are flags
 
 _SET_FILTER = 1
@@ -232,8 +235,8 @@ def _refuse_if(
     position: int, test: int, value: int, holds: bool = True, mask: int = 0xFFFFFFFF
 ) -> bytes:
     """Refuse the call if the test of an argument's lower half, of its bits in ``mask``, holds, or does not hold."""
-    argument = _step(_LOAD, 16 + 8 * position) + _step(_AND, mask)
-    return argument + _step(test, value, int(not holds), int(holds)) + _REFUSE + _CALL_NUMBER
+    loading = _step(_LOAD, 16 + 8 * position) + _step(_AND, mask)
+    return loading + _step(test, value, int(not holds), int(holds)) + _REFUSE + _CALL_NUMBER
 
 
 def _when(calls: str, *steps: bytes) -> bytes:
@@ -250,50 +253,46 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
 
     With ``own_processes`` and ``own_files``, namespaces hide all others, so forks, signals and file modes are allowed.
     """
-    parts = [
-        _step(_LOAD, 4),
-        _step(_EQUAL, _AUDIT_ARCH[_COLUMN], 1, 0),
-        _step(_RETURN, _KILL),
-        _CALL_NUMBER,
-    ]
-    parts += [_step(_AT_LEAST, _X32_BIT, 0, 1), _step(_RETURN, _KILL)]
-    parts += [_step(_AT_LEAST, _FIRST_UNJUDGED, 0, 1), _fail(errno.ENOSYS)]
-    parts += [_when(_REFUSED, _REFUSE), _when(_UNKNOWN, _fail(errno.ENOSYS))]
-    parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
-    # The first argument of these must be 0: the caller itself.
-    parts += [
-        _when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))
-    ]
     # Datagram sockets send to any path. The kernel looks at an address only if its length is not 0.
-    streams = _refuse_if(1, _EQUAL, socket.SOCK_STREAM, False, mask=_SOCKET_TYPE)
-    parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, socket.AF_UNIX, False), streams)]
-    parts += [_when("sendto 44 206", _refuse_if(5, _EQUAL, 0, False))]
-    parts += [
-        _when(
-            "fcntl 72 25",
-            *(_refuse_if(1, _EQUAL, command) for command in (_FCNTL_LEASE, _FCNTL_NOTIFY)),
-        )
-    ]
-    kind = (
+    only_unix = _refuse_if(0, _EQUAL, socket.AF_UNIX, False)
+    only_streams = _refuse_if(1, _EQUAL, socket.SOCK_STREAM, False, mask=_SOCKET_TYPE)
+    shared_anonymous = (
         _step(_LOAD, 16 + 8 * 3)
         + _step(_AND, _SHARED_ANONYMOUS)
         + _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1)
     )
-    parts += [_when("mmap 9 222", kind, _fail(errno.ENOMEM), _CALL_NUMBER)]
+    needs_zero = _refuse_if(0, _EQUAL, 0, False)
+    steps = [
+        _step(_LOAD, 4),
+        _step(_EQUAL, _AUDIT_ARCH[_COLUMN], 1, 0),
+        _step(_RETURN, _KILL),
+        _CALL_NUMBER,
+        _step(_AT_LEAST, _X32_BIT, 0, 1),
+        _step(_RETURN, _KILL),
+        _step(_AT_LEAST, _FIRST_UNJUDGED, 0, 1),
+        _fail(errno.ENOSYS),
+        _when(_REFUSED, _REFUSE),
+        _when(_UNKNOWN, _fail(errno.ENOSYS)),
+        _when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES)),
+        # The first argument of these must be 0: the caller itself.
+        _when("prlimit64 302 261, sched_setaffinity 203 122", needs_zero),
+        _when("socketpair 53 199", only_unix, only_streams),
+        _when("sendto 44 206", _refuse_if(5, _EQUAL, 0, False)),
+        _when(_FCNTL, _refuse_if(1, _EQUAL, _FCNTL_LEASE), _refuse_if(1, _EQUAL, _FCNTL_NOTIFY)),
+        _when("mmap 9 222", shared_anonymous, _fail(errno.ENOMEM), _CALL_NUMBER),
+    ]
     if not own_processes:
-        parts += [_when(_FORKS_AND_SIGNALS, _REFUSE)]
-        parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _CLONE_THREAD, False))]
-        parts += [_when("kill 62 129, tgkill 234 131", _refuse_if(0, _EQUAL, os.getpid(), False))]
-        parts += [_when("prctl 157 167", _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG))]
-        parts += [
-            _when("fcntl 72 25", *(_refuse_if(1, _EQUAL, command) for command in _FCNTL_SET_OWNER))
-        ]
-        parts += [
-            _when("ioctl 16 29", *(_refuse_if(1, _EQUAL, command) for command in _IOCTL_SET_OWNER))
+        steps += [
+            _when(_FORKS_AND_SIGNALS, _REFUSE),
+            _when("clone 56 220", _refuse_if(0, _ANY_BIT, _CLONE_THREAD, False)),
+            _when("kill 62 129, tgkill 234 131", _refuse_if(0, _EQUAL, os.getpid(), False)),
+            _when("prctl 157 167", _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG)),
+            _when(_FCNTL, *(_refuse_if(1, _EQUAL, command) for command in _FCNTL_SET_OWNER)),
+            _when("ioctl 16 29", *(_refuse_if(1, _EQUAL, command) for command in _IOCTL_SET_OWNER)),
         ]
     if not own_files:
-        parts += [_when(_METADATA, _REFUSE)]
-    program = b"".join([*parts, _step(_RETURN, _ALLOW)])
+        steps.append(_when(_METADATA, _REFUSE))
+    program = b"".join([*steps, _step(_RETURN, _ALLOW)])
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     _call("syscall", _SECCOMP[_COLUMN], _SET_FILTER, 0, header)
@@ -332,21 +331,21 @@ def enter_namespaces() -> None:
 
 
 def _map_ids(process: int) -> None:
-    """Root keeps its id inside and programs get another one; any other user has only their own id."""
-    two = f"0 0 1\n{INNER_ID} {_NOBODY} 1"
+    """Map the ids: root keeps its own inside and programs get another one; any other user has only their own id."""
+
+    def write(name: str, text: str) -> None:
+        with open(f"/proc/{process}/{name}", "wb", buffering=0) as file:
+            file.write(text.encode())
+
     try:
         if os.geteuid() != 0:
             raise PermissionError
-        _write(process, {"uid_map": two, "gid_map": two})
+        for name in ("uid_map", "gid_map"):
+            write(name, f"0 0 1\n{INNER_ID} {_NOBODY} 1")
     except PermissionError:  # also root without CAP_SETUID
-        one = {"uid_map": f"{INNER_ID} {os.geteuid()} 1", "gid_map": f"{INNER_ID} {os.getegid()} 1"}
-        _write(process, {"setgroups": "deny"} | one)
-
-
-def _write(process: int, texts: dict[str, str]) -> None:
-    for name, text in texts.items():
-        with open(f"/proc/{process}/{name}", "wb", buffering=0) as file:
-            file.write(text.encode())
+        write("setgroups", "deny")
+        write("uid_map", f"{INNER_ID} {os.geteuid()} 1")
+        write("gid_map", f"{INNER_ID} {os.getegid()} 1")
 
 
 def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
@@ -401,7 +400,9 @@ def _show(descriptor: int, place: str) -> None:
         _call("syscall", _MOUNT_SETATTR, -1, place, _AT_RECURSIVE, attributes, len(attributes))
     # What the outer mount forbids must stay forbidden, otherwise the kernel refuses.
     flags = os.fstatvfs(descriptor).f_flag & (_MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    flags |= _MS_NOSUID | (0 if place.endswith(DEVICES) else _MS_NODEV | _MS_RDONLY)
+    flags |= _MS_NOSUID
+    if not place.endswith(DEVICES):
+        flags |= _MS_NODEV | _MS_RDONLY
     _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
 
 
@@ -461,7 +462,7 @@ class Walls:
             "landlock": self._landlock,
             "seccomp": self._seccomp,
         }
-        self.layers = [name for name, there in layers.items() if there]
+        self.layers = [name for name, is_there in layers.items() if is_there]
 
     def prepare(self) -> None:
         """Make an empty folder for the next program, and set the process limit as the kernel counts it here."""
@@ -482,9 +483,9 @@ class Walls:
         header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
         _call("capset", header, (ctypes.c_uint32 * 6)())
         if self._landlock:
-            writable = [path for path in _WRITABLE_DEVICES if os.path.exists(path)] + [
-                _WORK
-            ] * self._own_folder
+            writable = [path for path in _WRITABLE_DEVICES if os.path.exists(path)]
+            if self._own_folder:
+                writable.append(_WORK)
             with self._may_miss:
                 _restrict_files(self._landlock, self._readable, writable)
         if self._seccomp:
@@ -495,11 +496,11 @@ class Walls:
         """Return ``memory`` or ``processes`` if a program's processes together exceed that limit, else empty."""
         if not self._has_proc:
             return ""
-        kilobytes = tasks = 0
-        for status in _statuses() if self._own_namespaces else _statuses([process]):
-            kilobytes += sum(
-                int(status.get(key, "0").split()[0]) for key in ("RssAnon", "RssShmem")
-            )
+        kilobytes = 0
+        tasks = 0
+        for status in _statuses(None if self._own_namespaces else process):
+            for memory in ("RssAnon", "RssShmem"):
+                kilobytes += int(status.get(memory, "0").split()[0])
             tasks += int(status.get("Threads", 1))
         if tasks > self.limits["code_max_processes"]:
             return "processes"
@@ -509,40 +510,51 @@ class Walls:
 
     def kill(self, process: int, seconds: float) -> int:
         """Kill a program and all its descendants and wait for them; return its wait status."""
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         status = None
-        while time.monotonic() < end:
-            targets = [-1] if os.getpid() == 1 else [process, -process] * (status is None)
-            if os.getpid() != 1 and not self._seccomp:  # it could fork, and leave its group
-                targets += [int(s["Pid"]) for s in _statuses() if s.get("PPid") == str(os.getpid())]
-            for target in targets:
+        while time.monotonic() < deadline:
+            for target in self._targets(process, has_ended=status is not None):
                 with contextlib.suppress(OSError):  # no process is left
                     os.kill(target, signal.SIGKILL)
             try:
-                ended, its_status = os.waitpid(-1, os.WNOHANG)
+                ended_process, wait_status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 if status is None:
                     raise
                 return status
-            if ended == process:
-                status = its_status
-            elif ended == 0:
+            if ended_process == process:
+                status = wait_status
+            elif ended_process == 0:
                 time.sleep(0.0005)
         raise OSError("processes of a program could not be killed")
+
+    def _targets(self, process: int, has_ended: bool) -> list[int]:
+        """Return the numbers of processes, or minus those of groups, that are to be killed with a program."""
+        if os.getpid() == 1:
+            return [-1]
+        targets = [] if has_ended else [process, -process]
+        if not self._seccomp:  # it could fork, and leave its group
+            parent = str(os.getpid())
+            targets += [
+                int(status["Pid"]) for status in _statuses() if status.get("PPid") == parent
+            ]
+        return targets
 
 
 @functools.lru_cache(maxsize=1)
 def _tasks_of(user: int, second: int) -> int:
     """Count the threads of a user on the whole machine, once a second."""
-    statuses = [
-        status for status in _statuses() if status.get("Uid", "").split()[:1] == [str(user)]
-    ]
-    return sum(int(status.get("Threads", 1)) for status in statuses)
+    return sum(
+        int(status.get("Threads", 1))
+        for status in _statuses()
+        if status.get("Uid", "").split()[:1] == [str(user)]
+    )
 
 
-def _statuses(processes: Sequence[int] | None = None) -> Iterator[dict[str, str]]:
-    """Yield /proc's status of these processes, or of all processes but this one."""
-    for name in map(str, processes) if processes is not None else os.listdir("/proc"):
+def _statuses(process: int | None = None) -> Iterator[dict[str, str]]:
+    """Yield /proc's status of a process, or of all processes but this one."""
+    names = os.listdir("/proc") if process is None else [str(process)]
+    for name in names:
         if not name.isdecimal() or name == str(os.getpid()):
             continue
         try:
@@ -565,7 +577,7 @@ def _nobody_can_read(paths: Sequence[str]) -> bool:
     if process == 0:
         try:
             _take_id(_NOBODY)
-            os._exit(0 if all(os.access(path, os.R_OK) for path in paths) else 1)
+            os._exit(not all(os.access(path, os.R_OK) for path in paths))
         finally:
             os._exit(1)
     return os.waitpid(process, 0)[1] == 0

@@ -19,7 +19,6 @@ from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm import colocated
 from lightppo.rollout.vllm.colocated import (
     Requests,
-    VLLMRolloutEngine,
     calls_of,
     check_installed,
     classes_kept,
@@ -55,7 +54,6 @@ def test_engine_options_go_through_by_vllms_names():
         "tensor_parallel_size": 2,
         "max_num_seqs": 7,
         "max_num_batched_tokens": 64,
-        "block_size": 16,
     }
     given |= {"kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False, "max_model_len": 50}
     given |= {"gpu_memory_utilization": 0.3, "enforce_eager": True, "load_format": "auto"}
@@ -71,7 +69,6 @@ def test_what_none_stands_for():
     assert (cpu["enable_sleep_mode"], gpu["enable_sleep_mode"]) == (False, True)
     assert not arguments(on_gpu=True, free_cache_engine=False)["enable_sleep_mode"]
     assert "kv_cache_memory_bytes" not in gpu
-    assert "block_size" not in gpu
 
 
 def test_prompts_come_whole_on_a_cpu():
@@ -167,7 +164,7 @@ def test_sampling_parameters(requests_of):
         max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x", "<unk>"),
         stop_token_ids=(7,), n=2, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
     )  # fmt: skip
-    assert requests_of(sampling, PROMPT).parameters(1) == {
+    assert requests_of(sampling, PROMPT).of_sample(1)[1] == {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
         "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 2, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
         "stop": ["x"], "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
@@ -176,7 +173,7 @@ def test_sampling_parameters(requests_of):
         SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2),
         SamplingParams(temperature=0),
     ):
-        told = requests_of(greedy, PROMPT, max_model_len=5000).parameters(0)
+        told = requests_of(greedy, PROMPT, max_model_len=5000).of_sample(0)[1]
         assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
         assert not told["detokenize"]
 
@@ -200,7 +197,7 @@ class TestAnswers:
 
     def test_a_rollout(self, requests, tokenizer):
         ids = tokenizer.encode("dac")
-        rollout = requests.rollout(1, ids, [-0.5, -1.0, -2.0], "stop")
+        rollout = requests.rollout_of(*requests.samples[1], ids, [-0.5, -1.0, -2.0], "stop")
         assert (rollout.response_ids, rollout.response_text, rollout.finish_reason) == (
             ids,
             "da",
@@ -213,14 +210,14 @@ class TestAnswers:
     @pytest.mark.parametrize("value", [math.nan, -math.inf])
     def test_log_probs_that_are_no_numbers(self, requests, value):
         with pytest.raises(FloatingPointError, match="prompt 5, response token 1"):
-            requests.rollout(0, [4, 5], [-1.0, value], "length")
+            requests.rollout_of(*requests.samples[0], [4, 5], [-1.0, value], "length")
 
     @pytest.mark.parametrize(
         ("reason", "log_probs"), [("abort", [-1.0]), (None, [-1.0]), ("stop", [])]
     )
     def test_a_request_without_a_result(self, requests, reason, log_probs):
         with pytest.raises(RuntimeError, match="prompt 5"):
-            requests.rollout(0, [4], log_probs, reason)
+            requests.rollout_of(*requests.samples[0], [4], log_probs, reason)
 
     @pytest.mark.parametrize(
         "odd", [{"bad_words": ("Ω",)}, {"stop_token_ids": (30,)}, {"first_token_temperature": 2.0}]
@@ -286,16 +283,6 @@ def test_groups_are_made_while_the_default_one_is_bound_to_no_gpu(monkeypatch):
     with undisturbed_process():  # vLLM makes its own
         assert default.bound_device_id is None
     assert default.bound_device_id == "cuda:2"
-
-
-@pytest.mark.parametrize(
-    ("asked", "on_gpu", "expected"),
-    [(None, True, False), (None, False, True), (True, True, True), (False, False, False)],
-)
-def test_each_response_has_a_seed_of_its_own_by_default_on_a_cpu(asked, on_gpu, expected):
-    config = PPOConfig.from_flat(vllm_request_seeds=asked)
-    engine = SimpleNamespace(config=config, on_gpu=on_gpu)
-    assert VLLMRolloutEngine._seeds_each_response.fget(engine) is expected
 
 
 @pytest.mark.parametrize(

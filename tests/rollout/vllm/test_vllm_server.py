@@ -38,6 +38,7 @@ from lightppo.rollout.vllm.weights import architecture, full_weights, trainer_fi
 from lightppo.trainer import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)
+SLEEP_LEVEL = "lightppo.rollout.vllm.colocated.sleep_level"
 GENERATE = "/inference/v1/generate"
 STEPS = [
     "/init_weight_transfer_engine",
@@ -63,7 +64,9 @@ def fakes(monkeypatch, llama):
 
 
 @pytest.fixture
-def build(fakes, llama, tokenizer, tmp_path):
+def build(fakes, llama, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightppo.rollout.vllm.servers.START_SECONDS", 0.0)
+
     def make(strategy=None, actor=llama, **options):
         urls = options.pop("urls", [server.url for server in fakes])
         options = {
@@ -76,7 +79,6 @@ def build(fakes, llama, tokenizer, tmp_path):
             prompt_data="prompts.jsonl",
             rollout_engine="vllm_server",
             vllm_server_url=urls,
-            vllm_server_start_timeout=options.pop("vllm_server_start_timeout", 0.0),
             prompt_max_len=options.pop("prompt_max_len", 20),
             generate_max_len=10,
             **options,
@@ -472,13 +474,14 @@ class TestAdaptersAlone:
         remedies = "start it by `lightppo serve-vllm` --lora_rank 2, or set --vllm_lora_push merged"
         assert str(caught.value) == f"--vllm_lora_push adapter: {server}; {remedies}"
 
-    def test_dropped_weights_are_sent_again(self, build, fakes, adapted):
+    def test_dropped_weights_are_sent_again(self, build, fakes, adapted, monkeypatch):
         for server in fakes:
             server.described["sleep_mode"] = True
-        for level, pushes in ((None, 1), (2, 2)):
+        for level, pushes in ((1, 1), (2, 2)):
+            monkeypatch.setattr(SLEEP_LEVEL, lambda config, level=level: level)
             for server in fakes:
                 server.loaded.clear()
-            engine = build(sleep_level=level)
+            engine = build()
             engine.sleep()
             engine.wake()
             assert [len(server.loaded) for server in fakes] == [pushes] * 2
@@ -724,9 +727,7 @@ class TestCollective:
 class TestStart:
     def test_a_server_that_is_not_there(self, build, fakes):
         url = f"http://127.0.0.1:{free_port()}"
-        with pytest.raises(
-            RolloutError, match=rf"vLLM server {url}: .*waited 0 s \(--vllm_server_start_timeout\)"
-        ):
+        with pytest.raises(RolloutError, match=rf"vLLM server {url}: .*waited 0 s: start it"):
             build(urls=[fakes[0].url, url])
 
     def test_a_script_ends_with_one_line(self, build, capsys):
@@ -739,14 +740,15 @@ class TestStart:
             in capsys.readouterr().err
         )
 
-    def test_a_server_that_is_still_starting_is_waited_for(self, build, fakes, llama):
+    def test_a_server_that_is_still_starting_is_waited_for(self, build, fakes, llama, monkeypatch):
         port = free_port()
         late = []
         timer = threading.Timer(
             0.5, lambda: late.append(FakeVLLM(architecture(llama.config), port))
         )
         timer.start()
-        engine = build(urls=[f"http://127.0.0.1:{port}"], vllm_server_start_timeout=60.0)
+        monkeypatch.setattr("lightppo.rollout.vllm.servers.START_SECONDS", 60.0)
+        engine = build(urls=[f"http://127.0.0.1:{port}"])
         assert engine.version is not None
         timer.join()
         late[0].close()
@@ -833,11 +835,12 @@ class TestSleep:
 
     @pytest.mark.parametrize(("level", "loads"), [(1, 1), (2, 2)])
     def test_those_that_can_do_and_dropped_weights_are_pushed_anew(
-        self, build, fakes, prompts, level, loads
+        self, build, fakes, prompts, monkeypatch, level, loads
     ):
+        monkeypatch.setattr(SLEEP_LEVEL, lambda config: level)
         for server in fakes:
             server.described["sleep_mode"] = True
-        engine = build(sleep_level=level)
+        engine = build()
         engine.sleep()
         engine.sleep()
         engine.generate(prompts, GREEDY)
@@ -854,10 +857,11 @@ class TestSleep:
         build(free_cache_engine=False).sleep()
         assert "/sleep?level=2" not in fakes[0].routes()
 
-    def test_one_that_does_not_wake_is_lost(self, build, fakes, prompts):
+    def test_one_that_does_not_wake_is_lost(self, build, fakes, prompts, monkeypatch):
+        monkeypatch.setattr(SLEEP_LEVEL, lambda config: 1)
         for server in fakes:
             server.described["sleep_mode"] = True
-        engine = build(sleep_level=1)
+        engine = build()
         engine.sleep()
         fakes[0].replies["/wake_up"] = failing()
         assert len(engine.generate(prompts, GREEDY)) == len(prompts)

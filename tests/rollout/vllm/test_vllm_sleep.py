@@ -72,15 +72,14 @@ def engine(monkeypatch, llama, tokenizer):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents)
     monkeypatch.setattr("lightppo.rollout.vllm.colocated.on_cuda", lambda: True)
+    # without seeds of their own torch's generator of the GPU is asked
+    monkeypatch.setattr(VLLMRolloutEngine, "_seeds_each_response", True)
     attends = SimpleNamespace(has_inner_state=False)  # as vLLM would describe the model
     monkeypatch.setattr("lightppo.rollout.vllm.colocated.vllms_description", lambda _: attends)
 
     def build(**options):
         lengths = {"prompt_max_len": 20, "generate_max_len": 10}
-        seeds = {"vllm_request_seeds": True}  # without them torch's generator of the GPU is asked
-        config = PPOConfig.from_flat(
-            rollout_engine="vllm", **lengths, **seeds, **options
-        ).resolved()
+        config = PPOConfig.from_flat(rollout_engine="vllm", **lengths, **options).resolved()
         made = VLLMRolloutEngine(config, None, llama, tokenizer)
         made.llm.calls.clear()
         return made
@@ -123,8 +122,9 @@ def test_the_trainers_states_leave_before_vllm_wakes_and_come_back_once_it_sleep
 
 
 @pytest.mark.parametrize(("level", "push"), [(2, PUSH), (1, [])])
-def test_dropped_weights_are_pushed_when_there_was_no_push(engine, level, push):
-    rollouts = engine(sleep_level=level)
+def test_dropped_weights_are_pushed_when_there_was_no_push(engine, monkeypatch, level, push):
+    monkeypatch.setattr("lightppo.rollout.vllm.colocated.sleep_level", lambda config: level)
+    rollouts = engine()
     rollouts.sleep()
     rollouts.wake()
     assert rollouts.llm.calls == [f"sleep {level}", "wake weights", "wake kv_cache", *push]

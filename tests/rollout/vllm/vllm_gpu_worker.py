@@ -15,12 +15,14 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.actor import Actor
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.vllm import colocated
 from lightppo.trainer.build import build_rollout_engine
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
 
 
 def main(folder: str, level: int) -> None:
+    colocated.sleep_level = lambda config: level
     strategy = DeepspeedStrategy(zero_stage=0, micro_train_batch_size=1, train_batch_size=1)
     strategy.setup_distributed()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -31,7 +33,6 @@ def main(folder: str, level: int) -> None:
         "prompt_max_len": 64,
         "generate_max_len": 24,
         "gpu_memory_utilization": 0.2,
-        "sleep_level": level,
     }
     config = PPOConfig.from_flat(pretrain=folder, rollout_engine="vllm", **options).resolved()
     engine, hf = (

@@ -35,7 +35,6 @@ class Case(Trained):
             "vllm_server_api_key_env": "LIGHTPPO_TEST_KEY",
             "vllm_server_retries": 0,
             "vllm_server_timeout": 200.0,
-            "vllm_server_start_timeout": 120.0,
             "prompt_max_len": 90,
             "generate_max_len": 20,
             "temperature": 0.7,
@@ -214,7 +213,7 @@ def push_during_a_request(case):
 
 def engine_request(case):
     """How to sample the first prompt greedily."""
-    return vllm_server.Requests(case.engine, case.share()[:1], GREEDY).parameters(0)
+    return vllm_server.Requests(case.engine, case.share()[:1], GREEDY).of_sample(0)[1]
 
 
 def wait_for(condition, seconds=120):
@@ -247,9 +246,7 @@ def one_server(case):
     seen["sampled"] = facts(case.engine.generate(case.share(), SAMPLED))
     urls = {name: None for name in case.options if name.startswith("vllm_server")}
     options = {name: value for name, value in case.options.items() if name not in urls}
-    config = PPOConfig.from_flat(
-        **options | {"rollout_engine": "vllm", "block_size": 32, "max_num_seqs": 32}
-    )
+    config = PPOConfig.from_flat(**options | {"rollout_engine": "vllm", "max_num_seqs": 32})
     inner = build_rollout_engine(config.resolved(), case.strategy, case.actor, case.tokenizer)
     seen["in_process"] = facts(inner.generate(case.share(), SAMPLED))
     inner.close()

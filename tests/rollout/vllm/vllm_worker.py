@@ -121,7 +121,6 @@ class Case(Trained):
         lengths = {
             "prompt_max_len": 100,
             "generate_max_len": 24,
-            "block_size": 32,
             "max_num_seqs": 16,
         }
         lengths["max_num_batched_tokens"] = 128
@@ -241,7 +240,7 @@ def two_adapters_at_once(case):
     """A request that is under way during a push, and one after it in the same batches."""
     engine, inner = case.engine, case.engine.llm.llm_engine
     prompt = [Prompt("", [5, 6, 7])]
-    how = vllm_engine.Requests(engine, prompt, GREEDY).parameters(0)
+    how = vllm_engine.Requests(engine, prompt, GREEDY).of_sample(0)[1]
     names, expected, found = [], [], {}
     for is_new in (False, True):
         if is_new:
@@ -285,8 +284,9 @@ def refused(case):
 
 def unseeded(case):
     """One seed for a whole call; the prompts of another call come between."""
-    generate, config = case.engine.generate, case.engine.config
-    case.engine.config = PPOConfig.from_flat(**config.flat() | {"vllm_request_seeds": False})
+    generate = case.engine.generate
+    seeds = vllm_engine.VLLMRolloutEngine._seeds_each_response
+    vllm_engine.VLLMRolloutEngine._seeds_each_response = False
     state = torch.get_rng_state()
     seen = {
         "first": facts(generate(case.prompts, SAMPLED)),
@@ -297,7 +297,7 @@ def unseeded(case):
     seen["undisturbed"] = torch.equal(torch.get_rng_state(), state)
     rollouts = generate(case.prompts, SAMPLED)
     seen["difference"] = case.log_prob_difference(rollouts)
-    case.engine.config = config
+    vllm_engine.VLLMRolloutEngine._seeds_each_response = seeds
     return seen
 
 
