@@ -246,8 +246,7 @@ def open_checkpoint(folder: Path, base_options: BaseOptions) -> tuple[Any, Any]:
     from lightppo.checkpoint.reshape import load_weights, saved_names
     from lightppo.files import stage_to_local
     from lightppo.models.critic import ROWS_ENTRY
-    from lightppo.models.loading import get_tokenizer
-    from lightppo.models.multimodal.detection import check_trainable
+    from lightppo.models.loading import check_trainable, get_tokenizer
     from lightppo.ranks import Alone
 
     metadata = read_meta(folder)

@@ -17,7 +17,7 @@ from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.preparation import adapter_options, prepare_alone
+from lightppo.models.wrapper import adapter_options, prepare_alone
 
 __all__ = ["DistributedSampler"]
 

@@ -52,10 +52,12 @@ class Pace:
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:
     """Return a bar as wide as the terminal, with numbers behind it; silent elsewhere."""
+    size = get_terminal_size()  # of one that has no rows, as in containers, tqdm would show nothing
     return tqdm(
         items,
         desc=desc,
-        ncols=get_terminal_size().columns,
+        ncols=size.columns,
+        nrows=size.lines,
         bar_format="{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}<{remaining}{postfix}",
         disable=None if shown else True,
         **options,

@@ -23,8 +23,7 @@ from lightppo.models.batches import (
 )
 from lightppo.models.kernels.linear_log_probs import scores_by_head
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.preparation import adapter_options, prepare_alone
-from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.models.wrapper import PretrainedWrapper, adapter_options, prepare_alone
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
 Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]

@@ -25,9 +25,8 @@ from lightppo.files import stage_to_local
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.preparation import prepare_model
 from lightppo.models.pretrained import loading_options
-from lightppo.models.wrapper import Role
+from lightppo.models.wrapper import Role, prepare_model
 
 if TYPE_CHECKING:
     from lightppo.trainer.building import Building

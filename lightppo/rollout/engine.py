@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -191,3 +192,14 @@ class TurnSource(Protocol):
 
     def goes_on(self, turn: Turn) -> bool:
         """Tell whether another turn may follow one that the engine has sampled."""
+
+
+def progress_bar(total: int, *, shown: bool) -> Any:
+    """Return the bar of a rollout, which goes when it ends. ``shown``: on this rank, in a terminal."""
+    from tqdm import tqdm
+
+    rows = (
+        get_terminal_size().lines
+    )  # of a terminal that has none, as in containers, tqdm would show nothing
+    sizes = {"ncols": 80, "nrows": rows}
+    return tqdm(total=total, desc="rollout", unit="seq", leave=False, disable=not shown, **sizes)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
@@ -29,7 +28,7 @@ from lightppo.rollout.decoding import (
     can_use_slots,
 )
 from lightppo.rollout.decoding_runners import DecodingRunner, decoding_runner
-from lightppo.rollout.engine import Capabilities, SamplingParams
+from lightppo.rollout.engine import Capabilities, SamplingParams, progress_bar
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -138,15 +137,8 @@ class HFRolloutEngine:
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0].token_ids))
         rollouts: list[Any] = [None] * len(requests)
-        progress_bar = tqdm(
-            total=len(order),
-            desc="rollout",
-            unit="seq",
-            leave=False,
-            ncols=80,
-            disable=not self.progress,
-        )
-        with progress_bar, self.decoding(forward, sampling) as decoder:
+        bar = progress_bar(len(order), shown=self.progress)
+        with bar, self.decoding(forward, sampling) as decoder:
             max_new_tokens = sampling.max_new_tokens
 
             def seeds(request_numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
@@ -168,7 +160,7 @@ class HFRolloutEngine:
                 if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
                     on_finished(finished)
                     finished = []
-                progress_bar.update(len(ended_rollouts))
+                bar.update(len(ended_rollouts))
             if finished:
                 on_finished(finished)
         self.last_stats = {

@@ -23,7 +23,7 @@ from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
 from lightppo.models.batches import to_device
 from lightppo.models.packing import settle_packing
-from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import prepare_model
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer.build import begin
 from lightppo.trainer.building import Building

@@ -12,7 +12,7 @@ from lightppo.http_client import check_tokens
 from lightppo.logging.run_folder import claim_folders, mark_content
 from lightppo.logging.run_notes import tell_models, tell_options
 from lightppo.models.adapters.lora import check_packages
-from lightppo.models.multimodal.detection import check_trained_models
+from lightppo.models.loading import check_trained_models
 from lightppo.models.packing import settle_models
 from lightppo.models.run_models import check_vocabularies
 from lightppo.plugin import CHECKS

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import math
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 import torch
@@ -369,6 +377,23 @@ def test_bars_are_for_terminals_and_fit_them(monkeypatch):
         assert any(line.startswith("step 124/123456 |") for line in lines) == (
             shown and file.isatty()
         )
+
+
+@pytest.mark.parametrize("size", [(24, 80), (0, 0)])
+@pytest.mark.parametrize("kind", ["step", "rollout"])
+def test_bars_are_seen_in_a_terminal_without_a_size(kind, size):
+    """As in containers; tqdm 4.70 shows an empty line where a terminal has no rows."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    bar = {
+        "step": "from lightppo.logging.performance import progress_bar; progress_bar(None, 'step', total=3).update()",
+        "rollout": "from lightppo.rollout.engine import progress_bar; progress_bar(3, shown=True).update(3)",
+    }
+    variables = {name: os.environ[name] for name in os.environ.keys() - {"COLUMNS", "LINES"}}
+    subprocess.run([sys.executable, "-c", bar[kind]], stderr=terminal, env=variables, check=True)
+    os.close(terminal)
+    with contextlib.suppress(OSError), open(reader, "rb", buffering=0) as output:
+        assert f"{kind}" in output.read(4096).decode()
 
 
 def test_a_run_on_the_cpu_of_a_gpu_machine_leaves_the_gpu_alone(monkeypatch):

@@ -37,7 +37,7 @@ from lightppo.models.loading import (
     load_sequence_classifier,
     valid_vocab_size,
 )
-from lightppo.models.preparation import compile_layers, prepare_model
+from lightppo.models.wrapper import compile_layers, prepare_model
 
 MakeModel = Callable[..., PreTrainedModel]
 

@@ -37,7 +37,6 @@ from lightppo.models.heads import head_names, value_head
 from lightppo.models.loading import load_causal_lm, load_config, load_sequence_classifier
 from lightppo.models.multimodal.parts import is_of_tower
 from lightppo.models.pretrained import open_tensors
-from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.zero3 import find_whole
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def check_peft() -> None:
 
 
 def add_adapters(
-    model: PretrainedWrapper,
+    model: Any,
     options: LoraOptions,
     seed: int = 42,
 ) -> None:

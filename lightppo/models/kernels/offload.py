@@ -283,8 +283,9 @@ class ActivationOffload:
         self._count += 1
         computing = self.streams.computing()
         activation = Activation(saved_tensor, self._count, computing, self.memory)
+        target, source = activation.copied(saved_tensor)
         self.streams.copying.wait_event(computing.record_event())
-        self.streams.copy(*activation.copied(saved_tensor))
+        self.streams.copy(target, source)
         copied = self.streams.copying.record_event()
         self._kept[activation.number] = activation
         self._leaving[activation.number] = OnDevice(saved_tensor, computing, copied)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
@@ -25,7 +24,7 @@ from lightppo.errors import RefusedError, RequestError, RolloutError, Unreachabl
 from lightppo.http_client import HTTPClient, read_token
 from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import heartbeat
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.engine import SamplingParams, progress_bar
 from lightppo.rollout.vllm.colocated import (
     OnFinished,
     Requests,
@@ -253,9 +252,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
             return cost, (server - rank) % len(self.servers)
 
         shows_progress = self.strategy.is_rank_0() and sys.stderr.isatty()
-        with tqdm(
-            total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows_progress
-        ) as progress_bar:
+        with progress_bar(len(costs), shown=shows_progress) as bar:
             while waiting or any(under_way.values()):
                 while waiting and (free_servers := [i for i in self.live if has_room(i)]):
                     server = min(free_servers, key=load)
@@ -271,7 +268,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 rollout = requests.rollout_of(*requests.samples[request], *completion)
                 rollouts[request] = rollout
                 on_finished([rollout])
-                progress_bar.update()
+                bar.update()
         return rollouts
 
     # -- weights ---------------------------------------------------------------------------------------------------

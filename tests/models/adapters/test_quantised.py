@@ -22,7 +22,7 @@ from lightppo.models.adapters.quantised import BLOCK, dense_weight, quantise, qu
 from lightppo.models.critic import Critic
 from lightppo.models.heads import head_names
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.preparation import compile_layers
+from lightppo.models.wrapper import compile_layers
 from lightppo.rollout.vllm.weights import full_weights
 from lightppo.zero3 import parameter_count
 

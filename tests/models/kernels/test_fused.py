@@ -17,7 +17,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.kernels.layers import fuse, own_code, rms_norm, rotary, same_code
-from lightppo.models.preparation import compile_layers
+from lightppo.models.wrapper import compile_layers
 
 Call = Callable[..., tuple[Tensor, ...]]
 EPS = 1e-5

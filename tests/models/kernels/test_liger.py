@@ -22,7 +22,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.kernels import liger
-from lightppo.models.preparation import prepare_model
+from lightppo.models.wrapper import prepare_model
 
 MakeModel = Callable[..., PreTrainedModel]
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.batches import cache_argument
 from lightppo.models.critic import Critic
-from lightppo.models.loading import load_causal_lm, load_config
-from lightppo.models.multimodal.detection import check_trainable
+from lightppo.models.loading import check_trainable, load_causal_lm, load_config
 from lightppo.ranks import Alone
 from lightppo.rollout.decoding import CachedForward
 

@@ -51,7 +51,7 @@ from lightppo.models.batches import (
 )
 from lightppo.models.critic import Critic
 from lightppo.models.packing import takes_segments, warn_that_nothing_is_shared
-from lightppo.models.preparation import compile_layers
+from lightppo.models.wrapper import compile_layers
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
 
