@@ -203,23 +203,23 @@ def preflight_supervised(config: SupervisedConfig) -> None:
 
 
 def look(config: OptionSet, prog: str) -> None:
-    """Look at what a command can know before it imports anything heavy: exit code 2, and a line per problem.
-
-    Rank 0 decides; the launcher ends the other ranks.
-    """
-    check: Callable[[Any], None] = preflight_supervised
-    if isinstance(config, PPOConfig):
-        config = config.resolved()
-        check = preflight
-    if os.environ.get("RANK", "0") == "0":
-        with exit_on_mistakes(prog):
-            check(config)
-    if isinstance(config, PPOConfig):
-        looked_at.append(config.flat())
+    """Look at what a command can know before it imports anything heavy."""
+    if not isinstance(config, PPOConfig):
+        return before_imports(lambda: preflight_supervised(config), prog)
+    resolved = config.resolved()
+    before_imports(lambda: preflight(resolved), prog)
+    looked_at.append(resolved.flat())
 
 
 looked_at: list[dict[str, Any]] = []
 """What the command of this process has looked at: the run that it builds need not do it again, nor warn again."""
+
+
+def before_imports(check: Callable[[], None], prog: str) -> None:
+    """Run a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        with exit_on_mistakes(prog):
+            check()
 
 
 def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
