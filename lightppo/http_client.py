@@ -158,7 +158,8 @@ class HTTPClient:
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
             reason = _innermost_reason(error)
             timed_out = _is_time_out(error)
-            kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
+            if isinstance(error, requests.ConnectionError):
+                kind = UnreachableError
             if isinstance(error, requests.ConnectTimeout):
                 reason = f"no connection within {min(self.connect_timeout, timeout):g} s"
             elif timed_out:
@@ -331,7 +332,9 @@ def check_token(token: str, where: str) -> str:
 
 def secret_texts(token: str | None, url: str = "") -> list[str]:
     """Return the texts that must not be shown, in every form in which an error may hold them; longest first."""
-    secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
+    secrets = set()
+    if token:
+        secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]}
     query = urlsplit(url).query
     values = [assignment.partition("=")[2] or assignment for assignment in query.split("&")]
     # one or two characters are no secret, and would blank half the text

@@ -164,17 +164,15 @@ def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
     """Return the number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
-    counted = [
-        parameter for parameter in model.parameters() if parameter.requires_grad or not trained_only
-    ]
-    return sum(
-        (
-            parameter.quant_state.shape
-            if hasattr(parameter, "quant_state")
-            else full_shape(parameter)
-        ).numel()
-        for parameter in counted
-    )
+    count = 0
+    for parameter in model.parameters():
+        if hasattr(parameter, "quant_state"):
+            shape = parameter.quant_state.shape
+        else:
+            shape = full_shape(parameter)
+        if parameter.requires_grad or not trained_only:
+            count += shape.numel()
+    return count
 
 
 def gathered_parameters(model: Any) -> AbstractContextManager[nn.Module]:

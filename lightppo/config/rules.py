@@ -373,8 +373,9 @@ def old_log_probs_from(
     needs_pass = is_stale or any(
         reasons_for_a_pass(SimpleNamespace(**config.flat() | {"config": config}))
     )
-    recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
-    return "rollout" if recorded else "forward"
+    if exact_rollout and compute_dtype(config) == "float32" and not needs_pass:
+        return "rollout"
+    return "forward"
 
 
 def _weighs_tokens_before(config: Any) -> bool:

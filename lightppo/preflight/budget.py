@@ -486,11 +486,9 @@ def estimate(
         *_scoring_parts(roles, config, machine),
         *_rollout_parts(roles["actor"], config, machine),
     ]
-    rollout = config.rollout
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     # A row: ids, masks, about nine numbers of each token of the response.
-    row = 16 * config.data.prompt_max_len + 53 * rollout.generate_max_len
-    rows = math.ceil(samples / machine.world_size) * row
+    row = 16 * config.data.prompt_max_len + 53 * config.rollout.generate_max_len
+    rows = math.ceil(rules.samples_per_rollout(config) / machine.world_size) * row
     on_device = 0 if config.training.buffer_cpu_offload else rows
     phases = frozenset({SCORING, *TRAINING})
     parts += [
@@ -809,7 +807,7 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
     attention = config.model.attn_implementation
     per_prompt = config.rollout.n_samples_per_prompt
     spec = rules.micro_batch_spec(config, call)
-    samples = config.rollout.rollout_batch_size * per_prompt
+    samples = rules.samples_per_rollout(config)
     packed = attention != "eager" and training.packing_samples is not False and call != "reward"
     rows_of_call = samples
     if call.endswith("train"):
@@ -833,12 +831,9 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
 
 def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
     """Return those of an optimizer step, on a rank."""
-    rollout = config.rollout
-    training = config.training
-    samples = min(
-        training.train_batch_size, rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    )
-    return math.ceil(samples / machine.world_size * rollout.generate_max_len / rows.read)
+    samples = min(config.training.train_batch_size, rules.samples_per_rollout(config))
+    response = config.rollout.generate_max_len
+    return math.ceil(samples / machine.world_size * response / rows.read)
 
 
 def _scoring_parts(
@@ -874,7 +869,7 @@ def _rollout_parts(shape: Shape, config: PPOConfig, machine: Machine) -> Iterato
     weights = sizes(shape).total * sizes(shape).width
     prompt = config.data.prompt_max_len
     response = rollout.generate_max_len
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    samples = rules.samples_per_rollout(config)
     slots = max(1, min(rules.rollout_rows(config), samples // machine.world_size))
     prompts = max(1, slots // rollout.n_samples_per_prompt)
     run = pass_bytes(shape, PassRows(prompts, prompt, prompts, False), kind="cache")
@@ -921,14 +916,11 @@ def decoding_rows(
     A step of decoding launches the same kernels for any number of rows.
     """
     estimated = estimate(config, machine, configs)
-    rollout = config.rollout
     bytes_of_others = sum(
         part.gpu for part in estimated.parts if ROLLOUT in part.phases and part.owner != "HF engine"
     )
     engine_bytes = sum(part.gpu for part in estimated.parts if part.owner == "HF engine")
-    samples = max(
-        1, rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size
-    )
+    samples = max(1, rules.samples_per_rollout(config) // machine.world_size)
     vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
     row = engine_bytes / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
     fitting_rows = int((1 - SPARE) * machine.device_bytes - bytes_of_others) // int(row)

@@ -182,9 +182,13 @@ def _machine(strategy: DeepspeedStrategy) -> Machine:
     device = strategy.device
     ranks = strategy.world_size
     is_gpu = device.type == "cuda"
-    size = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+    size = None
+    limit = None
+    if is_gpu:
+        size = torch.cuda.get_device_properties(device).total_memory
+    else:
+        limit = host_bytes()
     per_node = ranks_on_node(ranks)
-    limit = None if is_gpu else host_bytes()
     return Machine(ranks, is_gpu, per_node, size, limit, library_bytes(per_node))
 
 
@@ -247,11 +251,11 @@ class DryRun(Callback):
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if error is not None:
             return
-        evaluates = run.only_evaluates
-        is_told = run.strategy.is_rank_0() and not evaluates
-        for line in after_step(run.config, run.tokenizer) if is_told else ():
-            run.strategy.print(line)
-        took = _cost(run) if is_told else "no step"
+        took = "no step"
+        if run.strategy.is_rank_0() and not run.only_evaluates:
+            for line in after_step(run.config, run.tokenizer):
+                run.strategy.print(line)
+            took = _cost(run)
         run.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
         if states := _optimizer_bytes(run.strategy):
             run.strategy.print(
@@ -371,8 +375,8 @@ def unsafe_changes(
         other_part = read_by.get(option.owner) != "weights" or option.name.startswith(
             ("critic_", "ref_", "reward_")
         )
-        (safe if option.resume_safe or (other_part and not trains) else refused)[option.name] = (
-            saved[option.name],
-            now[option.name],
-        )
+        changes = refused
+        if option.resume_safe or (other_part and not trains):
+            changes = safe
+        changes[option.name] = (saved[option.name], now[option.name])
     return refused, safe
