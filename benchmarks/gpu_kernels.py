@@ -493,7 +493,7 @@ def step_runner(way: str, device: str) -> Any:
     """What runs decoding steps; None: nothing, they change their shapes. On a CPU nothing is captured."""
     import torch
 
-    from lightppo.rollout.cuda_graphs import CUDAGraphs
+    from lightppo.rollout.decoding_runners import CUDAGraphs
 
     class AsTheyAre(CUDAGraphs):
         def warm_up(self, step: Callable[[], None]) -> None:
@@ -523,7 +523,7 @@ def step_runner(way: str, device: str) -> Any:
 
 def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) -> dict[str, Any]:
     from lightppo.data.records import Prompt
-    from lightppo.rollout import cuda_graphs as graphs
+    from lightppo.rollout import decoding_runners as graphs
     from lightppo.rollout.engine import SamplingParams
     from lightppo.rollout.hf import HFRolloutEngine
 

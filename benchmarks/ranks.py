@@ -42,9 +42,8 @@ from lightppo.logging.samples import Samples, write_step
 from lightppo.logging.step_metrics import merge_summaries, optimizer_status, rollout_summaries
 from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.balancing import balance_ranks
-from lightppo.rollout.dynamic_sampling import GroupCollector, GroupFilter
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampler import SampledBatch
+from lightppo.rollout.sampler import GroupCollector, GroupFilter, SampledBatch
 from lightppo.trainer.evaluation import Evaluator
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all

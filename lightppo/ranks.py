@@ -36,7 +36,8 @@ class Ranks:
         return 0
 
     def is_rank_0(self) -> bool:
-        return True
+        """Tell whether this is the rank that prints, logs and writes."""
+        return self.get_rank() == 0
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
         """Reduce a tensor, a number or a dictionary of them; ``op`` is mean, sum, max or min."""

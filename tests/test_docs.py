@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from support.ranks import REPO
 
 from lightppo.algorithms.entries import (
@@ -37,8 +38,8 @@ OTHER_FLAGS = {
     "nodes", "ntasks", "gres",  # sbatch
     "signal",  # Slurm
 }  # fmt: skip
-# of commands, examples, deepspeed
-OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "word_limit", "module", "once"}
+# of commands, examples, deepspeed, ruff
+OWN_OTHER_FLAGS = {"fix", "write", "help", "version", "spo_power", "word_limit", "module", "once"}
 PIP_FLAGS = {"no", "only", "platform", "python", "target", "upgrade"}  # as far as a hyphen
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
 # of lightppo serve-vllm, handed on
@@ -260,3 +261,9 @@ def test_the_docs_stay_short():
     words = {name: len(text.split()) for name, text in prose.items()}
     assert {"flags.md", "metrics.md"}.isdisjoint(words)
     assert sum(words.values()) <= 32_000, sorted(words.items(), key=lambda item: -item[1])[:5]
+
+
+def test_ruff_before_a_commit_is_the_pinned_one():
+    hooks = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
+    pinned = re.search(r"^ruff==(.+)$", (REPO / "requirements.txt").read_text(), re.MULTILINE)
+    assert [repo["rev"] for repo in hooks["repos"]] == [f"v{pinned[1]}"]

@@ -18,8 +18,8 @@ from lightppo.errors import BadRowError, DataError
 from lightppo.logging.samples import Samples, write_step
 from lightppo.logging.step_metrics import optimizer_status
 from lightppo.rollout.balancing import balance_ranks
-from lightppo.rollout.dynamic_sampling import deal
 from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampler import deal
 from lightppo.trainer.evaluation import Evaluator
 
 RANKS = 4

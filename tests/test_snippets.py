@@ -53,7 +53,7 @@ LINES = [
     pytest.param(page, words, id=f"{page}: {' '.join(words)[:60]}")
     for page, words in command_lines()
 ]
-SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail"}
+SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail", "source", "ruff", "mypy"}
 # of lightppo serve-vllm, which hands on what it does not know
 VLLM_FLAGS = {"--dtype", "--max_model_len"}
 
@@ -100,6 +100,8 @@ def test_command_lines_name_what_there_is(page, words):
         assert rest[0] == "-c" or (REPO / rest[0]).is_file() or page == "tutorial.md"
     elif program == "pip":
         assert rest[0] in ("install", "freeze", "download", "wheel")
+    elif program == "pytest":
+        assert all((REPO / word).exists() for word in rest if word.startswith("tests/"))
     else:
         assert program in SHELL
 

@@ -11,6 +11,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.option_needs import condition_text, facts_of
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
+from lightppo.option import Option
 from lightppo.suggestions import nearest
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -73,16 +74,16 @@ _PARAMETERS = (
 def constructor_config(
     config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any
 ) -> PPOConfig:
-    """The config of a trainer, resolved: the one given, or one from ``strategy.args`` and keyword options.
+    """Return the resolved config of a trainer: the one given, or one from ``strategy.args`` and keyword options.
 
     Raises:
         ConfigError: both were given, an option is unknown, or options contradict each other or the strategy.
     """
     if config is None:
         if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
-            given = options["max_norm"]
+            max_norm = options["max_norm"]
             raise ConfigError(
-                f"max_norm {given} is not the strategy's ({strategy.max_norm}): set it there"
+                f"max_norm {max_norm} is not the strategy's ({strategy.max_norm}): set it there"
             )
         args = getattr(strategy, "args", None)
         return config_from_options(
@@ -101,17 +102,19 @@ def config_from_options(
     world_size: int = 1,
     say: Callable[[str], None] = print,
 ) -> PPOConfig:
-    """Config of a trainer that is built by hand, resolved.
+    """Return the resolved config of a trainer that is built by hand.
 
-    What a script hands over in vain, such as settings of a critic that is not there, is said. Options win over
+    It tells what a script hands over in vain, such as settings of a critic that is not there. Options win over
     ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
     them, as in the seed. Attributes of ``args`` that are no option of lightppo belong to the script.
 
     Raises:
         ConfigError: on an unknown option (the nearest known one is named), or options that contradict each other.
     """
-    _refuse_unknown("PPOTrainer", options, [*CONSTRUCTOR_DEFAULTS, *_GENERATION], hints=_PARAMETERS)
-    values = _options_of(args) | CONSTRUCTOR_DEFAULTS
+    _refuse_unknown(
+        "PPOTrainer", options, [*CONSTRUCTOR_DEFAULTS, *_GENERATION], parameter_names=_PARAMETERS
+    )
+    values = options_of_args(args, all_options()) | CONSTRUCTOR_DEFAULTS
     if "eps_clip" in options:
         values |= {"eps_clip_low": None, "eps_clip_high": None}
     elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
@@ -120,33 +123,33 @@ def config_from_options(
         # The seed's fit whitens whatever is not group_norm; so does OpenRLHF's of that time.
         values["adv_norm"] = True
     config = _with_options(PPOConfig(), values | options, tokenizer)
-    if idle := idle_options(config):
+    if idle_conditions := idle_options(config):
         say(
             "without effect here: "
-            + "; ".join(f"{name} needs {condition}" for name, condition in idle.items())
+            + "; ".join(f"{name} needs {condition}" for name, condition in idle_conditions.items())
         )
         defaults = PPOConfig().flat()
-        config = config.with_options(**{name: defaults[name] for name in idle})
+        config = config.with_options(**{name: defaults[name] for name in idle_conditions})
     config.validate(world_size, by_hand=True)
     return config.resolved()
 
 
 def idle_options(config: PPOConfig) -> dict[str, str]:
-    """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
-    given = config.flat()
+    """Return what scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
+    values = config.flat()
     facts = facts_of(config)
     return {
-        one.name: condition_text(condition)
-        for one in all_options()
-        for condition in one.needs
+        option.name: condition_text(condition)
+        for option in all_options()
+        for condition in option.needs
         if condition in ("critic", "discounting", "clipping")
-        and one.is_set(given[one.name])
+        and option.is_set(values[option.name])
         and not facts[condition]
     }
 
 
 def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
-    """The config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
+    """Return the config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
 
     Raises:
         ConfigError: an option that does not say how to sample, or a value out of range.
@@ -156,8 +159,8 @@ def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: An
 
 
 def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOConfig:
-    """The config with the schedule that ``fit(args, ...)`` brings; ``args`` gets what the seed's ``fit`` puts there."""
-    given = _options_of(args)
+    """Return the config with the schedule of ``fit(args, ...)``; ``args`` gets what the seed's ``fit`` puts there."""
+    values = options_of_args(args, all_options())
     names = (
         "num_episodes",
         "save_steps",
@@ -168,18 +171,18 @@ def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOCo
         "max_ckpt_mem",
     )
     fill_schedule(args, steps_per_episode)
-    return config.with_options(**{name: given[name] for name in names if name in given})
+    return config.with_options(**{name: values[name] for name in names if name in values})
 
 
 def fill_schedule(args: Any, steps_per_episode: int) -> None:
-    """Puts into ``args`` what the seed's ``fit`` puts there for -1."""
-    for name, never in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
+    """Put into ``args`` what the seed's ``fit`` puts there for -1."""
+    for name, replacement in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
         if getattr(args, name, None) == -1:
-            setattr(args, name, never)
+            setattr(args, name, replacement)
 
 
 def script_args(strategy: Any, config: PPOConfig) -> Any:
-    """``strategy.args``; where there is none, a namespace of all options, which overrides in the seed's style read."""
+    """Return ``strategy.args``, or a namespace of all options, which overrides in the seed's style read."""
     args = getattr(strategy, "args", None)
     if args is None:
         return argparse.Namespace(**config.flat())
@@ -187,27 +190,36 @@ def script_args(strategy: Any, config: PPOConfig) -> Any:
 
 
 def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's options that say how to sample: the seed's ``generate_kwargs``."""
+    """Return the constructor's options that say how to sample: the seed's ``generate_kwargs``."""
     return {name: value for name, value in options.items() if name in _GENERATION}
 
 
 def _refuse_unknown(
-    who: str, options: Iterable[str], known: Sequence[str], hints: Sequence[str] = ()
+    receiver: str,
+    options: Iterable[str],
+    known_names: Sequence[str],
+    parameter_names: Sequence[str] = (),
 ) -> None:
     for name in options:
-        if name not in known:
+        if name not in known_names:
             # A slip in a name of the constructor itself comes before names that mean the same.
-            names = get_close_matches(name, known, cutoff=0.9) or [*known, *hints]
-            flags = [f"--{one}" for one in names]
-            meant = nearest(f"--{name}", flags, "flag").replace("'--", "'")
-            raise ConfigError(f"{who} got an unknown option {name!r}{meant}")
+            names = get_close_matches(name, known_names, cutoff=0.9) or [
+                *known_names,
+                *parameter_names,
+            ]
+            flags = [f"--{known_name}" for known_name in names]
+            suggestion = nearest(f"--{name}", flags, "flag").replace("'--", "'")
+            raise ConfigError(f"{receiver} got an unknown option {name!r}{suggestion}")
 
 
-def _options_of(args: Any) -> dict[str, Any]:
-    """Those attributes of a namespace that are options, in our types; None counts only where it is a value."""
-    optional = {option.name: option.may_be_none for option in all_options()}
-    given = vars(args) if args is not None else {}
-    values = {n: v for n, v in given.items() if n in optional and (v is not None or optional[n])}
+def options_of_args(args: Any, options: Iterable[Option]) -> dict[str, Any]:
+    """Return those attributes of a namespace that are options, in our types; None counts only where it is a value."""
+    optional = {option.name: option.may_be_none for option in options}
+    values = {
+        name: value
+        for name, value in ({} if args is None else vars(args)).items()
+        if name in optional and (value is not None or optional[name])
+    }
     for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas
         if isinstance(values.get(name), str):
             values[name] = tuple(part for part in values[name].split(",") if part)
@@ -221,34 +233,42 @@ def _options_of(args: Any) -> dict[str, Any]:
 
 
 def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
-    """``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id`` become options of ours."""
+    """Make options of ours of ``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id``."""
     config = config.with_options(
-        **{_RENAMED.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
+        **{
+            _RENAMED.get(name, name): value
+            for name, value in options.items()
+            if name not in _SPECIAL
+        }
     )
-    values: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if options.get("max_length") is not None and "max_new_tokens" not in options:
-        prompt = config.data.prompt_max_len
-        values["generate_max_len"] = options["max_length"] - prompt
-        if values["generate_max_len"] < 1:
-            length = options["max_length"]
+        prompt_length = config.data.prompt_max_len
+        changes["generate_max_len"] = options["max_length"] - prompt_length
+        if changes["generate_max_len"] < 1:
+            max_length = options["max_length"]
             raise ConfigError(
-                f"max_length {length} leaves no room after prompt_max_len {prompt}: set max_new_tokens"
+                f"max_length {max_length} leaves no room after prompt_max_len {prompt_length}: set max_new_tokens"
             )
-    eos = options.get("eos_token_id")
-    if eos is None:
+    eos_token_id = options.get("eos_token_id")
+    if eos_token_id is None:
         eos_ids = ()
-    elif isinstance(eos, (list, tuple)):
-        eos_ids = tuple(eos)
+    elif isinstance(eos_token_id, (list, tuple)):
+        eos_ids = tuple(eos_token_id)
     else:
-        eos_ids = (eos,)
-    known_eos = getattr(tokenizer, "eos_token_id", None)
-    values["stop_token_ids"] = (
+        eos_ids = (eos_token_id,)
+    tokenizer_eos_id = getattr(tokenizer, "eos_token_id", None)
+    changes["stop_token_ids"] = (
         *config.rollout.stop_token_ids,
-        *(i for i in eos_ids if i != known_eos),
+        *(token_id for token_id in eos_ids if token_id != tokenizer_eos_id),
     )
-    pad = options.get("pad_token_id")
-    if pad is not None and tokenizer is not None and pad != (own := tokenizer.pad_token_id):
+    pad_token_id = options.get("pad_token_id")
+    if (
+        pad_token_id is not None
+        and tokenizer is not None
+        and pad_token_id != (tokenizer_pad_id := tokenizer.pad_token_id)
+    ):
         raise ConfigError(
-            f"pad_token_id {pad} is not the tokenizer's ({own}): set tokenizer.pad_token"
+            f"pad_token_id {pad_token_id} is not the tokenizer's ({tokenizer_pad_id}): set tokenizer.pad_token"
         )
-    return config.with_options(**values)
+    return config.with_options(**changes)

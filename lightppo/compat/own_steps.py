@@ -26,11 +26,14 @@ OUTCOMES = {
 
 
 def seed_means(experience: Experience) -> dict[str, Tensor]:
-    """The means over samples that the seed's ``training_step`` gives."""
+    """Return the means over samples that the seed's ``training_step`` gives."""
     device = experience.action_mask.device
-    known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
+    info_tensors = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
     # The seed puts plain numbers in.
-    info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}
+    info = {
+        name: torch.as_tensor(numbers, device=device).float()
+        for name, numbers in info_tensors.items()
+    }
     means = {name: values.mean() for name, values in info.items()}
     if "kl" in info:  # per token, as far as lengths tell
         means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()
@@ -38,14 +41,14 @@ def seed_means(experience: Experience) -> dict[str, Tensor]:
 
 
 def sample_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """Share of a micro batch in its optimizer step, by samples with a trained token; times the number of ranks."""
+    """Return a micro batch's share of the samples of its optimizer step, times the number of ranks."""
     return mask.bool().any(dim=1).sum() * (normalizer.dp_size / max(normalizer.sequences, 1.0))
 
 
 def lone_part(
     experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1
 ) -> StepPart:
-    """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
+    """Return the part of a micro batch outside a planned step, one of ``accumulation`` of equal weight. Collective."""
     return StepPart(normalizer_of([experience], ranks, scale), loss_scale=1 / accumulation)
 
 
@@ -82,10 +85,10 @@ def script_status(
     numbers = checked_status(seed_means(experience) | status)
     if experience.part is not None:
         return numbers
-    outcome = {name: x for name, x in numbers.items() if name in OUTCOMES}
-    if outcome:
-        trainer.outcomes = [*trainer.outcomes, outcome]
-    return {name: x for name, x in numbers.items() if name not in outcome}
+    step_outcome = {name: number for name, number in numbers.items() if name in OUTCOMES}
+    if step_outcome:
+        trainer.outcomes = [*trainer.outcomes, step_outcome]
+    return {name: number for name, number in numbers.items() if name not in step_outcome}
 
 
 def without_means(status: Mapping[str, float]) -> dict[str, float]:
@@ -94,13 +97,16 @@ def without_means(status: Mapping[str, float]) -> dict[str, float]:
 
 
 def give_router_loss(actor: Actor) -> None:
-    """A pass with ``return_output`` also gives ``output.aux_loss`` from now on."""
+    """Let a pass with ``return_output`` also give ``output.aux_loss`` from now on."""
 
-    def switch(on: bool) -> None:
-        actor.hf_model.config.output_router_logits = on
+    def switch(enabled: bool) -> None:
+        actor.hf_model.config.output_router_logits = enabled
 
-    before = actor.hf_model.config.output_router_logits
+    router_logits_before = actor.hf_model.config.output_router_logits
     actor.register_forward_pre_hook(
-        lambda _, values, named: switch(bool(named.get("return_output"))), with_kwargs=True
+        lambda _, arguments, keyword_arguments: switch(
+            bool(keyword_arguments.get("return_output"))
+        ),
+        with_kwargs=True,
     )
-    actor.register_forward_hook(lambda *_: switch(before), always_call=True)
+    actor.register_forward_hook(lambda *_: switch(router_logits_before), always_call=True)

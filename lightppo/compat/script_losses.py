@@ -18,35 +18,41 @@ from lightppo.errors import ConfigError
 Metrics = dict[str, Tensor]
 
 
-def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(loss_function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
+        return inspect.signature(
+            loss_function.forward if isinstance(loss_function, nn.Module) else loss_function
+        ).parameters
     except (TypeError, ValueError):  # of built-in functions
         return {}
 
 
-def _knows_the_step(fn: Callable[..., Any]) -> bool:
-    """Whether a loss takes a ``normalizer``; if its signature does not tell, it does."""
-    parameters = _parameters(fn)
+def _knows_the_step(loss_function: Callable[..., Any]) -> bool:
+    """Tell whether a loss takes a ``normalizer``; if its signature does not tell, it does."""
+    parameters = _parameters(loss_function)
     return (
         "normalizer" in parameters
         or not parameters
-        or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     )
 
 
 def _mean_of(
-    fn: Callable[..., Any], name: str, tensors: Sequence[Tensor], mask: Tensor, **named: Any
+    loss_function: Callable[..., Any],
+    name: str,
+    tensors: Sequence[Tensor],
+    mask: Tensor,
+    **keyword_tensors: Any,
 ) -> Any:
-    """What a loss in the seed's form says of the rows with a trained token; a 0 with a gradient if there are none."""
-    rows = mask.bool().any(dim=1)
-    if not rows.any():
+    """Return a loss in the seed's form of the rows with a trained token; a 0 with a gradient if there are none."""
+    trained_rows = mask.bool().any(dim=1)
+    if not trained_rows.any():
         return zero_where_masked(tensors[0], mask).sum()
-    if not rows.all():
-        tensors = [tensor[rows] for tensor in tensors]
-        mask = mask[rows]
-        named = {key: value[rows] for key, value in named.items()}
-    loss = fn(*tensors, action_mask=mask, **named)
+    if not trained_rows.all():
+        tensors = [tensor[trained_rows] for tensor in tensors]
+        mask = mask[trained_rows]
+        keyword_tensors = {key: value[trained_rows] for key, value in keyword_tensors.items()}
+    loss = loss_function(*tensors, action_mask=mask, **keyword_tensors)
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         raise ConfigError(
             f"{name} returned {type(loss).__name__} instead of a scalar tensor: return the loss alone, or take a "
@@ -55,11 +61,11 @@ def _mean_of(
     return loss
 
 
-def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
-    """``actor_loss_fn`` as the trainer calls it; one in the seed's form counts by its share of the step's samples."""
-    if _knows_the_step(fn):
-        return fn
-    takes_entropy_mask = "entropy_mask" in _parameters(fn)
+def policy_loss_of(loss_function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
+    """Return ``actor_loss_fn`` as the trainer calls it; one in the seed's form counts by its share of the samples."""
+    if _knows_the_step(loss_function):
+        return loss_function
+    takes_entropy_mask = "entropy_mask" in _parameters(loss_function)
 
     def loss(
         log_probs: Tensor,
@@ -71,7 +77,7 @@ def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metric
         weights: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Metrics]:
-        named = {}
+        keyword_tensors = {}
         if weights is not None:
             if not takes_entropy_mask or not ((weights == 0) | (weights == 1)).all():
                 raise ConfigError(
@@ -79,31 +85,43 @@ def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metric
                     "--rollout_correction, --rollout_rejection and --high_entropy_token_ratio, or let it take a "
                     "normalizer and weights"
                 )
-            named["entropy_mask"] = weights.bool()
-        share = sample_share(mask, normalizer)
-        mean = _mean_of(fn, "actor_loss_fn", (log_probs, old_log_probs, advantages), mask, **named)
-        tensors = (
-            zero_where_masked(x.detach(), mask) for x in (log_probs, old_log_probs, advantages)
+            keyword_tensors["entropy_mask"] = weights.bool()
+        step_share = sample_share(mask, normalizer)
+        sample_mean = _mean_of(
+            loss_function,
+            "actor_loss_fn",
+            (log_probs, old_log_probs, advantages),
+            mask,
+            **keyword_tensors,
         )
-        seen = losses.LossInputs(*tensors, action_mask=mask.bool()).metrics()
-        seen.pop("clip_ratio")  # which only the loss knows
+        tensors = (
+            zero_where_masked(tensor.detach(), mask)
+            for tensor in (log_probs, old_log_probs, advantages)
+        )
+        token_metrics = losses.LossInputs(*tensors, action_mask=mask.bool()).metrics()
+        token_metrics.pop("clip_ratio")  # which only the loss knows
         metrics = {
-            name: aggregate_loss(x, mask, "token-mean", normalizer) for name, x in seen.items()
+            name: aggregate_loss(tensor, mask, "token-mean", normalizer)
+            for name, tensor in token_metrics.items()
         }
-        stats = fn.get_last_stats() if hasattr(fn, "get_last_stats") and mask.any() else {}
+        loss_stats = (
+            loss_function.get_last_stats()
+            if hasattr(loss_function, "get_last_stats") and mask.any()
+            else {}
+        )
         metrics |= {
-            name: torch.as_tensor(value, device=mask.device) * share
-            for name, value in stats.items()
+            name: torch.as_tensor(value, device=mask.device) * step_share
+            for name, value in loss_stats.items()
         }
-        return mean * share, metrics
+        return sample_mean * step_share, metrics
 
     return loss
 
 
-def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
-    """``critic_loss_fn`` as the trainer calls it; see :func:`policy_loss_of`."""
-    if _knows_the_step(fn):
-        return fn
+def value_loss_of(loss_function: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
+    """Return ``critic_loss_fn`` as the trainer calls it; see :func:`policy_loss_of`."""
+    if _knows_the_step(loss_function):
+        return loss_function
 
     def loss(
         values: Tensor,
@@ -112,8 +130,8 @@ def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics
         mask: Tensor,
         normalizer: LossNormalizer,
     ) -> tuple[Tensor, Metrics]:
-        mean = _mean_of(fn, "critic_loss_fn", (values, old_values, returns), mask)
-        return mean * sample_share(mask, normalizer), {}
+        sample_mean = _mean_of(loss_function, "critic_loss_fn", (values, old_values, returns), mask)
+        return sample_mean * sample_share(mask, normalizer), {}
 
     return loss
 
@@ -121,8 +139,8 @@ def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics
 class _PretrainLoss(GPTLMLoss):
     """A ``ptx_loss_fn`` in the seed's form, as the trainer calls it: its mean counts by the labelled tokens."""
 
-    def __init__(self, fn: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.fn = fn
+    def __init__(self, loss_function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.fn = loss_function
 
     def __call__(
         self,
@@ -139,8 +157,8 @@ class _PretrainLoss(GPTLMLoss):
         return logits.sum() * 0.0
 
 
-def pretrain_loss_of(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``ptx_loss_fn`` as the trainer calls it."""
-    if hasattr(fn, "num_tokens"):
-        return fn
-    return _PretrainLoss(fn)
+def pretrain_loss_of(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``ptx_loss_fn`` as the trainer calls it."""
+    if hasattr(loss_function, "num_tokens"):
+        return loss_function
+    return _PretrainLoss(loss_function)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from operator import attrgetter
 from typing import Any
@@ -13,10 +15,11 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.checkpoint.engine_state import rng_state
 from lightppo.checkpoint.layout import mark_latest, step_of, tag_of
 from lightppo.compat.constructor_options import fill_schedule, script_args
-from lightppo.compat.prompt_batches import SeedLoader, pretrain_batches_of
 from lightppo.compat.script_losses import policy_loss_of, pretrain_loss_of, value_loss_of
 from lightppo.config import PPOConfig
 from lightppo.config.rules import micro_batch_spec, rollout_rows, scoring_calls
+from lightppo.data.records import Prompt
+from lightppo.distributed.distributed import RankSampler
 from lightppo.files import local_folder
 from lightppo.logging.step_metrics import optimizer_status
 
@@ -31,9 +34,9 @@ class KLState:
         return {"kind": type(self.controller).__name__, "value": float(self.controller.value)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["kind"] != (own := type(self.controller).__name__):
+        if state["kind"] != (controller_kind := type(self.controller).__name__):
             raise ValueError(
-                f"the checkpoint's kl_ctl is {state['kind']}, here {own}: set the one that it was made with"
+                f"the checkpoint's kl_ctl is {state['kind']}, here {controller_kind}: set the one that it was made with"
             )
         self.controller.value = float(state["value"])
 
@@ -41,9 +44,9 @@ class KLState:
 class _GivenTracker:
     """A Weights & Biases run (or module), or a TensorBoard writer, that a script has set; the script ends it."""
 
-    def __init__(self, name: str, given: Any) -> None:
+    def __init__(self, name: str, tracker: Any) -> None:
         self.replaces = name
-        self.given = given
+        self.given = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.replaces == "_wandb":
@@ -63,25 +66,25 @@ def _is_tracker(sink: Any, name: str) -> bool:
     return hasattr(sink, "writer")
 
 
-def _setting(path: str, apply: str | None = None) -> property:
+def _setting(path: str, method_name: str | None = None) -> property:
     """Make an attribute of an option; when it is set, the trainer works with it."""
     name = path.rpartition(".")[2]
     read = attrgetter(f"config.{path}")
 
     def write(trainer: Any, value: Any) -> None:
         trainer._set_options(**{name: value})
-        if apply is not None:
-            getattr(trainer, apply)()
+        if method_name is not None:
+            getattr(trainer, method_name)()
 
     return property(read, write)
 
 
 def _of_part(path: str) -> property:
     """Make an attribute that is here an attribute of a part of the trainer."""
-    part, _, name = path.rpartition(".")
+    part_path, _, name = path.rpartition(".")
 
     def write(trainer: Any, value: Any) -> None:
-        setattr(attrgetter(part)(trainer), name, value)
+        setattr(attrgetter(part_path)(trainer), name, value)
 
     return property(attrgetter(path), write)
 
@@ -102,18 +105,26 @@ def _tracker(name: str, of_recorder: str) -> property:
     return property(read, write)
 
 
-def _replaceable_loss(name: str, as_called: Callable[[Any], Any]) -> property:
+def _replaceable_loss(name: str, adapt: Callable[[Any], Any]) -> property:
     """Make an attribute of the loss ``name``, which a script may set in the seed's form, too."""
-    given = f"_given_{name}"
+    attribute_name = f"_given_{name}"
 
     def read(trainer: Any) -> Any:
-        return vars(trainer).get(given) or getattr(trainer, name)
+        return vars(trainer).get(attribute_name) or getattr(trainer, name)
 
-    def write(trainer: Any, fn: Callable[..., Any]) -> None:
-        vars(trainer)[given] = fn
-        setattr(trainer, name, as_called(fn))
+    def write(trainer: Any, loss_function: Callable[..., Any]) -> None:
+        vars(trainer)[attribute_name] = loss_function
+        setattr(trainer, name, adapt(loss_function))
 
     return property(read, write)
+
+
+def recorder_of(trainer: Any) -> Any | None:
+    """Return the callback that writes the logs."""
+    recorders = (
+        callback for callback in trainer.callbacks if hasattr(callback, "tensorboard_writer")
+    )
+    return next(recorders, None)
 
 
 def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
@@ -122,26 +133,30 @@ def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
     What its caller leaves out comes from the trainer.
     """
     signature = inspect.signature(fit)
-    ordinary = {
-        n: p.default for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+    parameter_defaults = {
+        parameter_name: parameter.default
+        for parameter_name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
 
     @wraps(fit)
-    def run(self: Any, *values: Any, **named: Any) -> None:
+    def run(self: Any, *values: Any, **keyword_arguments: Any) -> None:
         if self.is_complete():
             self.tell_complete()
             return self.close()
-        bound = signature.bind_partial(self, *values, **named)
+        bound_arguments = signature.bind_partial(self, *values, **keyword_arguments)
         for name, value in self.fit_arguments().items():
-            missing = name not in bound.arguments and (
-                self.owns_parts or ordinary.get(name) is inspect.Parameter.empty
+            is_missing = name not in bound_arguments.arguments and (
+                self.owns_parts or parameter_defaults.get(name) is inspect.Parameter.empty
             )
-            if name in ordinary and (missing or bound.arguments.get(name, ...) is None):
-                bound.arguments[name] = value
-        loader = bound.arguments.get("prompts_dataloader")
-        if loader is not None and not isinstance(loader, SeedLoader):
-            bound.arguments["prompts_dataloader"] = SeedLoader(loader)
-        fit(*bound.args, **bound.kwargs)
+            if name in parameter_defaults and (
+                is_missing or bound_arguments.arguments.get(name, ...) is None
+            ):
+                bound_arguments.arguments[name] = value
+        prompts_loader = bound_arguments.arguments.get("prompts_dataloader")
+        if prompts_loader is not None and not isinstance(prompts_loader, SeedLoader):
+            bound_arguments.arguments["prompts_dataloader"] = SeedLoader(prompts_loader)
+        fit(*bound_arguments.args, **bound_arguments.kwargs)
         self.end_records()
 
     return run
@@ -184,7 +199,7 @@ class ScriptMembers:
 
     @property
     def args(self) -> Any:
-        """The options: ``strategy.args`` of a script, else a namespace of all of them."""
+        """Return the options: ``strategy.args`` of a script, else a namespace of all of them."""
         if self._args is None:
             self._args = script_args(self.strategy, self.config)
         return self._args
@@ -204,9 +219,9 @@ class ScriptMembers:
         self.experience_maker.micro_batches = {
             call: micro_batch_spec(self.config, call) for call in scoring_calls()
         }
-        for part in (self.rollout_engine, self.sampler.sampler.engine):
-            if hasattr(part, "micro_rollout_batch_size"):
-                part.micro_rollout_batch_size = value
+        for engine in (self.rollout_engine, self.sampler.sampler.engine):
+            if hasattr(engine, "micro_rollout_batch_size"):
+                engine.micro_rollout_batch_size = value
 
     @property
     def max_norm(self) -> float:
@@ -236,7 +251,7 @@ class ScriptMembers:
 
     @property
     def prompts_dataloader(self) -> Any:
-        """The prompts; in a subclass with a ``fit`` of its own they are the seed's batches."""
+        """Return the prompts; in a subclass with a ``fit`` of its own they are the seed's batches."""
         if self.prompts is None or not self.overrides("fit"):
             return self.prompts
         return SeedLoader(self.prompts)
@@ -258,13 +273,8 @@ class ScriptMembers:
 
     @property
     def recorder(self) -> Any | None:
-        """The callback that writes the logs, from the first step on."""
-        if not self.started:
-            return None
-        return next(
-            (callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")),
-            None,
-        )
+        """Return the callback that writes the logs, from the first step on."""
+        return recorder_of(self) if self.started else None
 
     # -- what setting an attribute changes -----------------------------------------------------------------------
 
@@ -307,13 +317,13 @@ class ScriptMembers:
         recorder = self.recorder
         if recorder is None or not self.strategy.is_rank_0():
             return
-        for name, given in self.trackers.items():
-            replaced = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
-            for sink in replaced:
+        for name, tracker in self.trackers.items():
+            replaced_sinks = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
+            for sink in replaced_sinks:
                 sink.close()
-            recorder.sinks = [sink for sink in recorder.sinks if sink not in replaced]
-            if given is not None:
-                recorder.sinks.append(_GivenTracker(name, given))
+            recorder.sinks = [sink for sink in recorder.sinks if sink not in replaced_sinks]
+            if tracker is not None:
+                recorder.sinks.append(_GivenTracker(name, tracker))
 
     # -- logs and checkpoints ------------------------------------------------------------------------------------
 
@@ -338,11 +348,11 @@ class ScriptMembers:
             status = optimizer_status([[outcome] for outcome in outcomes], self.strategy) | status
         if global_step > self.state.global_step:  # of a loop of the user's own
             self.state.global_step = global_step
-        before = self.args_of_fit
+        previous_args = self.args_of_fit
         self.args_of_fit = args
         self.client_states = client_states
         self._wants_stop = super().finish_step(global_step, status)
-        self.args_of_fit = before
+        self.args_of_fit = previous_args
         self.client_states = None
 
     def finish_step_of_script(self, step: int, status: Mapping[str, float]) -> bool:
@@ -357,8 +367,8 @@ class ScriptMembers:
         """Write a checkpoint with what a script adds, by its ``_save_checkpoint`` if there is one. Collective."""
         tag = tag_of(step)
         state = self.whole_state()
-        own = {name: state[name] for name in (*self.states, *self.states_of_ranks)}
-        state = state | dict(self.client_states or {}) | own
+        registered_states = {name: state[name] for name in (*self.states, *self.states_of_ranks)}
+        state = state | dict(self.client_states or {}) | registered_states
         if not self.overrides("_save_checkpoint"):
             return self._save_checkpoint(self.args_of_fit, tag, state)
         state["rng"] = self.strategy.gather_object(rng_state())
@@ -369,10 +379,10 @@ class ScriptMembers:
         self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None
     ) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
-        is_whole = client_states is not None and "trainer" in client_states
-        state = client_states if is_whole else self.whole_state() | dict(client_states or {})
-        path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
-        self.checkpointer.save(path, step_of(tag), state)
+        is_complete = client_states is not None and "trainer" in client_states
+        state = client_states if is_complete else self.whole_state() | dict(client_states or {})
+        checkpoint_folder = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
+        self.checkpointer.save(checkpoint_folder, step_of(tag), state)
 
     def _adopt(self, tag: str) -> None:
         """Mark a checkpoint that a script has written as the latest, if all parts have it. Collective."""
@@ -425,3 +435,140 @@ class ScriptMembers:
             )
             arguments["consumed_samples"] = self.state.global_step * rollout.rollout_batch_size
         return arguments
+
+
+class PromptText(str):
+    """The text of a prompt, which also knows the :class:`Prompt`: its token ids, row number and further columns."""
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PromptText:
+        text = cls(prompt.text)
+        text.prompt = prompt
+        return text
+
+
+def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
+    """Return the prompts of a batch of a prompts dataloader.
+
+    Args:
+        batch: prompts, strings, or in the seed's style (prompts, labels) or (prompts, labels, references), where
+            ``references`` are the ground truth and ``labels`` name the data source.
+        tokenizer: for strings.
+        prompt_max_len: longest prompt, tokens.
+
+    Raises:
+        TypeError: on a batch of another form.
+        ValueError: on a string longer than ``prompt_max_len`` tokens, or columns of different lengths.
+    """
+    if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
+        return batch
+    texts, labels, references = _columns(batch)
+    for name, column in (("labels", labels), ("references", references)):
+        if column is not None and len(column) != len(texts):
+            raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
+    truths = labels if references is None else references
+    prompts = []
+    for row, text in enumerate(texts):
+        if isinstance(text, PromptText):
+            label = text.prompt.label if truths is None else truths[row]
+            prompts.append(replace(text.prompt, label=label))
+            continue
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(token_ids) > prompt_max_len:
+            raise ValueError(
+                f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
+                "raise it, or build the dataset with truncation"
+            )
+        label = None if truths is None else truths[row]
+        data_source = (
+            str(labels[row]) if references is not None and labels is not None else "default"
+        )
+        prompts.append(Prompt(text, token_ids, label, _index_of(text), data_source))
+    return prompts
+
+
+def _columns(batch: Any) -> list:
+    """Return ``[prompts, labels, references]``, the last two possibly ``None``."""
+    if _is_texts(batch):
+        columns = [batch]
+    elif isinstance(batch, (list, tuple)):
+        columns = list(batch)
+    else:
+        columns = []
+    all_have_rows = all(
+        column is None or (hasattr(column, "__len__") and not isinstance(column, str))
+        for column in columns
+    )
+    if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not all_have_rows:
+        raise TypeError(
+            "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
+            f"got {type(batch).__name__} {str(batch)[:80]}"
+        )
+    return [*columns, None, None][:3]
+
+
+def _is_texts(column: Any) -> bool:
+    return isinstance(column, (list, tuple)) and all(isinstance(text, str) for text in column)
+
+
+def _index_of(text: str) -> int:
+    """Return a number for a prompt without row number: equal texts form one group, on any rank."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+class _Episodes(RankSampler):
+    """A sampler of batches, in the place where the seed's ``fit`` looks for its sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.set_epoch = sampler.set_epoch
+
+
+class SeedLoader:
+    """A prompts dataloader in the seed's form: each batch is ``[texts, labels]``.
+
+    Batches that are no list of :class:`Prompt` stay as they are, and every other attribute is the dataloader's.
+    """
+
+    def __init__(self, loader: Iterable) -> None:
+        self.loader = loader
+
+    @property
+    def sampler(self) -> Any:
+        """Return a sampler with ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        if hasattr(batch_sampler, "set_epoch"):
+            return _Episodes(batch_sampler)
+        return getattr(self.loader, "sampler", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if isinstance(batch, list) and all(isinstance(prompt, Prompt) for prompt in batch):
+                batch = [
+                    [PromptText.of(prompt) for prompt in batch],
+                    [prompt.label for prompt in batch],
+                ]
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+
+class PretrainBatch(dict):
+    """A batch for the PTX loss; ids and mask also by the places that they have in the seed's, 1 and 2."""
+
+    PLACES = {1: "input_ids", 2: "attention_mask"}
+
+    def __missing__(self, key: Any) -> Any:
+        if key not in self.PLACES:
+            raise KeyError(key)
+        return self[self.PLACES[key]]
+
+
+def pretrain_batches_of(batches: Iterator) -> Iterator:
+    for batch in batches:
+        yield PretrainBatch(batch) if isinstance(batch, Mapping) else batch

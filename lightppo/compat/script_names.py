@@ -12,7 +12,7 @@ from torch import Tensor
 from lightppo.algorithms.kl import approx_kl
 from lightppo.config import PPOConfig
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.distributed.rank_samples import RankSampler as DistributedSampler
+from lightppo.distributed.distributed import RankSampler as DistributedSampler
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.models.actor import Actor
@@ -32,7 +32,7 @@ def get_llm_for_sequence_regression(
     target_modules: str | Sequence[str] | None = "all-linear",
     **options: Any,
 ) -> Critic | RewardModel:
-    """A critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`."""
+    """Load a critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`."""
     classes: dict[str, type[Critic | RewardModel]] = {"critic": Critic, "reward": RewardModel}
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
@@ -71,7 +71,7 @@ class ActorLanguage(Actor):
 
 
 def check_actor(config: PPOConfig, actor: Any) -> None:
-    """ConfigError for an actor with a share of tokens that the loss does not have."""
+    """Raise ConfigError for an actor with a share of tokens that the loss does not have."""
     of_actor = getattr(actor, "high_entropy_token_ratio", 0.0)
     of_loss = config.loss.high_entropy_token_ratio
     if of_actor and of_actor != of_loss:
@@ -82,7 +82,7 @@ def check_actor(config: PPOConfig, actor: Any) -> None:
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:
-    """(1, T) or (T,) → one tensor per length; what stands after the last one is left out."""
+    """Split (1, T) or (T,) into one tensor per length; what stands after the last one is left out."""
     lengths = [int(length) for length in packed_seqlens]
     values = values.squeeze(0)
     if sum(lengths) > len(values):
@@ -99,7 +99,7 @@ def compute_approx_kl(
     kl_estimator: str | bool = "k1",
     use_kl_estimator_k3: bool = False,
 ) -> Tensor:
-    """See :func:`lightppo.algorithms.kl.approx_kl`: ``k1``, ``k2`` or ``k3`` of each token, 0 where it is masked.
+    """Return ``k1``, ``k2`` or ``k3`` of each token, 0 where it is masked: :func:`lightppo.algorithms.kl.approx_kl`.
 
     OpenRLHF until 0.5 has ``use_kl_estimator_k3`` in the place of ``kl_estimator``.
     """
@@ -111,7 +111,7 @@ def compute_approx_kl(
 
 
 def get_strategy(args: Any) -> DeepspeedStrategy:
-    """A strategy from any object with attributes named like its arguments; ``dist_timeout`` is ``timeout_minutes``."""
+    """Make a strategy of attributes that are named like its arguments; ``dist_timeout`` is ``timeout_minutes``."""
     names = {f.name for f in fields(DeepspeedStrategy) if f.init} - {"args"}
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if hasattr(args, "dist_timeout"):

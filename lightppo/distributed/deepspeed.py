@@ -21,12 +21,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
 from lightppo.checkpoint import export
-from lightppo.distributed import averaging, rank_samples
 from lightppo.distributed.device import on_cuda, report_memory
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
-from lightppo.zero3 import find_engine, get_engine, unwrap_model
+from lightppo.zero3 import (
+    find_engine,
+    forget_secondary_shard,
+    full_shape,
+    get_engine,
+    is_sharded,
+    shard_of,
+    unwrap_model,
+    zero_stage_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +104,10 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
     """Remove those of stages 1 and 2: on the device or, offloaded, in main memory."""
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+    for gradient_sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         # None instead of clear(): views of the gradients still look up the dictionary's keys
-        for group in sums:
-            sums[group] = None
+        for group in gradient_sums:
+            gradient_sums[group] = None
     optimizer._release_ipg_buffers()
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
     if optimizer.cpu_offload:
@@ -129,25 +137,27 @@ class _ClipAndCheck:
     max_norm: float
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        params = [
+        parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
         if optimizer.overflow:
             optimizer._global_grad_norm = math.inf
-            for param in params:
-                param.grad = None  # AdamW passes over parameters without gradient
+            for parameter in parameters:
+                parameter.grad = None  # AdamW passes over parameters without gradient
         elif self.max_norm > 0 and optimizer._global_grad_norm > 0.999 * self.max_norm:
             # With a smaller norm torch would multiply by 1.
-            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
 
 
 def _double_when_due(scaler: Any) -> None:
     """Double fp16's loss scale after a step, instead of DeepSpeed: it would do so before it unscales the gradient."""
-    good = scaler.cur_iter - scaler.last_overflow_iter - 1  # steps since the last overflow
-    if good and good % LOSS_SCALE_STEPS == 0:
+    steps_without_overflow = (
+        scaler.cur_iter - scaler.last_overflow_iter - 1
+    )  # steps since the last overflow
+    if steps_without_overflow and steps_without_overflow % LOSS_SCALE_STEPS == 0:
         scaler.cur_scale = min(2 * scaler.cur_scale, MOST_LOSS_SCALE)
 
 
@@ -205,13 +215,13 @@ class DeepspeedStrategy(DistributedStrategy):
                 self.grad_accum_dtype not in (None, "fp32", *(["bf16"] if self.bf16 else []))
             ),
         }
-        for problem, is_so in problems.items():
-            if is_so:
+        for problem, is_present in problems.items():
+            if is_present:
                 raise ValueError(problem)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that models are held and run in."""
+        """Return the type that models are held and run in."""
         if self.bf16:
             return torch.bfloat16
         if self.fp16:
@@ -220,7 +230,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     @property
     def accumulated_gradient(self) -> int:
-        """Micro batches per rank and optimizer step."""
+        """Return micro batches per rank and optimizer step."""
         per_forward = self.micro_train_batch_size * self.world_size
         if self.train_batch_size % per_forward:
             raise ValueError(
@@ -256,14 +266,14 @@ class DeepspeedStrategy(DistributedStrategy):
 
         ModelLoadError for a model with an image or audio tower (``lightppo.models.loading``).
         """
-        inner = unwrap_model(model)
-        if (reason := getattr(inner, "untrainable", None)) is not None:
+        hf_model = unwrap_model(model)
+        if (reason := getattr(hf_model, "untrainable", None)) is not None:
             raise ModelLoadError(reason)
-        params = [p for p in inner.parameters() if p.requires_grad]
-        if not params:
+        parameters = [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
+        if not parameters:
             raise ValueError(f"{type(model).__name__} has no trainable parameter")
-        matrices = [p for p in params if len(zero3.full_shape(p)) > 1]
-        vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
+        matrices = [parameter for parameter in parameters if len(zero3.full_shape(parameter)) > 1]
+        vectors = [parameter for parameter in parameters if len(zero3.full_shape(parameter)) <= 1]
         decays = ((matrices, weight_decay), (vectors, 0.0))
         groups = [
             {"params": members, "weight_decay": decay} for members, decay in decays if members
@@ -294,7 +304,7 @@ class DeepspeedStrategy(DistributedStrategy):
             )
         model, optimizer, scheduler = item if trains else (item, None, None)
         if model is None:
-            return (None, None, None) if trains else None
+            return item
         config = getattr(model, "ds_config", None)
         is_for_training = config is not None and not config.get(
             "managed_gradient_accumulation", True
@@ -321,10 +331,10 @@ class DeepspeedStrategy(DistributedStrategy):
         import deepspeed
 
         config = copy.deepcopy(config)
-        clip = None
+        gradient_clip = None
         # the engine would not report the norm
         if config.get("zero_optimization", {}).get("stage", 0) == 0:
-            clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
+            gradient_clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
             config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
         with contextlib.redirect_stdout(None):
@@ -342,9 +352,9 @@ class DeepspeedStrategy(DistributedStrategy):
         elif engine.fp16_enabled():
             # At the lowest scale an overflow means a broken step, and optimizer_step reports that.
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        elif clip is not None:
-            optimizer.register_step_pre_hook(clip)
-            self._clips[engine] = clip
+        elif gradient_clip is not None:
+            optimizer.register_step_pre_hook(gradient_clip)
+            self._clips[engine] = gradient_clip
             # DeepSpeed did not put an optimizer with fp32 copies around ours.
             if self.world_size == 1 and engine.optimizer is optimizer:
                 # There is nobody to average with. This spares two copies of the whole gradient.
@@ -364,29 +374,33 @@ class DeepspeedStrategy(DistributedStrategy):
         param_offload: bool | None = None,
         max_norm: float | None = None,
     ) -> dict[str, Any]:
-        """Configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing.
+        """Return the configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing.
 
         Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
         loss, and DeepSpeed averages gradients over ranks.
         """
-        zero_stage = self.zero_stage if zero_stage is None else zero_stage
-        offloads = self.param_offload if param_offload is None else param_offload
-        config = self._config(self.dtype, sharded=zero_stage == 3, offload=offloads)
-        zero = config["zero_optimization"]
+        if zero_stage is None:
+            zero_stage = self.zero_stage
+        if param_offload is None:
+            param_offload = self.param_offload
+        if adam_offload is None:
+            adam_offload = self.adam_offload
+        config = self._config(self.dtype, sharded=zero_stage == 3, offload=param_offload)
+        zero_config = config["zero_optimization"]
         if self.overlap_comm is None:
             overlaps = on_cuda() and zero_stage == 3
         else:
             overlaps = self.overlap_comm and zero_stage > 1
-        zero |= {"stage": zero_stage, "overlap_comm": overlaps}
+        zero_config |= {"stage": zero_stage, "overlap_comm": overlaps}
         if not on_cuda():
-            zero |= {
+            zero_config |= {
                 "reduce_bucket_size": CPU_BUCKET_ELEMENTS,
                 "allgather_bucket_size": CPU_BUCKET_ELEMENTS,
             }
-        if self.adam_offload if adam_offload is None else adam_offload:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
+        if adam_offload:
+            zero_config["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
         if self.zpg != 1 and zero_stage == 3:
-            zero["zero_hpz_partition_size"] = self.zpg
+            zero_config["zero_hpz_partition_size"] = self.zpg
         return config | {
             "managed_gradient_accumulation": False,
             "gradient_clipping": self.max_norm if max_norm is None else max_norm,
@@ -402,11 +416,13 @@ class DeepspeedStrategy(DistributedStrategy):
         zero_stage: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else stage 0.
+        """Return the configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else 0.
 
         None means the strategy's value. An EMA needs float32.
         """
-        sharded = offload or (self.zero_stage if zero_stage is None else zero_stage) == 3
+        if zero_stage is None:
+            zero_stage = self.zero_stage
+        sharded = offload or zero_stage == 3
         config = self._config(dtype or self.dtype, sharded=sharded, offload=offload)
         config["zero_optimization"]["stage"] = 3 if sharded else 0
         if sharded:
@@ -415,11 +431,11 @@ class DeepspeedStrategy(DistributedStrategy):
         return config
 
     def _config(self, dtype: torch.dtype, *, sharded: bool, offload: bool) -> dict[str, Any]:
-        zero: dict[str, Any] = {}
+        zero_config: dict[str, Any] = {}
         if sharded and offload:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
+            zero_config["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
         if sharded and not on_cuda():
-            zero["stage3_prefetch_bucket_size"] = CPU_BUCKET_ELEMENTS
+            zero_config["stage3_prefetch_bucket_size"] = CPU_BUCKET_ELEMENTS
         return {
             "train_micro_batch_size_per_gpu": self.micro_train_batch_size,
             "gradient_accumulation_steps": 1,
@@ -434,13 +450,13 @@ class DeepspeedStrategy(DistributedStrategy):
                 "hysteresis": 1,
                 "loss_scale_window": 1 << 62,  # see _double_when_due
             },
-            "zero_optimization": zero,
+            "zero_optimization": zero_config,
         }
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
-        """Adds a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
+        """Add a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
         engine = get_engine(model, "backward")
         if (weight := self.loss_weights.get(engine)) is not None:
             loss = loss * weight
@@ -449,33 +465,37 @@ class DeepspeedStrategy(DistributedStrategy):
         heartbeat.beat()
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
-        """From now on only every ``micro_batches``-th call of :meth:`optimizer_step` takes the step."""
+        """Take the step only at every ``micro_batches``-th call of :meth:`optimizer_step` from now on."""
         if (engine := find_engine(model)) is not None:
             self._accumulation[engine] = [0, micro_batches]
 
     def completes_step(self, model: Any) -> bool:
-        """Whether the next call of :meth:`optimizer_step` takes the step."""
-        done, needed = self._accumulation.get(get_engine(model, "completes_step"), (0, 1))
-        return done + 1 >= needed
+        """Tell whether the next call of :meth:`optimizer_step` takes the step."""
+        calls_done, calls_needed = self._accumulation.get(
+            get_engine(model, "completes_step"), (0, 1)
+        )
+        return calls_done + 1 >= calls_needed
 
     def optimizer_step(
         self, optim: Any, model: Any, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> StepOutcome | None:
-        """Clips and takes one optimizer step with the gradient from ``backward``, then moves the scheduler. Collective.
+        """Clip, take one optimizer step with the gradient from ``backward``, then move the scheduler. Collective.
 
         If a gradient or a loss is not finite on any rank, all ranks skip the step and drop the gradient. Returns None
         before the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in addition to the one given to
         ``prepare``. An overflow of fp16 also halves the loss scale.
         """
         engine = get_engine(model, "optimizer_step")
-        if (progress := self._accumulation.get(engine)) is not None:
-            progress[0] = (progress[0] + 1) % progress[1]
-            if progress[0]:
+        if (accumulation := self._accumulation.get(engine)) is not None:
+            accumulation[0] = (accumulation[0] + 1) % accumulation[1]
+            if accumulation[0]:
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
         loss = self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum")
-        scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-        scale = None if scaler is None else scaler.cur_scale
+        scaler = None
+        if engine.fp16_enabled():
+            scaler = engine.optimizer.loss_scaler
+            previous_scale = scaler.cur_scale
         skipped = True
         grad_norm = math.inf
         overflow = False
@@ -485,7 +505,7 @@ class DeepspeedStrategy(DistributedStrategy):
             if not skipped:
                 grad_norm = float(engine.get_global_grad_norm())
             if scaler is not None:
-                overflow = skipped and scaler.cur_scale < scale
+                overflow = skipped and scaler.cur_scale < previous_scale
                 _double_when_due(scaler)
         drop_gradients(engine)
         if not skipped:
@@ -493,13 +513,13 @@ class DeepspeedStrategy(DistributedStrategy):
                 scheduler.step()
         elif self.is_rank_0() and overflow:
             text = "a step of %s is skipped: overflow at the loss scale %g, which is halved"
-            logger.info(text, name, scale)
+            logger.info(text, name, previous_scale)
         elif self.is_rank_0():
             logger.warning("a step of %s is skipped: gradient or loss not finite", name)
         return StepOutcome(grad_norm, skipped, overflow, scaler and scaler.cur_scale)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
-        """Drops the gradient since the last step. Collective: all ranks must decide alike."""
+        """Drop the gradient since the last step. Collective: all ranks must decide alike."""
         engine = get_engine(model, "skip_step")
         self._losses.pop(engine, None)
         if not zero3.has_optimizer(engine):
@@ -522,9 +542,25 @@ class DeepspeedStrategy(DistributedStrategy):
         else:
             engine.optimizer.clip_grad = max_norm
 
-    moving_average = averaging.moving_average
+    def moving_average(
+        self,
+        model: Any,
+        ema_model: Any,
+        beta: float = 0.992,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Set ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``average_into``.
+
+        Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
+        Where engines run on the CPU, so does this, also for ``device="cuda"``.
+        """
+        if device is not None and torch.device(device).type == "cuda" and not on_cuda():
+            device = None
+        engine = find_engine(model)
+        if engine is None or not self._accumulation.get(engine, (0,))[0]:
+            average_into(model, ema_model, beta, device)
+
     report_memory = report_memory
-    setup_dataloader = rank_samples.setup_dataloader
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -533,3 +569,71 @@ class DeepspeedStrategy(DistributedStrategy):
     has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = export.save_model
     load_model = checkpoint.load_model
+
+
+@torch.no_grad()
+def average_into(
+    model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None
+) -> None:
+    """Set ema ← beta · ema + (1 − beta) · model, parameter by parameter, on ``device``; beta 0 copies.
+
+    Only a sharded model averaged into a whole one is gathered, one parameter at a time. The weights are the forward's:
+    under bf16 not the optimizer's fp32 masters. Keep the average in fp32: at beta near 1 the steps vanish in bf16.
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
+    import deepspeed
+
+    source = unwrap_model(model)
+    target = unwrap_model(ema_model)
+    source_parameters = dict(source.named_parameters())
+    target_parameters: dict[str, Any] = dict(target.named_parameters())
+    shapes = [
+        {name: full_shape(p) for name, p in parameters.items()}
+        for parameters in (source_parameters, target_parameters)
+    ]
+    if mismatched_names := sorted(
+        name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name)
+    ):
+        raise ValueError(
+            f"the model and its EMA differ in {len(mismatched_names)} parameters, first {mismatched_names[0]!r}"
+        )
+    gathers = zero_stage_of(find_engine(model)) == 3 and not any(
+        map(is_sharded, target_parameters.values())
+    )
+    for name, ema_parameter in target_parameters.items():
+        parameter = source_parameters[name]
+        if gathers:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                new_values = parameter.detach().clone()
+        else:
+            new_values = _matching_part(parameter, ema_parameter)
+        old_values = ema_parameter.ds_tensor if is_sharded(ema_parameter) else ema_parameter.data
+        if beta != 0.0:  # at 0 the old values do not count, even if they are not finite
+            average_device = device or old_values.device
+            dtype = torch.promote_types(old_values.dtype, new_values.dtype)
+            new_values = torch.lerp(
+                old_values.to(average_device, dtype),
+                new_values.to(average_device, dtype),
+                1.0 - beta,
+            )
+        old_values.copy_(new_values)
+        forget_secondary_shard(ema_parameter)
+    saved_names = target.state_dict(keep_vars=True).keys()
+    buffers = dict(source.named_buffers())
+    for name, ema_buffer in target.named_buffers():
+        if name in saved_names:  # the others are derived, some in every forward
+            ema_buffer.copy_(buffers[name])
+
+
+def _matching_part(parameter: Any, ema_parameter: Any) -> torch.Tensor:
+    """Return the elements of ``parameter`` that belong to this rank's part of ``ema_parameter``."""
+    if is_sharded(parameter) == is_sharded(ema_parameter):
+        if not is_sharded(parameter):
+            return parameter.data
+        if parameter.ds_tensor.numel() != ema_parameter.ds_tensor.numel():
+            raise ValueError(
+                "the model and its EMA are sharded over different numbers of ranks; set the same --zpg"
+            )
+        return parameter.ds_tensor
+    return shard_of(ema_parameter, parameter.data.flatten())

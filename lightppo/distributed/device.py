@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def on_cuda() -> bool:
-    """Whether engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
+    """Tell whether engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
@@ -32,11 +32,11 @@ def name_accelerator() -> None:
 
 def import_deepspeed() -> ModuleType:
     """Import DeepSpeed without its autotuner's mlflow, which would cost a second of each start where it is installed."""
-    absent = sys.modules.setdefault("mlflow", None) is None
+    was_absent = sys.modules.setdefault("mlflow", None) is None
     try:
         import deepspeed
     finally:
-        if absent:
+        if was_absent:
             del sys.modules["mlflow"]
     return deepspeed
 
@@ -47,10 +47,12 @@ def check_type(strategy: Any) -> None:
     from deepspeed.accelerator import get_accelerator
 
     if dtype not in get_accelerator().supported_dtypes():
+        flags = ["--fp16", "--bf16"]
+        if strategy.bf16:
+            flags.reverse()
         name = torch.cuda.get_device_name(strategy.device) if on_cuda() else "this CPU"
-        flag, other = ("--bf16", "--fp16") if strategy.bf16 else ("--fp16", "--bf16")
         raise LaunchError(
-            f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32"
+            f"{flags[0]}: DeepSpeed does not train in it on {name}: set {flags[1]}, or neither for fp32"
         )
     if dtype is torch.float32 and on_cuda() and strategy.is_rank_0():
         logger.warning(
@@ -85,10 +87,12 @@ def share_cores(collectives_on_cpu: bool) -> None:
         torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
         ranks = dist.get_world_size()
         # Four gathers, which last long enough to keep both cores busy.
-        own = torch.zeros(max(1 << 16, (1 << 20) // ranks))
-        copies = [list(own.new_empty(ranks, len(own))) for _ in range(4)]
-        for work in [dist.all_gather(of_ranks, own, async_op=True) for of_ranks in copies]:
-            work.wait()
+        local_tensor = torch.zeros(max(1 << 16, (1 << 20) // ranks))
+        copies = [list(local_tensor.new_empty(ranks, len(local_tensor))) for _ in range(4)]
+        for gather in [
+            dist.all_gather(of_ranks, local_tensor, async_op=True) for of_ranks in copies
+        ]:
+            gather.wait()
     torch.set_num_threads(threads)
 
 
@@ -116,14 +120,10 @@ def peak_of_process() -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (
-        OSError,
-        StopIteration,
-    ):  # not Linux; there getrusage would count the process before, too
+    except (OSError, StopIteration):  # a sandbox; getrusage counts the process before, too
         import resource
 
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report_memory(strategy: Any, prefix: str) -> dict[str, float]:

@@ -8,13 +8,15 @@ import os
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from tqdm import tqdm
 
 from lightppo.distributed.device import (
@@ -40,6 +42,58 @@ REDUCE_OPS = {
 }
 GATHERED_BYTES = 1 << 20
 """Of each rank, on the device at a time."""
+
+# -- a rank's share of the data -----------------------------------------------------------------------------------------
+
+
+class RankSampler(DistributedSampler):
+    """torch's sampler of one rank's share of a seeded permutation, which can also start in the middle of an epoch.
+
+    All ranks get equally many samples, as collectives require: up to ``num_replicas - 1`` samples come twice per epoch,
+    or are left out with ``drop_last``. Without ``num_replicas`` and ``rank`` they are those of the process group.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        consumed_samples: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        dataset_size = len(dataset)
+        if dataset_size < (self.num_replicas if drop_last else 1):
+            raise ValueError(
+                f"{dataset_size} samples on {self.num_replicas} ranks leave nothing with drop_last={drop_last}"
+            )
+        if self.total_size > dataset_size:
+            repeated_count = self.total_size - dataset_size
+            logger.info(
+                "%d samples on %d ranks: %d come twice per epoch",
+                dataset_size,
+                num_replicas,
+                repeated_count,
+            )
+        self.set_epoch(0, consumed_samples)
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
+        self._skip = consumed_samples // self.num_replicas
+        if self._skip > self.num_samples:
+            raise ValueError(
+                f"consumed_samples={consumed_samples} is more than one epoch of {self.total_size} samples"
+            )
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self._skip, None)
+
+    def __len__(self) -> int:
+        return self.num_samples - self._skip
+
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
@@ -101,16 +155,12 @@ class DistributedStrategy(Ranks):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; 1 before ``setup_distributed``."""
+        """Return the number of ranks; 1 before ``setup_distributed``."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def get_rank(self) -> int:
         """Return this rank; 0 before ``setup_distributed``."""
         return dist.get_rank() if dist.is_initialized() else 0
-
-    def is_rank_0(self) -> bool:
-        """Whether this is the rank that prints, logs and writes."""
-        return self.get_rank() == 0
 
     # -- communication -------------------------------------------------------------------------------------------
 
@@ -134,10 +184,10 @@ class DistributedStrategy(Ranks):
         numbers = [key for key in sorted(data) if isinstance(data[key], int | float)]
         reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - {*numbers})}
         if numbers:
-            row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
-            reduced |= zip(numbers, self._reduce(row, op).tolist())
-        whole = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
-        return {key: int(reduced[key]) if key in whole else reduced[key] for key in data}
+            number_row = torch.tensor([float(data[key]) for key in numbers], dtype=torch.float64)
+            reduced |= zip(numbers, self._reduce(number_row, op).tolist())
+        integer_keys = {key for key in numbers if isinstance(data[key], int) and op != "mean"}
+        return {key: int(reduced[key]) if key in integer_keys else reduced[key] for key in data}
 
     def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         buffer = tensor.detach().to(self.device, copy=True)
@@ -163,17 +213,25 @@ class DistributedStrategy(Ranks):
             tensor = data.detach()
         else:
             tensor = torch.tensor(data, dtype=precise)
-        local = tensor.reshape(1) if tensor.dim() == 0 else tensor
-        sizes = self._each(torch.tensor([len(local)], device=self.device)).flatten().tolist()
-        everything = local.new_empty((sum(sizes), *(row := local.shape[1:])))
-        rows = max(1, GATHERED_BYTES // max(1, local.element_size() * math.prod(row)))
-        for start in range(0, max(sizes), rows):
-            own = local[start : start + rows]
-            padded = local.new_zeros((min(rows, max(sizes) - start), *row), device=self.device)
-            padded[: len(own)] = own
-            for part, of_rank in zip(self._each(padded), everything.split(sizes)):
-                of_rank[start : start + rows] = part[: max(0, len(of_rank) - start)]
-        return everything
+        local_rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        sizes = self._each(torch.tensor([len(local_rows)], device=self.device)).flatten().tolist()
+        gathered_rows = local_rows.new_empty((sum(sizes), *(row_shape := local_rows.shape[1:])))
+        rows_at_a_time = max(
+            1, GATHERED_BYTES // max(1, local_rows.element_size() * math.prod(row_shape))
+        )
+        for start in range(0, max(sizes), rows_at_a_time):
+            own_rows = local_rows[start : start + rows_at_a_time]
+            padded_rows = local_rows.new_zeros(
+                (min(rows_at_a_time, max(sizes) - start), *row_shape), device=self.device
+            )
+            padded_rows[: len(own_rows)] = own_rows
+            for rows_of_rank, gathered_of_rank in zip(
+                self._each(padded_rows), gathered_rows.split(sizes)
+            ):
+                gathered_of_rank[start : start + rows_at_a_time] = rows_of_rank[
+                    : max(0, len(gathered_of_rank) - start)
+                ]
+        return gathered_rows
 
     def _each(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather from every rank, where all have one shape. (ranks, …)"""
@@ -197,18 +255,26 @@ class DistributedStrategy(Ranks):
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
         """Send each rank (a key) its own picklable object; return what came here, in the senders' order. Collective."""
         ranks = range(dist.get_world_size())
-        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
-        sizes = torch.tensor([len(part) for part in sent], device=self.device)
-        coming = torch.empty_like(sizes)
-        dist.all_to_all_single(coming, sizes)
+        pickled_parts = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
+        sizes = torch.tensor(
+            [len(pickled_part) for pickled_part in pickled_parts], device=self.device
+        )
+        received_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(received_sizes, sizes)
         # torch makes no tensor of no bytes
-        data = torch.frombuffer(bytearray(b"".join(sent) + b"."), dtype=torch.uint8)
-        own = data[:-1].to(self.device)
-        received = own.new_empty(int(coming.sum()))
-        dist.all_to_all_single(received, own, coming.tolist(), sizes.tolist())
+        data = torch.frombuffer(bytearray(b"".join(pickled_parts) + b"."), dtype=torch.uint8)
+        outgoing_bytes = data[:-1].to(self.device)
+        received_bytes = outgoing_bytes.new_empty(int(received_sizes.sum()))
+        dist.all_to_all_single(
+            received_bytes, outgoing_bytes, received_sizes.tolist(), sizes.tolist()
+        )
         heartbeat.beat()
-        parts_of_ranks = received.cpu().split(coming.tolist())
-        return [pickle.loads(part.numpy()) for part in parts_of_ranks if len(part)]
+        parts_of_ranks = received_bytes.cpu().split(received_sizes.tolist())
+        return [
+            pickle.loads(pickled_part.numpy())
+            for pickled_part in parts_of_ranks
+            if len(pickled_part)
+        ]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s picklable object on every rank. Collective."""
@@ -226,20 +292,20 @@ class DistributedStrategy(Ranks):
 
         Errors for users stay what they are, any other is a RuntimeError.
         """
-        result = error = message = None
+        result = own_error = message = None
         if self.is_rank_0():
             try:
                 result = action()
             except UserError as user_error:
-                message = error = user_error
+                message = own_error = user_error
             except Exception as exception:
-                error = exception
-                message = "".join(traceback.format_exception_only(error)).strip()
+                own_error = exception
+                message = "".join(traceback.format_exception_only(own_error)).strip()
         message, result = self.broadcast_object((message, result))
         if isinstance(message, UserError):
-            raise error or message
+            raise own_error or message
         if message is not None:
-            raise RuntimeError(f"rank 0 could not {what}: {message}") from error
+            raise RuntimeError(f"rank 0 could not {what}: {message}") from own_error
         return result
 
     def barrier(self) -> None:
@@ -251,3 +317,41 @@ class DistributedStrategy(Ranks):
         if self.is_rank_0():
             with tqdm.external_write_mode():
                 print(*(without_secrets(str(part)) for part in msg), flush=True)
+
+    def setup_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        sampler: Sampler | None = None,
+        consumed_samples: int = 0,
+    ) -> DataLoader:
+        """Make a dataloader for this rank's share of a map-style dataset; ``batch_size`` is per rank.
+
+        The order is seeded and differs every epoch (``dataloader.sampler.set_epoch``). ``consumed_samples`` counts the
+        samples that all ranks have already taken. ``sampler`` replaces ``RankSampler``; ``collate_fn`` defaults to the
+        dataset's own.
+        """
+        if sampler is None:
+            sampler = RankSampler(
+                dataset,
+                self.world_size,
+                self.get_rank(),
+                shuffle=shuffle,
+                seed=self.seed,
+                drop_last=drop_last,
+                consumed_samples=consumed_samples,
+            )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
+            # A generator of its own, so that starting an epoch does not draw from the global one.
+            generator=torch.Generator(),
+            pin_memory=pin_memory and on_cuda(),
+        )

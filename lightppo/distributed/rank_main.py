@@ -77,20 +77,20 @@ def _watched(main: Callable[[], None], name: str, debug: bool) -> None:
 
 def _explain(error: Exception, name: str, debug: bool, watchdog: Watchdog) -> None:
     """Raise SystemExit where a signal or another rank's end is the cause of an error."""
-    number = signals.stop_signal()
-    lost = None if number or isinstance(error, UserError) else watchdog.lost_rank(error)
-    if not number and lost is None:
+    signal_number = signals.stop_signal()
+    lost_rank = None if signal_number or isinstance(error, UserError) else watchdog.lost_rank(error)
+    if not signal_number and lost_rank is None:
         return
     if debug:
         tell_error(type(error), error, error.__traceback__)
-    if lost is not None:
-        tell(f"{name}: {lost}")
+    if lost_rank is not None:
+        tell(f"{name}: {lost_rank}")
         raise SystemExit(1) from error
     # What a launcher signals may fail first: another rank, which tells why, or what a reward has started.
     if isinstance(error, UserError) or not is_lost_connection(error):
-        why = f"the step under way is lost: {type(error).__name__}: {error}"
-        tell(f"{name}: stopped by signal {number}, {why}")
-    raise SystemExit(128 + number) from error
+        reason = f"the step under way is lost: {type(error).__name__}: {error}"
+        tell(f"{name}: stopped by signal {signal_number}, {reason}")
+    raise SystemExit(128 + signal_number) from error
 
 
 def tell(text: str) -> None:
@@ -111,7 +111,7 @@ def meet_and_part() -> None:
 
 
 def _told_by_rank_0(message: str) -> bool:
-    """Whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
+    """Tell whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
         return False
@@ -131,5 +131,5 @@ def _tell_torchrun(text: str) -> None:
     """Write what torchrun's last lines show of this rank; other launchers show nothing."""
     text = plain(without_secrets(text))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+        extra_info = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra_info}}))

@@ -36,9 +36,9 @@ def ensure_launcher_variables() -> None:
             f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
         )
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))  # a port that is free now
-        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as free_socket:
+        free_socket.bind(("127.0.0.1", 0))  # a port that is free now
+        os.environ["MASTER_PORT"] = str(free_socket.getsockname()[1])
 
 
 @contextmanager
@@ -82,19 +82,18 @@ def choose_gloo_interface() -> None:
         return
     if not host.startswith("127."):
         return
-    all_addresses = [
-        (a.address, name)
-        for name, of in psutil.net_if_addrs().items()
-        for a in of
-        if a.family == socket.AF_INET
-    ]
     interfaces = {
-        address: name for address, name in all_addresses if not address.startswith("127.")
+        info.address: name
+        for name, infos in psutil.net_if_addrs().items()
+        for info in infos
+        if info.family == socket.AF_INET and not info.address.startswith("127.")
     }
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        own = sock.getsockname()[0]
-    candidates = {interfaces[own]} if own in interfaces else set(interfaces.values())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        own_address = probe.getsockname()[0]
+    candidates = set(interfaces.values())
+    if own_address in interfaces:
+        candidates = {interfaces[own_address]}
     if len(candidates) != 1:
         raise LaunchError(
             f"this host's name leads to {host}, where other nodes do not reach it, and it has the interfaces "
@@ -137,13 +136,15 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
     exception". Destroying the group does not help: DeepSpeed's hooks keep it. Without /proc, threads get a moment.
     """
     deadline = time.monotonic() + seconds
-    before = None
+    previous_threads = None
     while time.monotonic() <= deadline:
         time.sleep(0.03)  # releases the lock; a waiting thread asks for it every 5 ms
-        now = _torch_threads()
-        if now == before and all(state == "S" for state, *_ in now.values()):
+        current_threads = _torch_threads()
+        if current_threads == previous_threads and all(
+            state == "S" for state, *_ in current_threads.values()
+        ):
             return True
-        before = now
+        previous_threads = current_threads
     return False
 
 
@@ -155,14 +156,14 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
     """
     named_only = on_cuda()
     threads = {}
-    unnamed = {}
-    python = {str(thread.native_id) for thread in threading.enumerate()}
+    unnamed_threads = {}
+    python_threads = {str(thread.native_id) for thread in threading.enumerate()}
     for task in TASKS.iterdir() if TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-            named = fields["Name"].strip().startswith(_TORCH_THREADS)
-            if not named and (
-                named_only or task.name in python or "epoll" in (task / "wchan").read_text()
+            is_named = fields["Name"].strip().startswith(_TORCH_THREADS)
+            if not is_named and (
+                named_only or task.name in python_threads or "epoll" in (task / "wchan").read_text()
             ):
                 continue
         except OSError:  # it has ended
@@ -170,5 +171,8 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
         switches = (
             fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary")
         )
-        (threads if named else unnamed)[task.name] = (fields["State"].split()[0], *switches)
-    return threads or unnamed
+        (threads if is_named else unnamed_threads)[task.name] = (
+            fields["State"].split()[0],
+            *switches,
+        )
+    return threads or unnamed_threads

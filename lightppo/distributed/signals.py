@@ -71,18 +71,21 @@ class _Watch:
 
     def _open_launchers(self) -> tuple[dict[int, str], str]:
         """Open pidfds: the kernel's signal at a parent's death comes with the end of a thread, and not of grandparents."""
-        launchers, gone = _launchers()
-        opened = {}
-        for pid, name in launchers:
+        launchers, ended_launcher = _launchers()
+        open_descriptors = {}
+        for process_id, name in launchers:
             try:
-                opened[os.pidfd_open(pid)] = f"{name} (process {pid})"
+                open_descriptors[os.pidfd_open(process_id)] = f"{name} (process {process_id})"
             except ProcessLookupError:
-                gone = name
+                ended_launcher = name
             except OSError as error:
                 logger.warning(
-                    "the end of %s (process %d) will not be noticed: %s", name, pid, error.strerror
+                    "the end of %s (process %d) will not be noticed: %s",
+                    name,
+                    process_id,
+                    error.strerror,
                 )
-        return opened, gone
+        return open_descriptors, ended_launcher
 
     def restore(self) -> None:
         signal.set_wakeup_fd(self._outer)
@@ -107,13 +110,16 @@ class _Watch:
         if self._gone:
             self._mourn(self._gone)
         while True:
-            left = self.since + self.grace - time.monotonic()
-            for stream in (1, 2) if self.number else ():
-                # poll tells when the reader has ended, as `tee` does at a Ctrl-C.
-                poller.register(stream, 0)
-            if self.number and left <= 0:
-                self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
-            for descriptor, _ in poller.poll(1000 * left + 1 if self.number else None):
+            seconds_left = self.since + self.grace - time.monotonic()
+            wait = None
+            if self.number:
+                wait = 1000 * seconds_left + 1
+                for stream in (1, 2):
+                    # poll tells when the reader has ended, as `tee` does at a Ctrl-C.
+                    poller.register(stream, 0)
+                if seconds_left <= 0:
+                    self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
+            for descriptor, _ in poller.poll(wait):
                 if descriptor in (1, 2):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
                     continue
@@ -134,26 +140,30 @@ class _Watch:
 
     def ask(self, number: int, launcher: str = "") -> None:
         """Note the first one. A later one ends the process, but for what a launcher hands on."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         name = signal.Signals(number).name
         if not self.number:
-            self.since = now
+            self.since = current_time
             self.number = number
             with contextlib.suppress(OSError):
                 self._outbox.send(b"\0")  # wakes the thread, whose time runs from now on
             if self.deferred and os.environ.get("RANK", "0") == "0":
-                when = f"when the step under way is done, or in {self.grace:g} s (--signal_grace)"
-                self._say(f"{launcher or name}: stopping {when}; another signal ends at once")
-        elif now - self.since <= _REPEAT:
+                stop_time = (
+                    f"when the step under way is done, or in {self.grace:g} s (--signal_grace)"
+                )
+                self._say(f"{launcher or name}: stopping {stop_time}; another signal ends at once")
+        elif current_time - self.since <= _REPEAT:
             self.number = next(
-                known for known in SIGNALS.values() if known in (number, self.number)
+                signal_number
+                for signal_number in SIGNALS.values()
+                if signal_number in (number, self.number)
             )
         elif not (launcher or self.saved):
             self._end(f"{name} came again")
 
     def _end(self, why: str) -> None:
-        lost = ": the step under way is lost" if self.deferred and not self.saved else ""
-        self._say(f"stopped by {signal.Signals(self.number).name}, {why}{lost}")
+        lost_text = ": the step under way is lost" if self.deferred and not self.saved else ""
+        self._say(f"stopped by {signal.Signals(self.number).name}, {why}{lost_text}")
         os._exit(128 + self.number)
 
     def _say(self, text: str) -> None:
@@ -190,11 +200,11 @@ class _NotebookWatch:
 
 
 def _is_notebook() -> bool:
-    """Whether this is IPython, where a SystemExit ends the cell and not the session."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    """Tell whether this is IPython, where a SystemExit ends the cell and not the session."""
+    ipython_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    return shell is not None and is_main and handler is signal.default_int_handler
+    interrupt_handler = signal.getsignal(signal.SIGINT)
+    return ipython_shell is not None and is_main and interrupt_handler is signal.default_int_handler
 
 
 _watch: _Watch | _NotebookWatch | None = None
@@ -326,14 +336,14 @@ class StopAtSignal(Callback):
         self.stopping = True
         checkpoint = run.config.checkpoint
         stop = Stopped(number, on_all_ranks=True)
-        saved = "nothing is saved"
+        saved_text = "nothing is saved"
         if run.keeps and not checkpoint.disable_ds_ckpt:
             run.save_checkpoint(step)
-            saved = f"saved in {run.ckpt_path}: the same command goes on"
-            saved += ", without --resume never" * (checkpoint.resume == "never")
+            saved_text = f"saved in {run.ckpt_path}: the same command goes on"
+            saved_text += ", without --resume never" * (checkpoint.resume == "never")
         nothing_is_lost()
-        total = f" of {run.total_steps}" if run.total_steps is not None else ""
-        run.strategy.print(f"stopped by {stop.name} after step {step}{total}; {saved}")
+        total_text = f" of {run.total_steps}" if run.total_steps is not None else ""
+        run.strategy.print(f"stopped by {stop.name} after step {step}{total_text}; {saved_text}")
         raise stop
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
@@ -347,23 +357,29 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
     """Return the processes from this rank's parent up to the launcher's first, and the name of one that has ended."""
     import psutil
 
-    above: list[tuple[int, str]] = []
-    for process in psutil.Process().parents() if "LOCAL_RANK" in os.environ else []:
-        with contextlib.suppress(psutil.Error):
-            above.append((process.pid, " ".join(process.cmdline())))
-    matches = [_LAUNCHER.match(command) for _, command in above]
+    parents: list[tuple[int, str]] = []
+    if "LOCAL_RANK" in os.environ:
+        for process in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error):
+                parents.append((process.pid, " ".join(process.cmdline())))
+    matches = [_LAUNCHER.match(command) for _, command in parents]
     if launchers := [i for i, match in enumerate(matches) if match]:
-        last = launchers[-1]
-        command = above[launchers[-1]][1]
+        last_launcher = launchers[-1]
+        command = parents[last_launcher][1]
         # On a single node it is `deepspeed` that starts launch.py, and so.
-        single = " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
-        if single and matches[last]["name"] == "deepspeed.launcher.launch":
-            gone = "deepspeed"
+        is_single_node = (
+            " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
+        )
+        if is_single_node and matches[last_launcher]["name"] == "deepspeed.launcher.launch":
+            ended_launcher = "deepspeed"
         else:
-            gone = ""
-        named = zip(above[: last + 1], matches)
-        return [(pid, match["name"] if match else command) for (pid, command), match in named], gone
-    if above and not re.match(r"\S*python", above[0][1]):  # which may be a launcher of its own
+            ended_launcher = ""
+        matched_parents = zip(parents[: last_launcher + 1], matches)
+        return [
+            (process_id, match["name"] if match else command)
+            for (process_id, command), match in matched_parents
+        ], ended_launcher
+    if parents and not re.match(r"\S*python", parents[0][1]):  # which may be a launcher of its own
         return [], next((name for variable, name in _MARKS.items() if variable in os.environ), "")
     return [], ""
 

@@ -54,41 +54,48 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        idle = 0.0
-        seen = None
-        work = self._work()
+        idle_seconds = 0.0
+        last_signs = None
+        current_work = self._work()
         while not self._done.wait(pause := min(_LOOK, (heartbeat.limit or 6) / 12)):
             if heartbeat.limit is None:
                 continue
             # For code that keeps Python's lock, such as a regular expression: this thread cannot say anything then.
             faulthandler.dump_traceback_later(heartbeat.limit + 2 * pause)
-            now = (heartbeat.beats, heartbeat.phases)
-            before = work
-            work = self._work()
-            works = work[0] - before[0] > pause / 50 or work[1] - before[1] > 1 << 20
-            moves = now != seen or (works and heartbeat.phase in _WORKING) or _in_debugger()
+            signs_of_life = (heartbeat.beats, heartbeat.phases)
+            previous_work = current_work
+            current_work = self._work()
+            is_working = (
+                current_work[0] - previous_work[0] > pause / 50
+                or current_work[1] - previous_work[1] > 1 << 20
+            )
+            is_moving = (
+                signs_of_life != last_signs
+                or (is_working and heartbeat.phase in _WORKING)
+                or _in_debugger()
+            )
             # Looks, not a clock: a process that was stopped for a while is not late.
-            seen = now
-            idle = 0.0 if moves else idle + pause
-            if idle >= heartbeat.limit or self._peer_hangs():
-                self._end(idle)
+            last_signs = signs_of_life
+            idle_seconds = 0.0 if is_moving else idle_seconds + pause
+            if idle_seconds >= heartbeat.limit or self._peer_hangs():
+                self._end(idle_seconds)
         faulthandler.cancel_dump_traceback_later()  # it may have been set since __exit__
 
     def _work(self) -> tuple[float, int]:
         """Return seconds on cores and bytes to and from disks, of this process and what it has started."""
         import psutil
 
-        seconds = 0.0
-        size = 0
-        process = psutil.Process()
-        for one in (
-            (process, *process.children(recursive=True)) if heartbeat.phase in _WORKING else ()
-        ):
+        core_seconds = 0.0
+        disk_bytes = 0
+        if heartbeat.phase not in _WORKING:
+            return core_seconds, disk_bytes
+        own_process = psutil.Process()
+        for process in (own_process, *own_process.children(recursive=True)):
             with suppress(psutil.Error, AttributeError):  # it has ended; no such counters here
-                seconds += sum(one.cpu_times()[:2])
-                files = one.io_counters()
-                size += files.read_bytes + files.write_bytes
-        return seconds, size
+                core_seconds += sum(process.cpu_times()[:2])
+                files = process.io_counters()
+                disk_bytes += files.read_bytes + files.write_bytes
+        return core_seconds, disk_bytes
 
     # -- other ranks ---------------------------------------------------------------------------------------------
 
@@ -106,15 +113,15 @@ class Watchdog:
             store.set(f"process {self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
             # One question for all ranks.
             processes = store.multi_get([f"process {rank}" for rank in range(self._world)])
-            for rank, (host, pid) in enumerate(map(json.loads, processes)):
+            for rank, (host, process_id) in enumerate(map(json.loads, processes)):
                 if rank != self._rank and host == socket.gethostname():
-                    self._peers[rank] = pid
+                    self._peers[rank] = process_id
             self._store = store
         except (RuntimeError, ValueError):  # the run ends already, or a rank is no run of ours
             self._store = None
 
     def _peer_hangs(self) -> bool:
-        """Whether another rank hangs, as far as the store answers."""
+        """Tell whether another rank hangs, as far as the store answers."""
         if 0 in self._peers and _how_it_ended(self._peers[0]) is not None:
             self._store = None  # torch would tell the lost connection at length
         if self._question is None:
@@ -137,45 +144,46 @@ class Watchdog:
             self._store = None
 
     def _store_is_silent(self) -> bool:
-        """Whether a question still waits for its answer; another one would wait behind it."""
+        """Tell whether a question still waits for its answer; another one would wait behind it."""
         return self._question is not None and self._question.is_alive()
 
     def _end(self, idle: float) -> None:
         """End this process; rank 0 reports for all."""
-        main = _stacks()[threading.main_thread().ident]
-        waits = any(
-            "torch/distributed" in f.filename or "/deepspeed/" in f.filename for f in main[-8:]
+        main_stack = _stacks()[threading.main_thread().ident]
+        is_waiting = any(
+            "torch/distributed" in stack_frame.filename or "/deepspeed/" in stack_frame.filename
+            for stack_frame in main_stack[-8:]
         )
-        own = {
+        own_report = {
             "phases": heartbeat.phases,
             "phase": heartbeat.phase,
-            "waits": waits,
+            "waits": is_waiting,
             "collectives": _collectives(),
         }
-        own["text"] = self._report(idle)
+        own_report["text"] = self._report(idle)
         try:
-            reported = self._tell(own)
+            is_reported = self._tell(own_report)
         except RuntimeError:  # no store any more
-            reported = False
-        if not reported:
-            print(own["text"], _ALLOW, sep="\n", file=sys.stderr, flush=True)
+            is_reported = False
+        if not is_reported:
+            print(own_report["text"], _ALLOW, sep="\n", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
-    def _tell(self, own: dict[str, Any]) -> bool:
+    def _tell(self, own_report: dict[str, Any]) -> bool:
         """Report for all on rank 0, to it on others; whether somebody reported what this rank has to say."""
         if self._store is None or self._store_is_silent():
             return False
         self._store.set("hang", "")
-        self._store.set(f"report {self._rank}", json.dumps(own))
+        self._store.set(f"report {self._rank}", json.dumps(own_report))
         if self._rank:
             self._store.wait(["told"], timedelta(seconds=2 * _PATIENCE + 0.1 * self._world))
             return True
         reports: dict[int, dict[str, Any]] = {}
-        end = time.monotonic() + _PATIENCE  # with all: a whole node may be silent
+        deadline = time.monotonic() + _PATIENCE  # with all: a whole node may be silent
         for rank in range(self._world):
             try:
-                left = max(0.1, end - time.monotonic())
-                self._store.wait([f"report {rank}"], timedelta(seconds=left))
+                seconds_left = max(0.1, deadline - time.monotonic())
+                self._store.wait([f"report {rank}"], timedelta(seconds=seconds_left))
                 reports[rank] = json.loads(self._store.get(f"report {rank}"))
             except RuntimeError:
                 continue
@@ -186,34 +194,42 @@ class Watchdog:
         return True
 
     def _verdict(self, reports: dict[int, dict[str, Any]]) -> str:
-        silent = [rank for rank in range(self._world) if rank not in reports]
-        fewest = min(report["phases"] for report in reports.values())
-        late = _behind({rank: report["collectives"] for rank, report in reports.items()})
-        late = late or [rank for rank, report in reports.items() if not report["waits"]]
-        late = late or [rank for rank, report in reports.items() if report["phases"] == fewest]
-        if silent:
-            ranks = ", ".join(map(str, silent))
+        silent_ranks = [rank for rank in range(self._world) if rank not in reports]
+        fewest_phases = min(report["phases"] for report in reports.values())
+        late_ranks = _behind({rank: report["collectives"] for rank, report in reports.items()})
+        late_ranks = late_ranks or [rank for rank, report in reports.items() if not report["waits"]]
+        late_ranks = late_ranks or [
+            rank for rank, report in reports.items() if report["phases"] == fewest_phases
+        ]
+        if silent_ranks:
+            ranks = ", ".join(map(str, silent_ranks))
             return f"rank {ranks} lags behind and says nothing: it has ended, is stopped, or keeps Python's lock"
-        if len(late) == self._world:
+        if len(late_ranks) == self._world:
             return "all ranks wait for each other: one may have called something marked Collective alone"
-        names = ", ".join(f"rank {rank} (phase {reports[rank]['phase']})" for rank in late)
+        names = ", ".join(f"rank {rank} (phase {reports[rank]['phase']})" for rank in late_ranks)
         return f"{names} lags behind: the others wait for it"
 
     def _report(self, idle: float) -> str:
         # Half the limit: ranks that wait for each other became silent at almost the same moment.
-        hangs = idle >= (heartbeat.limit or 0) / 2
-        if hangs:
-            since = f"hangs, without a sign of life for {idle:.0f} s"
+        is_hanging = idle >= (heartbeat.limit or 0) / 2
+        if is_hanging:
+            state_text = f"hangs, without a sign of life for {idle:.0f} s"
         else:
-            since = "moves, but another rank hangs"
-        lines = [f"[rank {self._rank}] {since}: step {heartbeat.step}, phase {heartbeat.phase}"]
-        places = []
+            state_text = "moves, but another rank hangs"
+        lines = [
+            f"[rank {self._rank}] {state_text}: step {heartbeat.step}, phase {heartbeat.phase}"
+        ]
+        own_lines = []
         for ident, stack in _stacks().items():
-            if place := _own_code(stack):
-                places.append(place)
-            if place or ident == threading.main_thread().ident:
+            if own_line := _own_code(stack):
+                own_lines.append(own_line)
+            if own_line or ident == threading.main_thread().ident:
                 name = next(
-                    (f"thread {t.name}" for t in threading.enumerate() if t.ident == ident),
+                    (
+                        f"thread {thread.name}"
+                        for thread in threading.enumerate()
+                        if thread.ident == ident
+                    ),
                     "coroutine",
                 )
                 lines += [
@@ -225,8 +241,8 @@ class Watchdog:
         else:
             remedy = ""
         lines += [
-            f"[rank {self._rank}] your code is at {place}{remedy}"
-            for place in dict.fromkeys(places)
+            f"[rank {self._rank}] your code is at {own_line}{remedy}"
+            for own_line in dict.fromkeys(own_lines)
         ]
         return "\n".join(lines)
 
@@ -242,24 +258,24 @@ class Watchdog:
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline = time.monotonic() + _PATIENCE
-        ended = {}
-        while not ended and time.monotonic() < deadline:
-            ended = {
-                rank: how
-                for rank, pid in self._peers.items()
-                if (how := _how_it_ended(pid)) is not None
+        ended_ranks = {}
+        while not ended_ranks and time.monotonic() < deadline:
+            ended_ranks = {
+                rank: ending
+                for rank, process_id in self._peers.items()
+                if (ending := _how_it_ended(process_id)) is not None
             }
             time.sleep(0.1)
-        reasons = {rank: how for rank, how in ended.items() if how}
-        if reasons and self._rank == min({self._rank, *self._peers} - ended.keys()):
-            for rank, how in reasons.items():
+        reasons = {rank: ending for rank, ending in ended_ranks.items() if ending}
+        if reasons and self._rank == min({self._rank, *self._peers} - ended_ranks.keys()):
+            for rank, ending in reasons.items():
                 print(
-                    f"[rank {rank}] ended without an error of its own: {how}",
+                    f"[rank {rank}] ended without an error of its own: {ending}",
                     file=sys.stderr,
                     flush=True,
                 )
         time.sleep(_PATIENCE)
-        if ended:
+        if ended_ranks:
             return "another rank ended, see its error"
         return f"the connection to another rank is lost, see its error: {str(error).partition(chr(10))[0]}"
 
@@ -271,13 +287,13 @@ def _collectives() -> dict[str, int]:
     """
     import torch.distributed as dist
 
-    issued = {}
+    issued_counts = {}
     if dist.is_initialized():
         world = dist.distributed_c10d._world
         for group in world.pg_map:
             with suppress(RuntimeError):  # a backend that does not count
-                issued[world.pg_names[group]] = group._get_sequence_number_for_group()
-    return issued
+                issued_counts[world.pg_names[group]] = group._get_sequence_number_for_group()
+    return issued_counts
 
 
 def _behind(issued: dict[int, dict[str, int]]) -> list[int]:
@@ -319,23 +335,23 @@ def is_lost_connection(error: BaseException | None) -> bool:
     )
 
 
-def _how_it_ended(pid: int) -> str | None:
+def _how_it_ended(process_id: int) -> str | None:
     """Return None if it lives; empty: with an error that it has told, or nobody knows; else what its exit code means."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat_fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    if fields[0] not in "ZX":
+    if stat_fields[0] not in "ZX":
         return None
-    number = int(fields[-1]) & 0x7F
-    code = int(fields[-1]) >> 8
-    if number == signal.SIGKILL:
+    signal_number = int(stat_fields[-1]) & 0x7F
+    exit_code = int(stat_fields[-1]) >> 8
+    if signal_number == signal.SIGKILL:
         return "killed by signal 9 (SIGKILL), by the system if memory ran out"
-    if number:
-        return f"killed by signal {number} ({signal.Signals(number).name})"
-    if code in (1, EXIT_CODE) or code > 128:
+    if signal_number:
+        return f"killed by signal {signal_number} ({signal.Signals(signal_number).name})"
+    if exit_code in (1, EXIT_CODE) or exit_code > 128:
         return ""
-    return f"exit code {code}"
+    return f"exit code {exit_code}"
 
 
 # -- stacks ------------------------------------------------------------------------------------------------------------
@@ -345,11 +361,14 @@ def _stacks() -> dict[int | None, traceback.StackSummary]:
     """Return the stack of each thread, by its number, and of each waiting coroutine."""
     frames = sys._current_frames()
     stacks = {ident: _summary(traceback.walk_stack(frame)) for ident, frame in frames.items()}
-    loops = [frame.f_locals["self"] for top in frames.values() for frame, _ in traceback.walk_stack(top)
+    event_loops = [frame.f_locals["self"] for top_frame in frames.values() for frame, _ in traceback.walk_stack(top_frame)
              if frame.f_code.co_name == "run_forever" and "self" in frame.f_locals]  # fmt: skip
-    tasks = [task for loop in loops for task in sys.modules["asyncio"].all_tasks(loop)]
+    tasks = [
+        task for event_loop in event_loops for task in sys.modules["asyncio"].all_tasks(event_loop)
+    ]
     return stacks | {
-        -i: _summary(list(_awaited(task.get_coro()))[::-1]) for i, task in enumerate(tasks, 1)
+        -number: _summary(list(_awaited(task.get_coro()))[::-1])
+        for number, task in enumerate(tasks, 1)
     }
 
 
@@ -367,18 +386,26 @@ def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
 
 
 def _in_debugger() -> bool:
-    """Whether the main thread waits for a person."""
+    """Tell whether the main thread waits for a person."""
     frame = sys._current_frames()[threading.main_thread().ident]
-    return any(f.f_globals.get("__name__") == "bdb" for f, _ in traceback.walk_stack(frame))
+    return any(
+        stack_frame.f_globals.get("__name__") == "bdb"
+        for stack_frame, _ in traceback.walk_stack(frame)
+    )
 
 
 def _own_code(stack: traceback.StackSummary) -> str | None:
     """Return the innermost line of the user's code that this package calls, as ``file:line in function``."""
-    calls = max(
-        (i for i, f in enumerate(stack) if f.filename.startswith(_PACKAGE)), default=len(stack)
+    last_call = max(
+        (i for i, stack_frame in enumerate(stack) if stack_frame.filename.startswith(_PACKAGE)),
+        default=len(stack),
     )
-    below = stack[calls + 1 :]
-    if not below or below[0].filename.startswith(_LIBRARIES):
+    frames_below = stack[last_call + 1 :]
+    if not frames_below or frames_below[0].filename.startswith(_LIBRARIES):
         return None
-    own = [f for f in below if not f.filename.startswith(_LIBRARIES)][-1]
-    return f"{own.filename}:{own.lineno} in {own.name}"
+    own_frame = [
+        stack_frame
+        for stack_frame in frames_below
+        if not stack_frame.filename.startswith(_LIBRARIES)
+    ][-1]
+    return f"{own_frame.filename}:{own_frame.lineno} in {own_frame.name}"

@@ -395,7 +395,7 @@ def _worth_reading(record: logging.LogRecord) -> bool:
 
 
 class Counting:
-    """Check what openenv's routes that count tokens fail at: they look at messages before anything has checked their form."""
+    """Check what openenv's routes that count tokens fail at: they look at messages of any form."""
 
     def __init__(self, application: Any) -> None:
         self._app = application

@@ -26,7 +26,7 @@ class UserCall:
 
 @dataclass(slots=True)
 class Outcome:
-    """Say how a call ended: one try, or all tries (:func:`lightppo.rewards.runners.settle`)."""
+    """Say how a call ended: one try, or all tries (:func:`lightppo.rewards.function.settle`)."""
 
     value: Any = None  # after settle: of the last answer that could be read, even if only in part
     error: str | None = None  # why the last try gave no full answer

@@ -18,7 +18,7 @@ PUBLIC = {
     "CombinedReward": "lightppo.rewards.registry",
     "RoutedReward": "lightppo.rewards.registry",
     "build_reward_source": "lightppo.rewards.registry",
-    "AsyncScorer": "lightppo.rewards.async_scorer",
+    "AsyncScorer": "lightppo.rewards.reward_source",
 }
 """What ``from lightppo.rewards import NAME`` imports, by name: the module."""
 

@@ -37,18 +37,20 @@ Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources
 
 def source_of(request: RewardRequest) -> RewardSource:
     """Return the source that the options of a run name: one, or a weighted sum of several."""
-    plan = reward_plan(request.config)
-    if plan is None:
-        given = given_sources(request.config) or ["function"]
-        return source_named(given[-1], request)
-    sources = {name: source_named(name, request) for name in names_in(plan)}
+    route_plan = reward_plan(request.config)
+    if route_plan is None:
+        names = given_sources(request.config) or ["function"]
+        return source_named(names[-1], request)
+    sources = {
+        source_name: source_named(source_name, request) for source_name in names_in(route_plan)
+    }
     routes = {
-        route: [(sources[name], weight) for name, weight in weights.items()]
-        for route, weights in plan.items()
+        route: [(sources[source_name], weight) for source_name, weight in weights.items()]
+        for route, weights in route_plan.items()
     }
     if list(routes) != [ANY_ROUTE]:
         return RoutedReward(routes, by=request.config.verifier.reward_routes_by)
-    if list(plan[ANY_ROUTE].values()) == [1.0]:
+    if list(route_plan[ANY_ROUTE].values()) == [1.0]:
         return routes[ANY_ROUTE][0][0]
     return CombinedReward(dict(routes[ANY_ROUTE]))
 
@@ -89,20 +91,22 @@ def build_reward_source(
             :class:`~lightppo.rewards.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
             :class:`~lightppo.rewards.reward_model.RewardModelSource`.
     """
-    urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
-    if urls and (reward_models or reward_fn is not None):
-        other = "--reward_pretrain" if reward_models else "--reward_fn"
-        raise ValueError(f"--remote_rm_url and {other} are both set; rewards come from one of them")
+    server_urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+    if server_urls and (reward_models or reward_fn is not None):
+        second_flag = "--reward_pretrain" if reward_models else "--reward_fn"
+        raise ValueError(
+            f"--remote_rm_url and {second_flag} are both set; rewards come from one of them"
+        )
     if reward_models:
         from lightppo.rewards.reward_model import source_of_models  # loads torch
 
         return source_of_models(reward_models, reward_fn, model_options or {})
-    if is_file_alone(urls):
-        return function_source(urls[0], "--remote_rm_url", function_options)
-    if urls:
+    if is_file_alone(server_urls):
+        return function_source(server_urls[0], "--remote_rm_url", function_options)
+    if server_urls:
         from lightppo.rewards.remote import RemoteReward  # loads requests
 
-        return RemoteReward(urls, **(remote_options or {}))
+        return RemoteReward(server_urls, **(remote_options or {}))
     if reward_fn is None:
         raise ValueError(
             "no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain"
@@ -115,13 +119,20 @@ def build_reward_source(
 
 def check_routes(building: Any) -> None:
     """Raise ConfigError where ``--reward_routes_by`` is no column of the prompts."""
-    flat = building.config.flat()
-    data = {"--prompt_data": building.rows.get("prompt_data"), "--eval_data": building.held_out}
-    for flag, prompts in data.items() if flat.get("reward_routes") else ():
+    options = building.config.flat()
+    prompts_by_flag = {
+        "--prompt_data": building.rows.get("prompt_data"),
+        "--eval_data": building.held_out,
+    }
+    for flag, prompts in prompts_by_flag.items() if options.get("reward_routes") else ():
         columns = [] if prompts is None else prompts.dataset.column_names
-        if columns and (by := flat["reward_routes_by"]) not in ("label", "data_source", *columns):
+        if columns and (column := options["reward_routes_by"]) not in (
+            "label",
+            "data_source",
+            *columns,
+        ):
             raise ConfigError(
-                f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {columns}"
+                f"--reward_routes_by {column!r} is not a column of {flag}; its columns: {columns}"
             )
 
 
@@ -142,10 +153,10 @@ class RoutedReward:
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
         # By identity, because a source need not be hashable.
-        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}
+        plan_by_identity: dict[int, tuple[RewardSource, dict[str, float]]] = {}
         for route, pairs in routes.items():
             for source, weight in pairs:
-                weights = plan.setdefault(id(source), (source, {}))[1]
+                weights = plan_by_identity.setdefault(id(source), (source, {}))[1]
                 if finite(weight) is None:
                     raise ValueError(
                         f"{name}: the weight of {source.name} must be a finite number, got {weight!r}"
@@ -153,15 +164,12 @@ class RoutedReward:
                 if route in weights:
                     raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
                 weights[route] = float(weight)
-        self._plan = list(plan.values())
-        twice = [
-            name
-            for name, count in Counter(source.name for source, _ in self._plan).items()
-            if count > 1
-        ]
-        if twice:
+        self._plan = list(plan_by_identity.values())
+        counts = Counter(source.name for source, _ in self._plan)
+        repeated = sorted(source_name for source_name, count in counts.items() if count > 1)
+        if repeated:
             raise ValueError(
-                f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name"
+                f"{name}: several sources are named {', '.join(repeated)}; give each its own name"
             )
         self.name = name
         self.by = by
@@ -176,53 +184,61 @@ class RoutedReward:
         """Score with every source, even if an earlier source left a sample unscored."""
         samples = len(rollouts)
         routes = [self._route(rollouts, i) for i in range(samples)]
-        totals: list[float | None] = [0.0] * samples
+        score_totals: list[float | None] = [0.0] * samples
         token_totals: list[list[float] | None] = [None] * samples
-        metrics: dict[str, list[float | None]] = {}
-        texts: dict[str, list[str | None]] = {}
+        metric_columns: dict[str, list[float | None]] = {}
+        text_columns: dict[str, list[str | None]] = {}
         # Raised at the end, because other ranks may wait in the next source.
-        non_finite: NonFiniteRewardError | None = None
+        non_finite_error: NonFiniteRewardError | None = None
         for source, weights in self._plan:
-            places = [i for i, route in enumerate(routes) if route in weights]
-            share = [rollouts[i] for i in places]
+            positions = [i for i, route in enumerate(routes) if route in weights]
+            route_rollouts = [rollouts[i] for i in positions]
             try:
-                output = check_output(source.score(share), share, source.name)
+                output = check_output(source.score(route_rollouts), route_rollouts, source.name)
             except NonFiniteRewardError as error:
-                non_finite = error
+                non_finite_error = error
                 continue
-            own = {source.name: output.scores} | {
-                f"{source.name}/{m}": v for m, v in output.metrics.items()
-            }
+            source_metrics = {f"/{name}": values for name, values in output.metrics.items()}
+            source_texts = {f"/{name}": values for name, values in output.texts.items()}
             for target, columns in (
-                (metrics, own),
-                (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()}),
+                (metric_columns, {"": output.scores} | source_metrics),
+                (text_columns, source_texts),
             ):
-                for key, values in columns.items():
-                    of_place = dict(zip(places, values))
-                    target[key] = [of_place.get(i) for i in range(samples)]
-            for i, score, row in zip(
-                places, output.scores, output.token_scores or [None] * len(places)
+                for suffix, values in columns.items():
+                    value_of_sample = dict(zip(positions, values))
+                    column = [value_of_sample.get(i) for i in range(samples)]
+                    target[f"{source.name}{suffix}"] = column
+            for i, score, token_scores in zip(
+                positions, output.scores, output.token_scores or [None] * len(positions)
             ):
                 weight = weights[routes[i]]
-                total = totals[i]
-                totals[i] = None if total is None or score is None else total + weight * score
-                if row is not None:
-                    before = token_totals[i] or [0.0] * len(row)
-                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
-        if non_finite is not None:
-            raise non_finite
-        for count in ("failures", "timeouts"):
-            parts = [
-                metrics[key]
+                if score is None or score_totals[i] is None:
+                    score_totals[i] = None
+                else:
+                    score_totals[i] += weight * score
+                if token_scores is not None:
+                    sums = token_totals[i] or [0.0] * len(token_scores)
+                    token_totals[i] = [
+                        token_total + weight * token_score
+                        for token_total, token_score in zip(sums, token_scores)
+                    ]
+        if non_finite_error is not None:
+            raise non_finite_error
+        for count_name in ("failures", "timeouts"):
+            source_counts = [
+                metric_columns[key]
                 for source, _ in self._plan
-                if (key := f"{source.name}/{count}") in metrics
+                if (key := f"{source.name}/{count_name}") in metric_columns
             ]
-            if parts:
-                metrics[count] = [
-                    sum(value for value in row if value is not None) for row in zip(*parts)
+            if source_counts:
+                metric_columns[count_name] = [
+                    sum(value for value in sample_values if value is not None)
+                    for sample_values in zip(*source_counts)
                 ]
-        dense = any(row is not None for row in token_totals)
-        return RewardOutput(totals, metrics, token_totals if dense else None, texts)
+        output = RewardOutput(score_totals, metric_columns, texts=text_columns)
+        if any(sample_values is not None for sample_values in token_totals):
+            output.token_scores = token_totals
+        return output
 
     def close(self) -> None:
         """End what the sources have started."""
@@ -232,16 +248,18 @@ class RoutedReward:
     def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
         prompt = rollouts[i].prompt
         if self.by in ("data_source", "label"):
-            value = getattr(prompt, self.by)
+            column_value = getattr(prompt, self.by)
         else:
-            value = prompt.extra.get(self.by)
-        key = value if isinstance(value, str) else repr(value)
-        if key in self._routes:
-            return key
+            column_value = prompt.extra.get(self.by)
+        route = column_value
+        if not isinstance(column_value, str):
+            route = repr(column_value)
+        if route in self._routes:
+            return route
         if ANY_ROUTE in self._routes:
             return ANY_ROUTE
         raise RewardError(
-            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
+            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(route)!r} of "
             f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
             f"{ANY_ROUTE!r} for all others"
         )

@@ -16,7 +16,12 @@ from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.http_client import HTTPClient, check_url, read_token
 from lightppo.ranks import Alone, Ranks
-from lightppo.rewards.function import FunctionReward, function_source
+from lightppo.rewards.function import (
+    FunctionReward,
+    OnFailure,
+    check_failure_options,
+    function_source,
+)
 from lightppo.rewards.reward_source import (
     RewardOutput,
     RewardRequest,
@@ -25,22 +30,21 @@ from lightppo.rewards.reward_source import (
     join_outputs,
     output_from_result,
 )
-from lightppo.rewards.runners import OnFailure, check_failure_options
 
 logger = logging.getLogger(__name__)
 
 
 def server_reward(request: RewardRequest) -> RewardSource:
     """Return the source of ``--remote_rm_url``, servers or a Python file."""
-    reward = request.config.reward
-    if is_file_alone(reward.remote_rm_url):
+    reward_options = request.config.reward
+    if is_file_alone(reward_options.remote_rm_url):
         options = request.options_of(FunctionReward)
-        return function_source(reward.remote_rm_url[0], "--remote_rm_url", options)
+        return function_source(reward_options.remote_rm_url[0], "--remote_rm_url", options)
     return RemoteReward(
-        reward.remote_rm_url,
-        timeout=reward.remote_rm_timeout,
-        retries=reward.remote_rm_retries,
-        token=read_token(env=reward.remote_rm_token_env),
+        reward_options.remote_rm_url,
+        timeout=reward_options.remote_rm_timeout,
+        retries=reward_options.remote_rm_retries,
+        token=read_token(env=reward_options.remote_rm_token_env),
         ranks=request.ranks,
         **request.options_of(RemoteReward),
     )
@@ -48,7 +52,7 @@ def server_reward(request: RewardRequest) -> RewardSource:
 
 @dataclass(eq=False, repr=False)
 class RemoteReward:
-    """Splits the samples of all ranks over several servers of the same service and asks them in parallel.
+    """Split the samples of all ranks over several servers of the same service and ask them in parallel.
 
     A rank asks only the servers of its share: not each of many ranks asks each server for a sample or two.
 
@@ -84,27 +88,33 @@ class RemoteReward:
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
-        servers = len(self._servers)
-        size = len(rollouts)
+        server_count = len(self._servers)
+        sample_count = len(rollouts)
         ranks = self.ranks or Alone()
         # As if the samples of all ranks, equally many, stood in one row: each server has the next equal part of it.
-        edges = [
-            size * ranks.world_size * i // servers - size * ranks.get_rank()
-            for i in range(servers + 1)
+        part_edges = [
+            sample_count * ranks.world_size * i // server_count - sample_count * ranks.get_rank()
+            for i in range(server_count + 1)
         ]
-        parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
+        rollout_parts = [
+            rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(part_edges)
+        ]
         # Calls take turns, so that a few finished samples at a time reach all servers, too.
-        turn = next(self._calls)
-        shares = [
-            (self._servers[(i + turn) % servers], part) for i, part in enumerate(parts) if part
+        call_number = next(self._calls)
+        server_shares = [
+            (self._servers[(i + call_number) % server_count], rollouts_of_server)
+            for i, rollouts_of_server in enumerate(rollout_parts)
+            if rollouts_of_server
         ]
-        if not shares:
+        if not server_shares:
             return RewardOutput([])
-        with ThreadPoolExecutor(len(shares), thread_name_prefix="reward") as pool:
-            answers = list(pool.map(self._ask, *zip(*shares)))
+        with ThreadPoolExecutor(len(server_shares), thread_name_prefix="reward") as executor:
+            answers = list(executor.map(self._ask, *zip(*server_shares)))
         if errors := [answer for answer in answers if isinstance(answer, Exception)]:
-            alike = all(isinstance(error, NonFiniteRewardError) for error in errors)
-            raise (NonFiniteRewardError if alike else RewardError)("; ".join(map(str, errors)))
+            message = "; ".join(map(str, errors))
+            if all(isinstance(error, NonFiniteRewardError) for error in errors):
+                raise NonFiniteRewardError(message)
+            raise RewardError(message)
         return join_outputs(answers)
 
     def close(self) -> None:
@@ -116,19 +126,21 @@ class RemoteReward:
         self, server: HTTPClient, rollouts: list[Rollout]
     ) -> RewardOutput | RequestError | NonFiniteRewardError:
         """Return one server's answer about its share, or why there is none."""
-        samples = len(rollouts)
+        sample_count = len(rollouts)
         failures: list[RequestError] = []
-        body = {
+        request_body = {
             "query": [rollout.prompt.text + rollout.response_text for rollout in rollouts],
             "prompts": [rollout.prompt.text for rollout in rollouts],
             "labels": [rollout.prompt.label for rollout in rollouts],
         }
 
         def read(result: dict) -> RewardOutput:
-            return check_output(output_from_result(result, samples, self.name), rollouts, self.name)
+            return check_output(
+                output_from_result(result, sample_count, self.name), rollouts, self.name
+            )
 
         try:
-            output = server.post("", body, read, on_failure=failures.append)
+            output = server.post("", request_body, read, on_failure=failures.append)
         except ValueError as error:
             raise RewardError(f"{error}; labels must be text, numbers, lists or objects") from None
         except RequestError as error:
@@ -136,11 +148,13 @@ class RemoteReward:
                 if error.answer_error is NonFiniteRewardError:
                     return NonFiniteRewardError(str(error))
                 return error
-            logger.warning("%s; its %d samples stay unscored", error, samples)
-            output = RewardOutput([None] * samples)
+            logger.warning("%s; its %d samples stay unscored", error, sample_count)
+            output = RewardOutput([None] * sample_count)
         if self.retries or self.on_reward_failure == "unscored":
             timeouts = sum(failure.timed_out for failure in failures)
-            for name, count in (("failures", len(failures)), ("timeouts", timeouts)):
-                sent = output.metrics.get(name, [None] * samples)
-                output.metrics[name] = [float(count) + (value or 0.0) for value in sent]
+            for count_name, number in (("failures", len(failures)), ("timeouts", timeouts)):
+                server_counts = output.metrics.get(count_name, [None] * sample_count)
+                output.metrics[count_name] = [
+                    float(number) + (server_count or 0.0) for server_count in server_counts
+                ]
         return output

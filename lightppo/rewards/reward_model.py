@@ -5,7 +5,7 @@ A model reads the actor's ids, or the samples in the template and the ids of ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -71,20 +71,24 @@ class RewardModelSource:
     name: str = "reward_model"
 
     def __post_init__(self) -> None:
-        count = len(self.models)
-        longest = self.reward_max_length
-        size = self.micro_batch_size
-        if count == 0 or (count > 1 and self.reward_fn is None):
+        model_count = len(self.models)
+        max_length = self.reward_max_length
+        micro_batch_size = self.micro_batch_size
+        if model_count == 0 or (model_count > 1 and self.reward_fn is None):
             raise ValueError(
-                f"{count} reward models: give one, or several with --reward_fn to combine them"
+                f"{model_count} reward models: give one, or several with --reward_fn to combine them"
             )
-        if longest is not None and longest < 2:
-            raise ValueError(f"--reward_max_length must be at least 2, got {longest}")
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"--reward_max_length must be at least 2, got {max_length}")
         if self.reward_truncation not in get_args(Truncation):
             raise ValueError(
                 f"--reward_truncation must be error or left, got {self.reward_truncation!r}"
             )
-        self._micro_batch = MicroBatchSpec(size) if isinstance(size, int) else size
+        self._micro_batch = (
+            MicroBatchSpec(micro_batch_size)
+            if isinstance(micro_batch_size, int)
+            else micro_batch_size
+        )
         if self._micro_batch.size < 1:
             raise ValueError(f"micro_batch_size must be at least 1, got {self._micro_batch.size}")
         if self.inputs is None:
@@ -93,59 +97,68 @@ class RewardModelSource:
             self.inputs = [
                 SameIds(self.pad_token_id, form=form) for form in map(form_of, self.models)
             ]
-        if len(self.inputs) not in (1, count):
+        if len(self.inputs) not in (1, model_count):
             raise ValueError(
-                f"{len(self.inputs)} inputs for {count} reward models: give one for all, or one for each"
+                f"{len(self.inputs)} inputs for {model_count} reward models: give one for all, or one for each"
             )
-        self.inputs = list(self.inputs) * (count if len(self.inputs) == 1 else 1)
+        self.inputs = list(self.inputs) * (model_count if len(self.inputs) == 1 else 1)
         self.ranks = self.ranks or Alone(self.device)
 
     @torch.no_grad()
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score the samples. Collective: a rank without samples takes part too."""
-        count = len(rollouts)
+        sample_count = len(rollouts)
         # models may share their inputs
-        rows = {id(reads): self._rows(reads, rollouts) for reads in self.inputs}
+        rows_of_inputs = {
+            id(model_inputs): self._rows(model_inputs, rollouts) for model_inputs in self.inputs
+        }
         scores = [
             score_rows(
                 model,
-                rows[id(reads)][0],
-                pad_token_id=reads.pad_token_id,
+                rows_of_inputs[id(model_inputs)][0],
+                pad_token_id=model_inputs.pad_token_id,
                 micro_batch=self._micro_batch,
                 ranks=self.ranks,
                 device=self.device,
-                whose=f"{self.name}: model {i}",
+                model_name=f"{self.name}: model {i}",
             )  # (n,)
-            for i, (model, reads) in enumerate(zip(self.models, self.inputs))
+            for i, (model, model_inputs) in enumerate(zip(self.models, self.inputs))
         ]
         metrics: dict[str, list[float | None]] = {}
         if self.reward_max_length is not None:
             metrics["input_truncated"] = [
-                float(any(cut)) for cut in zip(*(cut for _, cut in rows.values()))
+                float(any(was_cut))
+                for was_cut in zip(*(was_cut for _, was_cut in rows_of_inputs.values()))
             ]
-        if self.reward_fn is None or count == 0:
+        if self.reward_fn is None or sample_count == 0:
             return RewardOutput(scores[0].tolist(), metrics)
-        metrics |= {f"{self.name}_{i}": values.tolist() for i, values in enumerate(scores)}
-        combined = checked_scores(self.reward_fn(scores), count, f"{self.name}: --reward_fn")
+        metrics |= {
+            f"{self.name}_{i}": model_scores.tolist() for i, model_scores in enumerate(scores)
+        }
+        combined = checked_scores(self.reward_fn(scores), sample_count, f"{self.name}: --reward_fn")
         return RewardOutput(combined.float().tolist(), metrics)
 
-    def _rows(self, reads: RewardInputs, rollouts: list[Rollout]) -> tuple[Rows, list[bool]]:
+    def _rows(self, model_inputs: RewardInputs, rollouts: list[Rollout]) -> tuple[Rows, list[bool]]:
         """Return a model's rows, cut where they are too long, and which were cut; begin-of-text and the scored end stay."""
-        rows = list(reads.encode(rollouts)) if rollouts else []
-        longest = self.reward_max_length
-        cut = [longest is not None and len(row) > longest for row in rows]
-        for i, row in enumerate(rows):
-            if not row:
+        model_rows = list(model_inputs.encode(rollouts)) if rollouts else []
+        max_length = self.reward_max_length
+        is_cut = [
+            max_length is not None and len(model_row) > max_length for model_row in model_rows
+        ]
+        for i, model_row in enumerate(model_rows):
+            if not model_row:
                 raise RewardError(f"{self.name}: {describe_sample(rollouts, i)} has no token")
-            if cut[i] and self.reward_truncation == "error":
+            if is_cut[i] and self.reward_truncation == "error":
                 raise RewardError(
-                    f"{self.name}: {describe_sample(rollouts, i)} has {len(row)} tokens for the reward model, more "
-                    f"than --reward_max_length {longest}: raise it, or set --reward_truncation left"
+                    f"{self.name}: {describe_sample(rollouts, i)} has {len(model_row)} tokens for the reward model, more "
+                    f"than --reward_max_length {max_length}: raise it, or set --reward_truncation left"
                 )
-            if cut[i]:
-                start = row[:1] if row[0] == reads.bos_token_id else []
-                rows[i] = start + row[len(row) - longest + len(start) :]
-        return rows, cut
+            if is_cut[i]:
+                kept_start = model_row[:1] if model_row[0] == model_inputs.bos_token_id else []
+                model_rows[i] = (
+                    kept_start + model_row[len(model_row) - max_length + len(kept_start) :]
+                )
+        return model_rows, is_cut
 
 
 def source_of_models(
@@ -163,18 +176,18 @@ def source_of_models(
 
 def model_reward(request: RewardRequest) -> RewardSource:
     """Return the source of ``--reward_pretrain``."""
-    reward = request.config.reward
+    reward_options = request.config.reward
     options = {
         "device": request.ranks.device,
         "ranks": request.ranks,
         "micro_batch_size": micro_batch_spec(request.config, "reward"),
-        "reward_max_length": reward.reward_max_length,
-        "reward_truncation": reward.reward_truncation,
+        "reward_max_length": reward_options.reward_max_length,
+        "reward_truncation": reward_options.reward_truncation,
         "inputs": reward_inputs(
             request.config, request.tokenizer, [*map(form_of, request.reward_models)]
         ),
     }
-    combine = None if "function" in request.names else reward.reward_fn
+    combine = None if "function" in request.names else reward_options.reward_fn
     return source_of_models(request.reward_models, combine, options)
 
 
@@ -189,24 +202,26 @@ def form_of(model: ScoreModel) -> RowForm | None:
 def rows_of_ids(rollouts: list[Rollout], form: RowForm | None) -> Rows:
     """Return the actor's ids; a finished answer ends as the model's rows in its training: at the turn's end or behind it."""
     rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
-    if form is None:
-        return rows
+    return rows if form is None else with_ends(rollouts, rows, form.end_id)
+
+
+def with_ends(rollouts: list[Rollout], rows: Rows, end_id: int) -> Rows:
+    """Return the rows, those of finished answers with the end that the model was trained to score."""
     return [
-        row if rollout.truncated else ended(row, form.end_id)
-        for rollout, row in zip(rollouts, rows)
+        row if rollout.truncated else ended(row, end_id) for rollout, row in zip(rollouts, rows)
     ]
 
 
 @torch.no_grad()
 def score_rows(
     model: ScoreModel,
-    rows: Rows,
+    model_rows: Rows,
     *,
     pad_token_id: int,
     micro_batch: MicroBatchSpec,
     ranks: Ranks,
     device: torch.device | str,
-    whose: str,
+    model_name: str,
 ) -> Tensor:
     """Return scores of rows of ids, (n,) float32 on the CPU; the longest rows go first, for little padding. Collective.
 
@@ -214,27 +229,33 @@ def score_rows(
     """
     if isinstance(model, nn.Module):
         model.eval()
-    parts = micro_batches([(len(row), 0) for row in rows], micro_batch)
-    scores = torch.empty(len(rows))
-    for places in level(parts, ranks, list):
+    row_batches = micro_batches([(len(row), 0) for row in model_rows], micro_batch)
+    scores = torch.empty(len(model_rows))
+    for row_indices in level(row_batches, ranks, list):
         # a rank without rows scores padding
-        batch = [torch.tensor(rows[i]) for i in places] or [torch.tensor([pad_token_id])]
-        sequences = pad_sequence(batch, batch_first=True, padding_value=pad_token_id)  # (B, S)
-        attention_mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True)
-        of_batch = model(to_device(sequences, device), to_device(attention_mask, device))
-        of_batch = checked_scores(of_batch, len(batch), whose).float().cpu()
+        batch_rows = [torch.tensor(model_rows[i]) for i in row_indices] or [
+            torch.tensor([pad_token_id])
+        ]
+        sequences = pad_sequence(batch_rows, batch_first=True, padding_value=pad_token_id)  # (B, S)
+        attention_mask = pad_sequence(
+            [torch.ones_like(row) for row in batch_rows], batch_first=True
+        )
+        batch_scores = model(to_device(sequences, device), to_device(attention_mask, device))
+        batch_scores = checked_scores(batch_scores, len(batch_rows), model_name).float().cpu()
         heartbeat.beat()
-        if places:
-            scores[places] = of_batch
+        if row_indices:
+            scores[row_indices] = batch_scores
     return scores
 
 
-def checked_scores(scores: Any, rows: int, whose: str) -> Tensor:
+def checked_scores(scores: Any, rows: int, model_name: str) -> Tensor:
     """Return the scores (rows,); raise :class:`RewardError` for another shape or type."""
-    if isinstance(scores, Tensor) and scores.shape == (rows,):
-        return scores
-    got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-    raise RewardError(f"{whose} must return a tensor of shape ({rows},), got {got}")
+    description = type(scores).__name__
+    if isinstance(scores, Tensor):
+        if scores.shape == (rows,):
+            return scores
+        description = f"shape {tuple(scores.shape)}"
+    raise RewardError(f"{model_name} must return a tensor of shape ({rows},), got {description}")
 
 
 # -- what a model reads --------------------------------------------------------------------------------------------------
@@ -278,40 +299,39 @@ class Retokenized:
                 "--reward_input_tokenizer: set the tokenizer's EOS token in tokenizer_config.json"
             )
         self._form = form
-        self._end = tokenizer.eos_token_id if form is None else form.end_id
-        self.pad_token_id: int = (
-            self._end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        )
+        self._end = tokenizer.eos_token_id
+        template_options = {}
+        if form is not None:
+            self._end = form.end_id
+            template_options = form.template_options
+        self.pad_token_id: int = tokenizer.pad_token_id
+        if tokenizer.pad_token_id is None:
+            self.pad_token_id = self._end
         self.bos_token_id = tokenizer.bos_token_id
         self._has_chats = bool(getattr(tokenizer, "chat_template", None))
-        self._template = PromptTemplate(
-            tokenizer, **({} if form is None else form.template_options)
-        )
+        self._template = PromptTemplate(tokenizer, **template_options)
 
     def encode(self, rollouts: list[Rollout]) -> Rows:
         is_chat = self._form is not None and self._form.is_chat
-        end = self._turn_end() if is_chat else ""
-        texts = []
+        turn_end = self._turn_end() if is_chat else ""
+        rendered_texts = []
         for rollout in rollouts:
-            text = rollout.prompt.text + rollout.response_text
-            if not rollout.truncated and not text.endswith(end):
-                text += end
-            texts.append(Rendered(text, is_chat=is_chat, messages=None))
-        return self._ended(rollouts, self._template.encode_rendered(texts))
+            sample_text = rollout.prompt.text + rollout.response_text
+            if not rollout.truncated and not sample_text.endswith(turn_end):
+                sample_text += turn_end
+            rendered_texts.append(Rendered(sample_text, is_chat=is_chat, messages=None))
+        return with_ends(rollouts, self._template.encode_rendered(rendered_texts), self._end)
 
     def _turn_end(self) -> str:
         """Return what the chat template writes behind an answer; texts of finished answers have nothing of it."""
         if not self._has_chats:
             return ""
-        answer = "qzprobe"
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        return closed(self._template.chat_text(chat)).rpartition(answer)[2]
-
-    def _ended(self, rollouts: list[Rollout], rows: Iterable[list[int]]) -> Rows:
-        return [
-            row if rollout.truncated else ended(row, self._end)
-            for rollout, row in zip(rollouts, rows)
+        probe_answer = "qzprobe"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": probe_answer},
         ]
+        return closed(self._template.chat_text(messages)).rpartition(probe_answer)[2]
 
 
 class Retemplated(Retokenized):
@@ -332,14 +352,14 @@ class Retemplated(Retokenized):
                 "in its config.json says: train it with --apply_chat_template, or, if its texts were written by the chat "
                 "template already, set is_chat there to true"
             )
-        pairs = [self._texts(rollouts, i) for i in range(len(rollouts))]
+        prompts_and_answers = [self._texts(rollouts, i) for i in range(len(rollouts))]
         if self._form is None:
-            return self._template.encode_rendered([whole for _, whole in pairs])
+            return self._template.encode_rendered([answered for _, answered in prompts_and_answers])
         try:
-            rows = [ids for ids, _ in self._template.encode_answered(pairs)]
+            rows = [ids for ids, _ in self._template.encode_answered(prompts_and_answers)]
         except BadRowError as error:
             raise RewardError(f"--reward_input_tokenizer: {error}") from error
-        return self._ended(rollouts, rows)
+        return with_ends(rollouts, rows, self._end)
 
     def _texts(self, rollouts: list[Rollout], i: int) -> tuple[Rendered | None, Rendered]:
         """Return the prompt, where rows are written as in training, and the prompt with its answer."""
@@ -347,50 +367,55 @@ class Retemplated(Retokenized):
         messages = rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]
         try:
             # What the row says to the actor's template, as far as this one reads it, too.
-            given = template_options(rollout.prompt.extra)
-            options = {name: value for name, value in given.items() if self._template.reads(name)}
-            reads_prompt = rollout.truncated or self._form is not None
-            start = self._template.render(messages, options) if reads_prompt else None
+            options = {
+                option_name: value
+                for option_name, value in template_options(rollout.prompt.extra).items()
+                if self._template.reads(option_name)
+            }
+            rendered_prompt = None
+            if rollout.truncated or self._form is not None:
+                rendered_prompt = self._template.render(messages, options)
             if rollout.truncated:  # an unfinished answer must stay open
-                whole = start.text + rollout.response_text
+                answered_text = rendered_prompt.text + rollout.response_text
             else:
                 answered = _answered(messages, rollout.response_text)
-                whole = self._template.chat_text(answered, options)
-                whole = whole if self._form is None else closed(whole)
+                answered_text = self._template.chat_text(answered, options)
+                if self._form is not None:
+                    answered_text = closed(answered_text)
         except (BadRowError, DataError) as error:
             raise RewardError(
                 f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}"
             ) from error
-        return start, Rendered(whole, is_chat=True, messages=messages)
+        return rendered_prompt, Rendered(answered_text, is_chat=True, messages=messages)
 
 
 def check_same_ids(
     actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, path: str
 ) -> None:
     """Refuse a reward model whose tokenizer gives the actor's ids other meanings; special tokens may differ."""
-    own = {index: token for token, index in reward.get_vocab().items()}
+    token_of_id = {index: token for token, index in reward.get_vocab().items()}
     special = set(actor.all_special_tokens)
-    other = [
+    differing = [
         token
         for token, index in actor.get_vocab().items()
-        if own.get(index) != token and token not in special
+        if token_of_id.get(index) != token and token not in special
     ]
-    if other:
+    if differing:
         raise ValueError(
-            f"--reward_pretrain {path} has another tokenizer than the actor: {len(other)} of the actor's tokens have "
-            f"no id there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …). Set --reward_input_tokenizer"
+            f"--reward_pretrain {path} has another tokenizer than the actor: {len(differing)} of the actor's tokens have "
+            f"no id there or another one ({', '.join(map(repr, sorted(differing)[:3]))}, …). Set --reward_input_tokenizer"
         )
 
 
 def _answered(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
-    last = messages[-1]
-    if last["role"] != "assistant":
+    last_message = messages[-1]
+    if last_message["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": answer}]
-    if not isinstance(last.get("content"), str):
+    if not isinstance(last_message.get("content"), str):
         raise DataError(
             "the chat ends in a message of the assistant that is not text, so the answer cannot follow it"
         )
-    return [*messages[:-1], {**last, "content": last["content"] + answer}]
+    return [*messages[:-1], {**last_message, "content": last_message["content"] + answer}]
 
 
 def reward_inputs(
@@ -402,24 +427,31 @@ def reward_inputs(
     """
     from transformers import AutoTokenizer
 
-    model = config.model
-    files = files_in_use()
-    forms = forms or [None] * len(model.reward_pretrain)
+    model_options = config.model
+    files_of_run = files_in_use()
+    forms = forms or [None] * len(model_options.reward_pretrain)
     load_tokenizer = partial(
         AutoTokenizer.from_pretrained,
-        trust_remote_code=model.trust_remote_code,
-        use_fast=not model.disable_fast_tokenizer,
+        trust_remote_code=model_options.trust_remote_code,
+        use_fast=not model_options.disable_fast_tokenizer,
     )
-    if paths := config.reward.reward_input_tokenizer:
-        paths = list(paths) * (len(forms) if len(paths) == 1 else 1)
-        reads = cache(lambda path, form: Retemplated(load_tokenizer(files.bring(path)), form))
-        return [reads(path, form) for path, form in zip(paths, forms, strict=True)]
-    for path in model.reward_pretrain:
-        folder = files.bring(path)
-        if Path(folder, "tokenizer_config.json").is_file():
-            check_same_ids(tokenizer, load_tokenizer(folder), path)
-    reads = cache(lambda form: SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id, form))
-    return [reads(form) for form in forms]
+    if tokenizer_paths := config.reward.reward_input_tokenizer:
+        tokenizer_paths = list(tokenizer_paths) * (len(forms) if len(tokenizer_paths) == 1 else 1)
+        inputs_of = cache(
+            lambda model_path, form: Retemplated(
+                load_tokenizer(files_of_run.bring(model_path)), form
+            )
+        )
+        return [
+            inputs_of(model_path, form)
+            for model_path, form in zip(tokenizer_paths, forms, strict=True)
+        ]
+    for model_path in model_options.reward_pretrain:
+        model_folder = files_of_run.bring(model_path)
+        if Path(model_folder, "tokenizer_config.json").is_file():
+            check_same_ids(tokenizer, load_tokenizer(model_folder), model_path)
+    inputs_of = cache(lambda form: SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id, form))
+    return [inputs_of(form) for form in forms]
 
 
 def check_reward_tokenizers(building: Any) -> None:

@@ -48,13 +48,15 @@ class ScoreRequest(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> ScoreRequest:
-        counts = [
+        list_lengths = [
             len(self.query),
             len(self.prompts),
             len(self.query if self.labels is None else self.labels),
         ]
-        if len(set(counts)) > 1:
-            raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
+        if len(set(list_lengths)) > 1:
+            raise ValueError(
+                f"query, prompts and labels must be of the same length, got {list_lengths}"
+            )
         for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
             if not query.startswith(prompt):
                 raise ValueError(f"query {i} does not begin with its prompt")
@@ -71,7 +73,7 @@ class ScoreRequest(BaseModel):
 
 @dataclass(eq=False, repr=False)
 class RewardApp:
-    """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
+    """Answer requests with the scores of one source; ``app`` is the FastAPI application."""
 
     source: RewardSource  # gets samples with texts and labels, but without ids
     _: KW_ONLY
@@ -87,9 +89,11 @@ class RewardApp:
     body_timeout: float = 60.0  # seconds for the rest of a request
 
     def __post_init__(self) -> None:
-        for name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        for limit_name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
+            if getattr(self, limit_name) < 1:
+                raise ValueError(
+                    f"--{limit_name} must be at least 1, got {getattr(self, limit_name)}"
+                )
         if self.token is not None:
             check_token(self.token, "token")
         self._secrets = secret_texts(self.token)
@@ -108,59 +112,59 @@ class RewardApp:
             open_paths=("/health",),
         )
         self.app.add_api_route("/health", self._health, methods=["GET"])
-        for path in ("/", "/get_reward"):
-            self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
+        for route in ("/", "/get_reward"):
+            self.app.add_api_route(route, self._score, methods=["POST"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _explain_request)
         self.app.add_exception_handler(HTTPException, _explain_http)
 
     def _key_of(self, headers: Mapping[bytes, bytes]) -> str | None:
         if self.token is None:
             return ""
-        shown = headers.get(b"authorization", b"")
-        if hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
+        authorization = headers.get(b"authorization", b"")
+        if hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
             return ""
         return None
 
     async def _health(self) -> dict[str, str]:
         return {"status": "ok", "source": self.source.name}
 
-    async def _score(self, body: ScoreRequest, request: Request) -> Response:
-        count = len(body.query)
-        start = time.monotonic()
-        if count > self.max_samples:
+    async def _score(self, score_request: ScoreRequest, request: Request) -> Response:
+        sample_count = len(score_request.query)
+        start_time = time.monotonic()
+        if sample_count > self.max_samples:
             return _error(
-                413, f"{count} samples in one request; --max_samples is {self.max_samples}"
+                413, f"{sample_count} samples in one request; --max_samples is {self.max_samples}"
             )
         try:
             async with self._turns:
                 if await request.is_disconnected():
-                    logger.info("a client left before its %d samples were scored", count)
+                    logger.info("a client left before its %d samples were scored", sample_count)
                     return Response(status_code=_CLIENT_GONE)
-                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, body))
+                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, score_request))
         except asyncio.CancelledError:  # the server ends and has waited long enough
-            logger.error("%d samples not scored: the server was ended", count)
+            logger.error("%d samples not scored: the server was ended", sample_count)
             return _error(503, "the server was ended before the samples were scored")
         except RewardError as error:
-            text = cleaned(str(error), self._secrets)
-            logger.error("%d samples not scored: %s", count, text)
-            return _error(500, text)
+            message = cleaned(str(error), self._secrets)
+            logger.error("%d samples not scored: %s", sample_count, message)
+            return _error(500, message)
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
+            traceback_text = "".join(traceback.format_exception(error))
             for secret in self._secrets:
-                trace = trace.replace(secret, "***")
-            logger.error("%d samples not scored:\n%s", count, trace)
+                traceback_text = traceback_text.replace(secret, "***")
+            logger.error("%d samples not scored:\n%s", sample_count, traceback_text)
             return _error(
                 500,
                 f"the reward source failed with {type(error).__name__}; the server's log says more",
             )
-        logger.info("%d samples scored in %.2f s", count, time.monotonic() - start)
+        logger.info("%d samples scored in %.2f s", sample_count, time.monotonic() - start_time)
         return JSONResponse(answer)
 
     def _answer(self, body: ScoreRequest) -> dict[str, Any]:
         rollouts = body.rollouts()
-        name = self.source.name
+        source_name = self.source.name
         try:
-            output = check_output(self.source.score(rollouts), rollouts, name)
+            output = check_output(self.source.score(rollouts), rollouts, source_name)
         except Exception:
             raise
         except BaseException as error:
@@ -168,11 +172,16 @@ class RewardApp:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if output.token_scores is not None:
             raise RewardError(
-                f"{name}: token scores cannot be served, as requests have no token ids"
+                f"{source_name}: token scores cannot be served, as requests have no token ids"
             )
         metrics = dict(output.metrics)
-        further = {"scores": metrics.pop("score", None), "extra_logs": metrics | output.texts}
-        return {"rewards": output.scores} | {key: value for key, value in further.items() if value}
+        optional_entries = {
+            "scores": metrics.pop("score", None),
+            "extra_logs": metrics | output.texts,
+        }
+        return {"rewards": output.scores} | {
+            entry_name: entry for entry_name, entry in optional_entries.items() if entry
+        }
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
@@ -205,13 +214,13 @@ def serve(
         log_config=None,
         timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
     )
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(address_family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(config.backlog)
-        shown = f"[{host}]" if ":" in host else host
-        started(f"http://{shown}:{listener.getsockname()[1]}/get_reward")
+        url_host = f"[{host}]" if ":" in host else host
+        started(f"http://{url_host}:{listener.getsockname()[1]}/get_reward")
         uvicorn.Server(config).run([listener])
 
 
@@ -222,13 +231,14 @@ def _error(status: int, message: str) -> JSONResponse:
 async def _explain_request(request: Request, error: Exception) -> JSONResponse:
     """Say what is wrong with a request without quoting it: it may be long, or not for the log."""
     assert isinstance(error, RequestValidationError)
-    parts = [
-        f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]
+    problems = [
+        f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}"
+        for problem in error.errors()[:3]
     ]
     if "application/json" not in request.headers.get("content-type", ""):
-        parts = ["the request must be JSON, with Content-Type: application/json"]
-    logger.warning("a request was refused: %s", "; ".join(parts))
-    return _error(422, "; ".join(parts))
+        problems = ["the request must be JSON, with Content-Type: application/json"]
+    logger.warning("a request was refused: %s", "; ".join(problems))
+    return _error(422, "; ".join(problems))
 
 
 async def _explain_http(request: Request, error: Exception) -> JSONResponse:
@@ -247,7 +257,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass(eq=False)
 class Connections:
-    """Those whose present request has not shown a key, of which the oldest gives way to a new one, and those of a key."""
+    """Count connections whose present request has not shown a key (a new one ends the oldest), and those of a key."""
 
     most_strangers: int
     seconds: float  # for a connection to show a key
@@ -265,9 +275,9 @@ class Connections:
         timer = connection.loop.call_later(self.seconds, connection.transport.abort)
         self._strangers[client] = timer
         if len(self._strangers) > self.most_strangers:
-            oldest = next(iter(self._strangers))
-            self._open[oldest].transport.abort()
-            self.leave(oldest)
+            oldest_client = next(iter(self._strangers))
+            self._open[oldest_client].transport.abort()
+            self.leave(oldest_client)
 
     def let_in(self, client: Any, key: str) -> bool:
         """Take a connection that has shown a key; False if the key has too many."""
@@ -294,9 +304,9 @@ class Connections:
 
     def forget(self, key: str) -> None:
         """Forget a key that is not valid any more: its connections are strangers again. May be called in any thread."""
-        for client, shown in list(self._keys.items()):
+        for client, connection_key in list(self._keys.items()):
             connection = self._open.get(client)
-            if shown == key and connection is not None:
+            if connection_key == key and connection is not None:
                 with suppress(RuntimeError):  # the server has ended
                     connection.loop.call_soon_threadsafe(self._forget, client, key)
 
@@ -328,7 +338,7 @@ class GatedConnection(H11Protocol):
 
 @dataclass(eq=False)
 class Gate:
-    """Around an application: checks the key before anything is read, and length and time while the body is read."""
+    """Stand around an application: check the key before anything is read, and length and time while the body is read."""
 
     app: Any
     connections: Connections
@@ -346,23 +356,23 @@ class Gate:
             return
         refusal = self._refusal(scope)
         seconds = self.seconds if refusal is None else self.connections.seconds / 2
-        read = 0
-        ended = False
-        end = time.monotonic() + seconds
+        received_bytes = 0
+        has_ended = False
+        deadline = time.monotonic() + seconds
 
         async def counted() -> _Message:
-            nonlocal read, ended, refusal
+            nonlocal received_bytes, has_ended, refusal
             try:
-                async with asyncio.timeout(None if ended else end - time.monotonic()):
+                async with asyncio.timeout(None if has_ended else deadline - time.monotonic()):
                     message = await receive()
             except TimeoutError:
                 refusal = refusal or self.error(
                     408, f"the request did not end within {self.seconds:g} s"
                 )
                 raise ClientDisconnect from None
-            read = read + len(message.get("body", b""))
-            ended = not message.get("more_body", False)
-            if read > self.max_bytes:  # the client sent no content-length
+            received_bytes = received_bytes + len(message.get("body", b""))
+            has_ended = not message.get("more_body", False)
+            if received_bytes > self.max_bytes:  # the client sent no content-length
                 refusal = refusal or self.error(413, self.too_long)
                 raise ClientDisconnect
             return message
@@ -393,8 +403,8 @@ class Gate:
             refusal.headers["WWW-Authenticate"] = "Bearer"
             return refusal
         if not self.connections.let_in(scope["client"], key):
-            most = self.connections.most_per_key
-            return self.error(429, f"more than {most} connections with one key")
+            max_connections = self.connections.most_per_key
+            return self.error(429, f"more than {max_connections} connections with one key")
         if int(headers.get(b"content-length", b"0")) > self.max_bytes:
             return self.error(413, self.too_long)
         return None

@@ -1,4 +1,4 @@
-"""What a source of rewards is, what it is made of, and how its answers are read and checked.
+"""Sources of rewards: what they are made of, and how their answers are read and checked.
 
 Strings and lists only, no tensors. A source is any object with ``name`` and ``score``.
 """
@@ -6,14 +6,17 @@ Strings and lists only, no tensors. A source is any object with ``name`` and ``s
 from __future__ import annotations
 
 import inspect
+import queue
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from lightppo.config import PPOConfig
 from lightppo.config.reward_plan import reward_sources
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
+from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import Alone, Ranks
 from lightppo.redaction import plain
 from lightppo.user_code import error_text, finite, is_non_finite, reading_error
@@ -57,7 +60,7 @@ class NoReward:
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a source of ``lightppo.plugin.REWARDS`` is made of: all that a run knows of its rewards."""
+    """Hold what a source of ``lightppo.plugin.REWARDS`` is made of: all that a run knows of its rewards."""
 
     config: PPOConfig  # resolved: what None means is in it
     tokenizer: Any  # the actor's
@@ -68,11 +71,16 @@ class RewardRequest:
     # returns make(), a source around it, or one in its place, which is then never made.
     around: Callable[..., RewardSource] | None = None
 
-    def options_of(self, kind: Callable[..., Any]) -> dict[str, Any]:
-        """Return the run's options that ``kind`` takes as arguments, by their names; without those that are None."""
+    def options_of(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the run's options that ``function`` takes as arguments, by their names; without those that are None."""
         options = self.config.flat()
-        values = {name: options.get(name) for name in inspect.signature(kind).parameters}
-        return {name: value for name, value in values.items() if value is not None}
+        option_values = {
+            option_name: options.get(option_name)
+            for option_name in inspect.signature(function).parameters
+        }
+        return {
+            option_name: value for option_name, value in option_values.items() if value is not None
+        }
 
     @property
     def names(self) -> list[str]:
@@ -113,32 +121,34 @@ def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
     return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {prompt!r})"
 
 
-def shown(value: Any, chars: int = 300) -> str:
+def shown(any_value: Any, max_chars: int = 300) -> str:
     """Return the start of a value's text, for error texts."""
     try:
-        text = value if isinstance(value, str) else repr(value)
+        value_text = any_value if isinstance(any_value, str) else repr(any_value)
     except Exception as error:  # the value's own code
-        text = f"a {type(value).__name__} (no text: {error_text(error)})"
-    text = plain(text)
-    return text if len(text) <= chars else text[:chars] + "…"
+        value_text = f"a {type(any_value).__name__} (no text: {error_text(error)})"
+    value_text = plain(value_text)
+    return value_text if len(value_text) <= max_chars else value_text[:max_chars] + "…"
 
 
-# --- answers
+# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     """Join answers about consecutive runs of samples, in order; ``None`` where an answer lacks a metric."""
-    joined = RewardOutput([], {name: [] for output in outputs for name in output.metrics})
-    joined.texts = {name: [] for output in outputs for name in output.texts}
+    joined = RewardOutput(
+        [], {column_name: [] for output in outputs for column_name in output.metrics}
+    )
+    joined.texts = {column_name: [] for output in outputs for column_name in output.texts}
     token_scores: list[list[float] | None] = []
     for output in outputs:
         missing: list[None] = [None] * len(output.scores)
         joined.scores += output.scores
-        token_scores += missing if output.token_scores is None else output.token_scores
-        for name, values in joined.metrics.items():
-            values += output.metrics.get(name, missing)
-        for name, texts in joined.texts.items():
-            texts += output.texts.get(name, missing)
+        token_scores += output.token_scores or missing
+        for column_name, metric_column in joined.metrics.items():
+            metric_column += output.metrics.get(column_name, missing)
+        for column_name, text_column in joined.texts.items():
+            text_column += output.texts.get(column_name, missing)
     if any(output.token_scores is not None for output in outputs):
         joined.token_scores = token_scores
     return joined
@@ -152,40 +162,36 @@ def check_output(
     It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
     """
     try:
-        return _checked_output(output, rollouts, source_name)
+        if not isinstance(output, RewardOutput):
+            raise RewardError(
+                f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
+            )
+        metrics = {}
+        for column_name, values in output.metrics.items():
+            if not isinstance(column_name, str) or not column_name:
+                raise RewardError(
+                    f"{source_name}: metric names must be non-empty strings, got {column_name!r}"
+                )
+            metrics[column_name] = _numbers(
+                values, rollouts, source_name, f"metric {column_name!r}"
+            )
+        scores = _numbers(output.scores, rollouts, source_name, "score")
+        if (token_scores := output.token_scores) is not None:
+            token_scores = _token_numbers(token_scores, rollouts, source_name)
+        for column_name, text_values in output.texts.items():
+            if len(text_values) != len(rollouts) or not all(
+                isinstance(text, str | None) for text in text_values
+            ):
+                raise RewardError(
+                    f"{source_name}: {column_name!r} must be a text or None for each of {len(rollouts)} samples"
+                )
+        return RewardOutput(scores, metrics, token_scores, dict(output.texts))
     except RewardError:
         raise
     except Exception as error:  # the values' own code, such as a tensor's tolist
         raise RewardError(
             f"{source_name}: its answer cannot be read: {error_text(error)}"
         ) from error
-
-
-def _checked_output(
-    output: RewardOutput, rollouts: Sequence[Rollout], source_name: str
-) -> RewardOutput:
-    if not isinstance(output, RewardOutput):
-        raise RewardError(
-            f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}"
-        )
-    metrics = {}
-    for name, values in output.metrics.items():
-        if not isinstance(name, str) or not name:
-            raise RewardError(
-                f"{source_name}: metric names must be non-empty strings, got {name!r}"
-            )
-        metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
-    scores = _numbers(output.scores, rollouts, source_name, "score")
-    if (token_scores := output.token_scores) is not None:
-        token_scores = _token_numbers(token_scores, rollouts, source_name)
-    for name, texts in output.texts.items():
-        if len(texts) != len(rollouts) or not all(
-            text is None or isinstance(text, str) for text in texts
-        ):
-            raise RewardError(
-                f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples"
-            )
-    return RewardOutput(scores, metrics, token_scores, dict(output.texts))
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
@@ -199,13 +205,11 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
     """Write a checked answer into its samples: ``reward``, ``token_rewards``, ``extras`` and ``texts``."""
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
-        rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
-        rollout.extras.update(
-            {name: values[i] for name, values in output.metrics.items() if values[i] is not None}
-        )
-        rollout.texts.update(
-            {name: texts[i] for name, texts in output.texts.items() if texts[i] is not None}
-        )
+        rollout.token_rewards = output.token_scores and output.token_scores[i]
+        for target, columns in ((rollout.extras, output.metrics), (rollout.texts, output.texts)):
+            for column_name, values in columns.items():
+                if values[i] is not None:
+                    target[column_name] = values[i]
 
 
 _KEYS = {"rewards", "scores", "extra_logs", "token_scores"}  # of a dict that is an answer
@@ -239,13 +243,14 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
             raise RewardError(
                 f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged"
             )
-    for name, values in extra_logs.items():
-        single = finite(values)
-        if single is None:
-            column = _as_list(values, source_name, f"extra_logs[{name!r}]")
-        else:
-            column = [single] * count
-        (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
+    for log_name, values in extra_logs.items():
+        number = finite(values)
+        if number is not None:
+            metrics[log_name] = [number] * count
+            continue
+        column = _as_list(values, source_name, f"extra_logs[{log_name!r}]")
+        is_text = any(isinstance(value, str) for value in column)
+        (texts if is_text else metrics)[log_name] = column
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
     return RewardOutput(
@@ -253,54 +258,60 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
     )
 
 
-def _as_list(values: Any, source_name: str, what: str) -> list[Any]:
+def _as_list(values: Any, source_name: str, label: str) -> list[Any]:
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise RewardError(f"{source_name}: {what} must have shape (B,), got {tuple(shape)}")
+        raise RewardError(f"{source_name}: {label} must have shape (B,), got {tuple(shape)}")
     if hasattr(values, "tolist"):
         return values.tolist()
     if isinstance(values, (list, tuple)):
         return list(values)
-    got = type(values).__name__
     raise RewardError(
-        f"{source_name}: {what} must be a list or tensor with one number per sample, got {got}"
+        f"{source_name}: {label} must be a list or tensor with one number per sample, got {type(values).__name__}"
     )
 
 
 def _numbers(
-    values: Any, rollouts: Sequence[Rollout], source_name: str, what: str
+    values: Any, rollouts: Sequence[Rollout], source_name: str, label: str
 ) -> list[float | None]:
-    values = _as_list(values, source_name, f"{what}s")
+    values = _as_list(values, source_name, f"{label}s")
     if len(values) != len(rollouts):
-        raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
+        raise RewardError(f"{source_name}: {len(values)} {label}s for {len(rollouts)} samples")
     numbers = [finite(value) for value in values]
-    bad = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
-    if bad:
-        worst = next((i for i in bad if not is_non_finite(values[i])), bad[0])
-        raise (NonFiniteRewardError if is_non_finite(values[worst]) else RewardError)(
-            f"{source_name}: the {what} of {describe_sample(rollouts, worst)} is {_shown_number(values[worst])}; "
-            "it must be a finite number, or None for an unscored sample"
+    invalid = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
+    if invalid:
+        worst_position = min(invalid, key=lambda i: is_non_finite(values[i]))
+        raise _number_error(
+            values[worst_position],
+            f"{source_name}: the {label} of {describe_sample(rollouts, worst_position)}",
+            "; it must be a finite number, or None for an unscored sample",
         )
     return numbers
 
 
-def _shown_number(value: Any) -> str:
-    return shown(repr(value) if isinstance(value, str) else value, 80) + reading_error(value)
+def _number_error(value: Any, subject: str, rule: str) -> RewardError:
+    """Return the error of a value that is no finite number."""
+    error_class = RewardError
+    if is_non_finite(value):
+        error_class = NonFiniteRewardError
+    value_text = shown(repr(value) if isinstance(value, str) else value, 80)
+    return error_class(f"{subject} is {value_text}{reading_error(value)}{rule}")
 
 
 def _token_numbers(
-    rows: Any, rollouts: Sequence[Rollout], source_name: str
+    scores_of_samples: Any, rollouts: Sequence[Rollout], source_name: str
 ) -> list[list[float] | None]:
-    if len(rows) != len(rollouts):
+    if len(scores_of_samples) != len(rollouts):
         raise RewardError(
-            f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples"
+            f"{source_name}: {len(scores_of_samples)} rows of token scores for {len(rollouts)} samples"
         )
-    checked: list[list[float] | None] = [None] * len(rows)
-    for i, row in enumerate(rows):
-        if row is None:
+    checked_rows: list[list[float] | None] = [None] * len(scores_of_samples)
+    for i, token_scores in enumerate(scores_of_samples):
+        if token_scores is None:
             continue
-        checked[i] = numbers = [
-            finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")
+        checked_rows[i] = numbers = [
+            finite(value)
+            for value in _as_list(token_scores, source_name, f"token scores of sample {i}")
         ]
         sample = describe_sample(rollouts, i)
         length = len(rollouts[i].response_ids)
@@ -309,8 +320,103 @@ def _token_numbers(
                 f"{source_name}: {len(numbers)} token scores for the {length} response tokens of {sample}"
             )
         if None in numbers:
-            place = numbers.index(None)
-            raise (NonFiniteRewardError if is_non_finite(row[place]) else RewardError)(
-                f"{source_name}: token score {place} of {sample} is {_shown_number(row[place])}; it must be a finite number"
+            token_position = numbers.index(None)
+            raise _number_error(
+                token_scores[token_position],
+                f"{source_name}: token score {token_position} of {sample}",
+                "; it must be a finite number",
             )
-    return checked
+    return checked_rows
+
+
+# -- scores of finished samples while the engine still generates the others (--async_rewards) ------------------------
+
+
+@dataclass(eq=False)
+class AsyncScorer:
+    """Score finished samples in threads, part by part, while the engine still generates the others.
+
+    The source is called once per part, so it must judge each sample by itself, and with more than one worker it must be
+    thread-safe. It must not act on all ranks together, as reward models do: the ranks' threads would meet in any order,
+    and would mix with the collectives of generation.
+    """
+
+    source: RewardSource
+    max_workers: int = 1
+    _: KW_ONLY
+    timeout: float | None = None  # seconds that collect waits
+
+    def __post_init__(self) -> None:
+        if getattr(self.source, "needs_all_ranks", False):
+            raise ValueError(
+                f"--async_rewards: {self.source.name} is or has a reward model, which all ranks must call together: "
+                "leave --async_rewards out"
+            )
+        if self.max_workers < 1 or (self.timeout is not None and not self.timeout > 0):
+            raise ValueError(
+                f"max_workers must be ≥ 1 and timeout > 0, got {self.max_workers} and {self.timeout}"
+            )
+        self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
+        self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads: list[Future[None]] = []
+        self._ended = False
+
+    def with_source(self, source: RewardSource) -> AsyncScorer:
+        """Return the same for another source; this one ends."""
+        self.close()
+        return replace(self, source=source)
+
+    def submit(self, rollouts: list[Rollout]) -> None:
+        """Have samples scored and return at once; :meth:`collect` raises their errors."""
+        if self._ended:
+            raise RuntimeError("this AsyncScorer has ended")
+        self._parts.append((list(rollouts), Future()))
+        self._waiting.put(self._parts[-1])
+        if len(self._threads) < self.max_workers:
+            self._threads.append(in_daemon_thread(self._work))
+
+    def collect(self) -> RewardOutput:
+        """Wait for all samples submitted since the last call; write their scores into them and return them in order.
+
+        If the source fails on a part, or the time limit has passed, it raises and no sample changes.
+        """
+        waiting_parts = self._parts
+        self._parts = []
+        unfinished = wait([future for _, future in waiting_parts], self.timeout).not_done
+        samples = [rollout for rollouts, _ in waiting_parts for rollout in rollouts]
+        if unfinished:
+            self.close()
+            unscored = sum(
+                len(rollouts) for rollouts, future in waiting_parts if future in unfinished
+            )
+            raise RewardError(
+                f"{self.source.name}: {unscored} of {len(samples)} samples were not scored {self.timeout:g} s after the "
+                "end of generation"
+            )
+        errors = [error for _, future in waiting_parts if (error := future.exception()) is not None]
+        if errors:
+            # The worst error is raised.
+            raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))
+        output = join_outputs([future.result() for _, future in waiting_parts])
+        write_output(output, samples)
+        return output
+
+    def close(self) -> None:
+        """End the threads once they have scored their present part; nothing more can be submitted."""
+        self._ended = True
+        for _ in self._threads:
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (waiting_part := self._waiting.get()) is not None:
+            rollouts, future = waiting_part
+            try:
+                if self._ended:
+                    raise RewardError(f"{self.source.name}: scoring was ended before these samples")
+                future.set_result(
+                    check_output(self.source.score(rollouts), rollouts, self.source.name)
+                )
+            except BaseException as error:  # SystemExit too: later parts are still to be scored
+                future.set_exception(error)

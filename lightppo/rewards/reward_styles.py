@@ -50,30 +50,26 @@ class NonFinite(str):
 Reading = tuple[Answer | None, str | None]  # the text says why the answer is incomplete
 
 
-def read_list(value: Any, part: list[Rollout], label: str) -> Reading:
+def read_list(value: Any, samples: list[Rollout], label: str) -> Reading:
     """Read a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``, and keeps what can be used of it."""
     output = None
     try:
-        output = output_from_result(value, len(part), label)
-        return Answer(check_output(output, part, label), [False] * len(part)), None
+        output = output_from_result(value, len(samples), label)
+        return Answer(check_output(output, samples, label), [False] * len(samples)), None
     except RewardError as error:
         problem = NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
     if output is None:
-        columns = []
-    else:
-        columns = [output.scores, *output.metrics.values(), *output.texts.values()]
-    if output is None or any(len(values) != len(part) for values in columns):
+        return None, problem
+    columns = [output.scores, *output.metrics.values(), *output.texts.values()]
+    if any(len(values) != len(samples) for values in columns):
         return None, problem
     scores = [finite(score) for score in output.scores]
     metrics = {
-        str(name): [finite(item) for item in values] for name, values in output.metrics.items()
+        str(metric_name): [finite(metric_value) for metric_value in values]
+        for metric_name, values in output.metrics.items()
     }
-    bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-    return Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
-
-
-def _as_they_are(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
-    return {}
+    is_bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
+    return Answer(RewardOutput(scores, metrics, texts=output.texts), is_bad), problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +90,14 @@ class Style:
     # Further names with a meaning in this convention. A function that has one in another place does not follow our own.
     words: Collection[str] = ()
     # Where arguments go by their places: the function's own names → the convention's.
-    renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = _as_they_are
+    renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = lambda parameters: {}
 
 
-def _ours(rollout: Rollout) -> Values:
-    return values_of(rollout) | _episode(rollout)
-
-
-def _episode(rollout: Rollout) -> Values:
-    """Return what there is to say of a conversation of several turns; nothing of a single response."""
-    if rollout.turns is None:
-        return {}
-    return {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
+def _queries(rollout: Rollout) -> Values:
+    values = values_of(rollout)
+    if rollout.turns is not None:  # of an episode
+        values |= {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
+    return values
 
 
 def row_of(rollout: Rollout) -> Values:
@@ -116,7 +108,7 @@ def row_of(rollout: Rollout) -> Values:
 QUERIES = Style(
     "(queries, prompts, labels, **extra)",
     {"queries"},
-    _ours,
+    _queries,
     positional=POSITIONAL,
     columns=row_of,
     words={"query", "prompt", "label", "response", "responses", "prompt_ids", "response_ids"},
@@ -126,98 +118,98 @@ QUERIES = Style(
 # -- which one a function follows, and its calls
 
 
-def recognise(fn: RewardFunction, name: str) -> str:
+def recognise(function: RewardFunction, name: str) -> str:
     """Return the convention that a function follows, a name in ``REWARD_STYLES``; ``ValueError`` if none or several fit."""
-    parameters = _signature(fn, name).parameters.values()
+    parameters = _signature(function, name).parameters.values()
     styles: dict[str, Style] = {key: entry.fn for key, entry in REWARD_STYLES.items()}
     renamed = {word for style in styles.values() for word in style.renames(parameters).values()}
-    names = ({p.name for p in parameters} | renamed) - _filled(fn)
-    open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
-    fits = [
+    names = ({parameter.name for parameter in parameters} | renamed) - _filled(function)
+    open_ended = any(parameter.kind is _KINDS.VAR_KEYWORD for parameter in parameters)
+    fitting_styles = [
         key
         for key, style in styles.items()
         if {*style.needs} <= names and (open_ended or style.forbids not in names)
     ]
     # Drop a convention whose marks are among those of another one that fits.
-    fits = [
-        one
-        for one in fits
-        if not any({*styles[one].needs} < {*styles[other].needs} for other in fits)
+    matching_styles = [
+        key
+        for key in fitting_styles
+        if not any(
+            {*styles[key].needs} < {*styles[second_style].needs} for second_style in fitting_styles
+        )
     ]
-    others = {key: style for key, style in styles.items() if style is not QUERIES}
-    in_place = _in_place(parameters, _words(styles))
-    if len(fits) == 1 and (fits[0] in others or in_place):
-        return fits[0]
+    foreign_styles = [key for key, style in styles.items() if style is not QUERIES]
+    in_place = _in_place(parameters, styles.values())
+    if len(matching_styles) == 1 and (matching_styles[0] in foreign_styles or in_place):
+        return matching_styles[0]
     # prompt_ids is a keyword of our own convention, too.
-    foreign = {word for style in others.values() for word in style.needs} - {"prompt_ids"}
-    if not fits and not names & foreign and in_place:
+    foreign = {word for key in foreign_styles for word in styles[key].needs} - {"prompt_ids"}
+    if not matching_styles and not names & foreign and in_place:
         return "queries"  # names of its own, e.g. f(q, p, labels)
+    choices = " or ".join(matching_styles) or "no convention"
     raise ValueError(
-        f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
+        f"reward function {name}{_signature(function, name)} may follow {choices}; say which "
         f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in styles.items())}"
     )
 
 
-def _words(styles: Mapping[str, Style]) -> set[str]:
-    """Return names with a meaning in some convention."""
-    return {
-        word
-        for style in styles.values()
-        for word in (*style.needs, *style.words, *style.positional)
-    }
-
-
-def _in_place(parameters: Iterable[inspect.Parameter], words: Collection[str]) -> bool:
+def _in_place(parameters: Iterable[inspect.Parameter], styles: Iterable[Style]) -> bool:
     """Tell whether each known word among the first three parameters stands where our own convention has it."""
+    words = {word for style in styles for word in (*style.needs, *style.words, *style.positional)}
     by_position = [
-        p.name
-        for p in parameters
-        if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
     ]
     return all(
-        word == right or word not in words for word, right in zip(by_position, QUERIES.positional)
+        word == expected or word not in words
+        for word, expected in zip(by_position, QUERIES.positional)
     )
 
 
 class BoundFunction:
     """Know how to call a reward function; ``style`` is a name in ``REWARD_STYLES``, or ``"auto"``."""
 
-    def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
-        if style != "auto" and style not in REWARD_STYLES:
+    def __init__(self, function: RewardFunction, name: str, style_name: str = "auto") -> None:
+        if style_name != "auto" and style_name not in REWARD_STYLES:
             raise ValueError(
-                f"--reward_fn_style must be one of auto, {', '.join(REWARD_STYLES)}, got {style!r}"
+                f"--reward_fn_style must be one of auto, {', '.join(REWARD_STYLES)}, got {style_name!r}"
             )
         self.name = name
-        self.signature = _signature(fn, name)
-        self._style_name = recognise(fn, name) if style == "auto" else style
+        self.signature = _signature(function, name)
+        self._style_name = recognise(function, name) if style_name == "auto" else style_name
         self.style: Style = REWARD_STYLES[self._style_name].fn
-        if style != "auto" and not {*self.style.needs} <= {*self.signature.parameters}:
+        if style_name != "auto" and not {*self.style.needs} <= {*self.signature.parameters}:
             self._refuse_another_style()
         try:
-            taken = set(self.signature.bind_partial(*self.style.positional).arguments)
+            positional_names = set(self.signature.bind_partial(*self.style.positional).arguments)
         except TypeError as error:
             raise ValueError(
                 f"reward function {name}{self.signature} must take {self.style.shape}: {error}"
             ) from None
         parameters = self.signature.parameters.values()
         self._named = {
-            p.name
-            for p in parameters
-            if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
         }
-        self._taken = taken | _filled(fn) | set(self.style.positional)
+        self._taken = positional_names | _filled(function) | set(self.style.positional)
         self._own_names = self.style.renames(parameters)
-        self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+        self._open_ended = any(parameter.kind is _KINDS.VAR_KEYWORD for parameter in parameters)
 
     def calls(self, rollouts: list[Rollout]) -> list[UserCall]:
         """Return the calls that score the samples: one per sample, or one with lists."""
         rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
         if self.style.per_sample:
-            return [self._call(columns | named) for named, columns in rows]
+            return [self._call(columns | named_values) for named_values, columns in rows]
         names = dict.fromkeys(name for _, columns in rows for name in columns)
-        lists: Values = {name: [columns.get(name) for _, columns in rows] for name in names}
-        lists |= {name: [named[name] for named, _ in rows] for name in rows[0][0]}
-        return [self._call(lists)]
+        columns_of_batch: Values = {
+            name: [columns.get(name) for _, columns in rows] for name in names
+        }
+        columns_of_batch |= {
+            name: [named_values[name] for named_values, _ in rows] for name in rows[0][0]
+        }
+        return [self._call(columns_of_batch)]
 
     @property
     def label_parameter(self) -> str | None:
@@ -228,39 +220,49 @@ class BoundFunction:
 
     def _refuse_another_style(self) -> None:
         names = {*self.signature.parameters}
-        for other, entry in REWARD_STYLES.items():
+        for other_style, entry in REWARD_STYLES.items():
             if len(entry.fn.needs) > 1 and {*entry.fn.needs} <= names:
                 raise ValueError(
-                    f"reward function {self.name}{self.signature} is {other}'s, not --reward_fn_style "
+                    f"reward function {self.name}{self.signature} is {other_style}'s, not --reward_fn_style "
                     f"{self._style_name}'s"
                 )
 
     def _call(self, values: Values) -> UserCall:
-        renamed = {own: values[name] for own, name in self._own_names.items() if name in values}
-        values = self.style.always | values | renamed
-        args = tuple(values.pop(name) for name in self.style.positional)
+        renamed_values = {
+            function_name: values[argument_name]
+            for function_name, argument_name in self._own_names.items()
+            if argument_name in values
+        }
+        values = self.style.always | values | renamed_values
+        positional_arguments = tuple(
+            values.pop(argument_name) for argument_name in self.style.positional
+        )
         accepted = (values.keys() if self._open_ended else self._named) - self._taken
-        kwargs = {name: value for name, value in values.items() if name in accepted}
+        keyword_arguments = {
+            argument_name: value
+            for argument_name, value in values.items()
+            if argument_name in accepted
+        }
         try:
-            self.signature.bind(*args, **kwargs)
+            self.signature.bind(*positional_arguments, **keyword_arguments)
         except TypeError as error:
             raise RewardError(
                 f"reward function {self.name}{self.signature}: {error}; called as f{self.style.shape}, "
                 f"--reward_fn_style {self._style_name}, it could get {', '.join((*self.style.positional, *values))}"
             ) from None
-        return UserCall(args, kwargs)
+        return UserCall(positional_arguments, keyword_arguments)
 
 
-def _filled(fn: RewardFunction) -> set[str]:
+def _filled(function: RewardFunction) -> set[str]:
     """Return the keywords that a partial has filled in: still parameters, but not ours to set, nor signs of a convention."""
-    if isinstance(fn, functools.partial):
-        return set(fn.keywords)
+    if isinstance(function, functools.partial):
+        return set(function.keywords)
     return set()
 
 
-def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
+def _signature(function: RewardFunction, name: str) -> inspect.Signature:
     try:
-        return inspect.signature(fn)
+        return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward function {name}: its parameters cannot be read: {error}"
@@ -270,45 +272,59 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
 # -- how others read what a function returns
 
 
-def read_sample(value: Any, part: list[Rollout], label: str) -> Reading:
+def read_sample(value: Any, samples: list[Rollout], label: str) -> Reading:
     """Read a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
-    score = value
+    raw_score = value
     metrics = {}
     texts = {}
     if isinstance(value, Mapping):
         if "score" not in value:
             return None, f"it returned a dict without 'score': {shown(value)}"
-        score = value["score"]
-        numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
-        metrics = {name: [number] for name, number in numbers.items() if number is not None}
-        texts = {str(name): [item] for name, item in value.items() if isinstance(item, str)}
+        raw_score = value["score"]
+        numbers = {
+            str(metric_name): finite(metric_value)
+            for metric_name, metric_value in value.items()
+            if metric_name != "score"
+        }
+        metrics = {
+            metric_name: [number] for metric_name, number in numbers.items() if number is not None
+        }
+        texts = {
+            str(metric_name): [metric_value]
+            for metric_name, metric_value in value.items()
+            if isinstance(metric_value, str)
+        }
     elif isinstance(value, (list, tuple)) and value:
-        score = value[0]
-    number = finite(score)
-    if number is None and score is not None:
+        raw_score = value[0]
+    number = finite(raw_score)
+    if number is None and raw_score is not None:
         problem = f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
-        problem += reading_error(score)
-        return None, NonFinite(problem) if is_non_finite(score) else problem
+        problem += reading_error(raw_score)
+        return None, NonFinite(problem) if is_non_finite(raw_score) else problem
     return Answer(RewardOutput([number], metrics, texts=texts), [False]), None
 
 
-def read_samples(value: Any, part: list[Rollout], label: str) -> Reading:
+def read_samples(value: Any, samples: list[Rollout], label: str) -> Reading:
     """Read a list with one entry per sample, each as :func:`read_sample` does."""
     values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)) or len(values) != len(part):
+    if not isinstance(values, (list, tuple)) or len(values) != len(samples):
         return (
             None,
-            f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed",
+            f"it returned {shown(value)}; a list with one entry for each of {len(samples)} samples is needed",
         )
-    readings = [read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    # Other problems come before numbers that are not finite.
-    bad = sorted((isinstance(text, NonFinite), i) for i, (_, text) in enumerate(readings) if text)
+    readings = [
+        read_sample(sample_value, samples[i : i + 1], label)
+        for i, sample_value in enumerate(values)
+    ]
+    answers = [answer or Answer(RewardOutput([None]), [True]) for answer, _ in readings]
     problem = None
-    if bad:
-        text = f"{describe_sample(part, bad[0][1])}: {readings[bad[0][1]][1]}"
-        problem = NonFinite(text) if bad[0][0] else text
-    outputs = [RewardOutput([None]) if answer is None else answer.output for answer, _ in readings]
-    return Answer(join_outputs(outputs), [answer is None for answer, _ in readings]), problem
+    if incomplete := [i for i, (_, reason) in enumerate(readings) if reason]:
+        # Other problems come before numbers that are not finite.
+        worst_position = min(incomplete, key=lambda i: isinstance(readings[i][1], NonFinite))
+        reason = readings[worst_position][1]
+        problem = type(reason)(f"{describe_sample(samples, worst_position)}: {reason}")
+    output = join_outputs([answer.output for answer in answers])
+    return Answer(output, [bad for answer in answers for bad in answer.bad]), problem
 
 
 # -- verl
@@ -322,7 +338,8 @@ _WORDS = {"completion", "completions", "messages"} | {
 
 def _verl(rollout: Rollout) -> Values:
     info = rollout.prompt.extra.get("extra_info")
-    info = info if isinstance(info, dict) else rollout.prompt.extra
+    if not isinstance(info, dict):
+        info = rollout.prompt.extra
     num_turns = None if rollout.turns is None else len(rollout.turns)
     return {
         "data_source": rollout.prompt.data_source,
@@ -334,24 +351,31 @@ def _verl(rollout: Rollout) -> Values:
 
 
 def _verl_batch(rollout: Rollout) -> Values:
-    return {f"{name}s": value for name, value in _verl(rollout).items()}
+    return {f"{argument_name}s": value for argument_name, value in _verl(rollout).items()}
 
 
 def verl_names(plural: str, parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
     """Return the function's own names of verl's arguments → verl's, by their places before ``ground_truth``."""
-    names = [p.name for p in parameters]
+    names = [parameter.name for parameter in parameters]
     label = f"ground_truth{plural}"
-    own = names[: names.index(label)] if label in names else []
-    theirs = [f"data_source{plural}", f"solution_str{plural}"][-len(own) :] if own else []
-    renamed = {name: right for name, right in zip(own, theirs) if name != right}
+    if label not in names:
+        return {}
+    function_names = names[: names.index(label)]
+    verl_arguments = [f"data_source{plural}", f"solution_str{plural}"]
+    if len(function_names) > len(verl_arguments):
+        return {}
+    pairs = zip(function_names, verl_arguments[len(verl_arguments) - len(function_names) :])
+    renamed = {
+        function_name: argument for function_name, argument in pairs if function_name != argument
+    }
     of_solution = {"completion"} | {f"{word}{plural}" for word in _SOLUTION_WORDS}
-    taken = _WORDS | {*QUERIES.words, *QUERIES.positional}  # have a meaning of their own
-    known = any(
-        name in taken and (right == f"data_source{plural}" or name not in of_solution)
-        for name, right in renamed.items()
+    reserved = _WORDS | {*QUERIES.words, *QUERIES.positional}  # have a meaning of their own
+    has_meaning = any(
+        function_name in reserved
+        and (argument == f"data_source{plural}" or function_name not in of_solution)
+        for function_name, argument in renamed.items()
     )
-    is_complete = len(own) == len(theirs) and not {*renamed.values()} & {*names}
-    return renamed if is_complete and not known else {}
+    return {} if has_meaning or {*renamed.values()} & {*names} else renamed
 
 
 VERL = Style(
@@ -384,18 +408,24 @@ def _trl(rollout: Rollout) -> Values:
     If the prompt is a chat, the completion is one too: one message of the assistant, or those of an episode.
     """
     prompt = rollout.prompt
-    text = rollout.response_text
-    ids = rollout.response_ids
+    response_text = rollout.response_text
+    response_ids = rollout.response_ids
     if prompt.messages is None:
-        return {"prompts": prompt.text, "completions": text, "completion_ids": ids}
-    answer = [{"role": "assistant", "content": text}]
+        return {
+            "prompts": prompt.text,
+            "completions": response_text,
+            "completion_ids": response_ids,
+        }
+    answer = [{"role": "assistant", "content": response_text}]
     if rollout.messages is not None:
         answer = rollout.messages[len(prompt.messages) :]
-    own = {} if rollout.environment is None else {"environments": rollout.environment}
-    return own | {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
+    values = {"prompts": prompt.messages, "completions": answer, "completion_ids": response_ids}
+    if rollout.environment is not None:
+        values["environments"] = rollout.environment
+    return values
 
 
-def discard(*args: Any) -> None:
+def discard(*arguments: Any) -> None:
     """Stand for TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``; keeps nothing."""
 
 
@@ -416,9 +446,9 @@ _AREAL_NAMES = ("prompt", "completions", "prompt_ids", "completion_ids")
 
 def _areal(rollout: Rollout) -> Values:
     prompt = rollout.prompt
-    text = rollout.response_text
-    ids = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
-    return {"prompt": prompt.text, "completions": text} | ids
+    response_text = rollout.response_text
+    id_columns = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
+    return {"prompt": prompt.text, "completions": response_text} | id_columns
 
 
 def _row_and_chat(rollout: Rollout) -> Values:

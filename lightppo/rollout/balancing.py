@@ -31,30 +31,33 @@ def balance_ranks(
     Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
     prompt counts once for all its samples, as it goes through the models once.
     """
-    tokens: Counter[int] = Counter()
-    samples: Counter[int] = Counter()
+    token_counts: Counter[int] = Counter()
+    sample_counts: Counter[int] = Counter()
     for rollout in rollouts:
-        index = rollout.prompt.index
-        tokens[index] += len(rollout.response_ids)
-        if not prompt_once or samples[index] == 0:
-            tokens[index] += len(rollout.prompt.token_ids)
-        samples[index] += 1
-    before: list[list[Group]] = strategy.all_gather_object(
-        [Group(tokens[index], samples[index], index) for index in samples]
+        prompt_index = rollout.prompt.index
+        token_counts[prompt_index] += len(rollout.response_ids)
+        if not prompt_once or sample_counts[prompt_index] == 0:
+            token_counts[prompt_index] += len(rollout.prompt.token_ids)
+        sample_counts[prompt_index] += 1
+    groups_of_ranks: list[list[Group]] = strategy.all_gather_object(
+        [
+            Group(token_counts[prompt_index], sample_counts[prompt_index], prompt_index)
+            for prompt_index in sample_counts
+        ]
     )
-    after = swapped(before)
-    if after == before:
+    balanced_groups = swapped(groups_of_ranks)
+    if balanced_groups == groups_of_ranks:
         return list(rollouts)
-    rank_of = {group.index: rank for rank, groups in enumerate(after) for group in groups}
+    rank_of = {group.index: rank for rank, groups in enumerate(balanced_groups) for group in groups}
     staying: list[Rollout] = []
     leaving: dict[int, list[Rollout]] = defaultdict(list)  # by the rank that they go to
-    staying_indices = {group.index for group in after[strategy.get_rank()]}
+    staying_indices = {group.index for group in balanced_groups[strategy.get_rank()]}
     for rollout in rollouts:
-        index = rollout.prompt.index
-        if index in staying_indices:
+        prompt_index = rollout.prompt.index
+        if prompt_index in staying_indices:
             staying.append(rollout)
         else:
-            leaving[rank_of[index]].append(rollout)
+            leaving[rank_of[prompt_index]].append(rollout)
     for arrived in strategy.exchange_objects(leaving):  # only to the ranks that train on them
         staying += arrived
     return staying
@@ -67,44 +70,53 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
     """
     result = [list(groups) for groups in ranks]
     holders = Counter(group.index for groups in ranks for group in groups)
-    shared = {index for index, count in holders.items() if count > 1}
-    loads = [sum(group.tokens for group in groups) for groups in result]
-    mean = sum(loads) / len(loads)
-    while max(loads) > mean * (1 + tolerance):
-        heavy = loads.index(max(loads))
-        light = loads.index(min(loads))
-        pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
-        if pair is None:
+    shared_prompts = {index for index, count in holders.items() if count > 1}
+    token_loads = [sum(group.tokens for group in groups) for groups in result]
+    mean_load = sum(token_loads) / len(token_loads)
+    while max(token_loads) > mean_load * (1 + tolerance):
+        heaviest_rank = token_loads.index(max(token_loads))
+        lightest_rank = token_loads.index(min(token_loads))
+        best_pair = _best_swap(
+            result[heaviest_rank],
+            result[lightest_rank],
+            token_loads[heaviest_rank] - token_loads[lightest_rank],
+            shared_prompts,
+        )
+        if best_pair is None:
             break
-        given, taken = pair
-        result[heavy][result[heavy].index(given)] = taken
-        result[light][result[light].index(taken)] = given
-        loads[heavy] -= given.tokens - taken.tokens
-        loads[light] += given.tokens - taken.tokens
+        heavy_group, light_group = best_pair
+        result[heaviest_rank][result[heaviest_rank].index(heavy_group)] = light_group
+        result[lightest_rank][result[lightest_rank].index(light_group)] = heavy_group
+        token_loads[heaviest_rank] -= heavy_group.tokens - light_group.tokens
+        token_loads[lightest_rank] += heavy_group.tokens - light_group.tokens
     return result
 
 
 def _best_swap(
-    heavy: list[Group], light: list[Group], gap: int, shared: set[int]
+    heavy_groups: list[Group], light_groups: list[Group], gap: int, shared_prompts: set[int]
 ) -> tuple[Group, Group] | None:
     """Return the pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
     best: tuple[float, Group, Group] | None = None
     partners: dict[int, list[Group]] = defaultdict(list)
-    for group in sorted(light):
-        if group.index not in shared:
+    for group in sorted(light_groups):
+        if group.index not in shared_prompts:
             partners[group.samples].append(group)
-    for given in sorted(heavy):
-        candidates = partners.get(given.samples, []) if given.index not in shared else []
-        place = bisect_left(candidates, given.tokens - gap / 2, key=lambda group: group.tokens)
-        for taken in candidates[max(place - 1, 0) : place + 1]:
-            left = abs(gap - 2 * (given.tokens - taken.tokens))
-            if left < (gap if best is None else best[0]):
-                best = (left, given, taken)
+    for heavy_group in sorted(heavy_groups):
+        candidates = (
+            partners.get(heavy_group.samples, []) if heavy_group.index not in shared_prompts else []
+        )
+        position = bisect_left(
+            candidates, heavy_group.tokens - gap / 2, key=lambda group: group.tokens
+        )
+        for light_group in candidates[max(position - 1, 0) : position + 1]:
+            remaining_gap = abs(gap - 2 * (heavy_group.tokens - light_group.tokens))
+            if remaining_gap < (gap if best is None else best[0]):
+                best = (remaining_gap, heavy_group, light_group)
     return None if best is None else best[1:]
 
 
 class Balancing(Callback):
-    """Moves groups before anything else looks at the rollouts of a step."""
+    """Move groups before anything else looks at the rollouts of a step."""
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         # Repeated groups are named by their place on this rank, so with any of them nothing moves.

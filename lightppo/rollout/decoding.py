@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,13 +41,17 @@ class CachedForward:
     """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        name = type(model).__name__
+        model_name = type(model).__name__
         parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
+            raise ValueError(
+                f"HF rollouts need a decoder-only model; {model_name} is an encoder-decoder"
+            )
         self._cache = cache_argument(model)
         if self._cache is None or not model._supports_default_dynamic_cache():
-            raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
+            raise ValueError(
+                f"HF rollouts need a model that takes a DynamicCache; {model_name} does not"
+            )
         self.model = model
         self.config = model.config
         self.takes_position_ids = "position_ids" in parameters
@@ -61,20 +65,12 @@ class CachedForward:
         attention_mask: Tensor,
         position_ids: Tensor,
         cache: Cache,
+        is_counted: bool = True,
     ) -> Tensor:
         """Return logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
-        self.calls += 1
-        self.positions += input_ids.numel()
-        return self.logits(input_ids, attention_mask, position_ids, cache)
-
-    def logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        cache: Cache,
-    ) -> Tensor:
-        """Return the same, not counted."""
+        if is_counted:
+            self.calls += 1
+            self.positions += input_ids.numel()
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
@@ -85,11 +81,11 @@ class CachedForward:
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor(
+    padded_ids = torch.tensor(
         [[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device
     )
-    mask = (ids != NO_TOKEN).long()
-    return ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
+    mask = (padded_ids != NO_TOKEN).long()
+    return padded_ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
 
 
 @dataclass
@@ -106,57 +102,12 @@ Seeds = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_toke
 Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
 
 
-class RequestQueue:
-    """The requests of one call by their numbers; the longest prompts come first.
-
-    Decoders ask it for all that concerns requests. A subclass may bring more of them while others decode.
-    """
-
-    def __init__(
-        self,
-        forward: CachedForward,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.device = device
-        self.max_new_tokens = max_new_tokens
-        self.prompts: list[list[int]] = []  # of all requests so far
-        self.waiting = 0  # requests that nobody decodes yet
-        self.prompt_columns = max(map(len, prompts), default=0)  # most tokens of a prompt
-        self.columns = self.prompt_columns + max_new_tokens  # and of its response
-        self.add(prompts)
-
-    def add(self, prompts: list[list[int]]) -> None:
-        """Add requests behind those that are there."""
-        self.prompts += prompts
-        self.waiting += len(prompts)
-
-    def look(self, idle: bool) -> bool:
-        """Return whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
-        return False
-
-    def limits(self, numbers: list[int]) -> list[int]:
-        """Return the most new tokens of each request."""
-        return [self.max_new_tokens] * len(numbers)
-
-    def take_in_order(self, count: int) -> list[int]:
-        """Return numbers of the next requests, at most ``count``."""
-        first = len(self.prompts) - self.waiting
-        self.waiting -= min(count, self.waiting)
-        return list(range(first, len(self.prompts) - self.waiting))
-
-
 @dataclass
 class Decoder:
-    """Decodes many requests with one model, at most ``slots`` at a time.
+    """Decode many requests with one model, at most ``slots`` at a time.
 
-    ``run(queue, seeds)`` yields the numbers of some requests and their responses, until all of a queue of
-    ``queue_kind`` are done.
+    ``run(queue, seeds)`` yields the numbers of some requests and their responses, until all of a queue are done.
     """
-
-    queue_kind: ClassVar[type[RequestQueue]] = RequestQueue
 
     forward: CachedForward
     sampler: TokenSampler
@@ -165,15 +116,15 @@ class Decoder:
     max_new_tokens: int
     device: torch.device
 
-    def run(self, queue: Any, seeds: Seeds) -> Decoded:
+    def run(self, queue: PromptQueue, seeds: Seeds) -> Decoded:
         raise NotImplementedError
 
 
 class BatchDecoder(Decoder):
-    """Decodes one micro batch after the other, with the cache that transformers makes for the model."""
+    """Decode one micro batch after the other, with the cache that transformers makes for the model."""
 
     @torch.no_grad()
-    def run(self, queue: RequestQueue, seeds: Seeds) -> Decoded:
+    def run(self, queue: PromptQueue, seeds: Seeds) -> Decoded:
         """See :class:`Decoder`."""
         while queue.look(idle=True) or queue.waiting:
             if not queue.waiting:
@@ -185,59 +136,56 @@ class BatchDecoder(Decoder):
 
     def _decode(self, prompts: list[list[int]], seeds: Tensor, limits: Tensor) -> DecodedBatch:
         """Decode until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
-        batch_size, most = seeds.shape
+        batch_size, max_new_tokens = seeds.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
-        ids = pad(prompt_ids, (0, most))  # (B, P + max_new)
+        ids = pad(prompt_ids, (0, max_new_tokens))  # (B, P + max_new)
         responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
-        log_probs = torch.zeros(batch_size, most, device=self.device)
+        log_probs = torch.zeros(batch_size, max_new_tokens, device=self.device)
         lengths = limits.clone()
         stopped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
 
-        # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
-        rows = torch.arange(batch_size, device=self.device)
-        done = stopped.clone()
-        mask = pad(mask, (0, most), value=1)  # (b, P + max_new)
+        # What follows has b rows: those still in the batch, of which `has_ended` have ended but have not left it yet.
+        active_rows = torch.arange(batch_size, device=self.device)
+        has_ended = stopped.clone()
+        mask = pad(mask, (0, max_new_tokens), value=1)  # (b, P + max_new)
         inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
         cache = DynamicCache(config=self.forward.config)
-        for step in range(most):
+        for step in range(max_new_tokens):
             heartbeat.beat()
-            width = prompt_width + step
-            logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
-            history = ids[rows, :width] if self.sampler.needs_history else None
-            tokens, log_probs[rows, step] = self.sampler(logits, seeds[:, step], step, history)
-            responses[rows, step] = tokens
+            column_count = prompt_width + step
+            logits = self.forward(inputs, mask[:, :column_count], positions, cache)  # (b, V)
+            history = ids[active_rows, :column_count] if self.sampler.needs_history else None
+            tokens, log_probs[active_rows, step] = self.sampler(
+                logits, seeds[:, step], step, history
+            )
+            responses[active_rows, step] = tokens
 
-            ended = self.stop.ended(responses, rows, step + 1) & ~done
-            lengths[rows] = torch.where(ended, step + 1, lengths[rows])
-            stopped[rows] |= ended
-            done |= ended | (limits[rows] == step + 1)
-            running = len(rows) - int(done.sum())
+            ended = self.stop.ended(responses, active_rows, step + 1) & ~has_ended
+            lengths[active_rows] = torch.where(ended, step + 1, lengths[active_rows])
+            stopped[active_rows] |= ended
+            has_ended |= ended | (limits[active_rows] == step + 1)
+            running = len(active_rows) - int(has_ended.sum())
             if running == 0:
                 break
             inputs = tokens.unsqueeze(1)
             positions = positions[:, -1:] + 1
-            if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
-                left = (~done).nonzero().squeeze(1)
-                cache.batch_select_indices(left)
-                rows, mask, inputs, positions, seeds = (
-                    x[left] for x in (rows, mask, inputs, positions, seeds)
+            if running <= COMPACT_BELOW * len(active_rows) and _can_drop_rows(cache):
+                remaining = (~has_ended).nonzero().squeeze(1)
+                cache.batch_select_indices(remaining)
+                active_rows, mask, inputs, positions, seeds = (
+                    tensor[remaining] for tensor in (active_rows, mask, inputs, positions, seeds)
                 )
-                done = done.new_zeros(running)
+                has_ended = has_ended.new_zeros(running)
         return DecodedBatch(responses, log_probs, lengths, stopped)
 
 
 def _can_drop_rows(cache: Cache) -> bool:
     """Return whether the cache can drop rows: not with recurrent states, which would stay behind."""
-    recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
-    return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
-
-
-class DecodingRunner(AbstractContextManager, Protocol):
-    """Has decoding steps run in another way; entered around the steps of one ``generate``."""
-
-    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
-        """Return what makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
+    return all(
+        hasattr(layer, "batch_select_indices") and not hasattr(layer, "update_recurrent_state")
+        for layer in cache.layers
+    )
 
 
 # -- continuous batching: a cache written in place, one pass per prompt -----------------------------------------------
@@ -247,7 +195,9 @@ CPU_COLUMNS = 16
 OTHER_COLUMNS = 128  # elsewhere: at least so many, and half of the columns in use
 # columns beyond the longest row in a fixed cache, whose number is a multiple of it
 FIXED_SPARE = 64
-CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
+# fixed cost of a forward, in positions
+CALL_COST = {"cpu": 64}
+OTHER_CALL_COST = 2048
 # of the slots free: prompts go through the model together, which costs less than one by one
 REFILL_SHARE = 1 / 8
 Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
@@ -285,19 +235,14 @@ class SlotCache(DynamicCache):
         )
         self.keeps_tokens = all(layer.keeps_tokens for layer in layers)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return next(layer.dtype for layer in self.layers if layer.buffers)
-
     def fix(self, device: torch.device) -> None:
-        """Call it first: all columns are there from the start, and the buffers stay where they are."""
+        """Make all columns at once, and leave the buffers where they are; call it first."""
         self.fixed = True
         self.columns = self.span.end + self._more(self.span.end)
         self.span.column = torch.full((1,), self.span.end, device=device)
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
-        """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
+        """Add ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
         for layer, source in zip(self.layers, prompts.layers):
             layer.append(source, rows, width, self.slots, self.columns)
         self._set_rows(self.span.rows + len(rows))
@@ -305,35 +250,37 @@ class SlotCache(DynamicCache):
     def move_rows(
         self, sources: list[int], targets: list[int], rows: int, *, exchange: bool = False
     ) -> None:
-        """Copies some rows over others, or has them change places; afterwards ``rows`` rows are in use."""
+        """Copy some rows over others, or have them change places; afterwards ``rows`` rows are in use."""
         if exchange:
             sources, targets = sources + targets, targets + sources
         for layer in self.layers if sources else ():
             layer.move_rows(sources, targets)
         self._set_rows(rows)
 
-    def _set_rows(self, rows: int) -> None:
-        self.span.rows = rows
+    def _set_rows(self, row_count: int) -> None:
+        self.span.rows = row_count
         for layer in self.layers:
             layer.see_rows()
 
     def make_room(self, slots: int, at_least: int) -> int:
-        """Moves everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
+        """Move everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
 
         The first free column is at least number ``at_least``. Returns how many columns everything moved left.
         """
         span = self.span
-        end = max(span.end - span.first, at_least)
-        first = end - (span.end - span.first)
-        shift = span.end - end
-        self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
+        end_column = max(span.end - span.first, at_least)
+        first_column = end_column - (span.end - span.first)
+        column_shift = span.end - end_column
+        if not self.fixed:
+            self.slots = slots
+        self.columns = end_column + self._more(end_column)
         for layer in self.layers:
             # One layer after the other, so that little memory is held twice.
-            layer.make_room(self.slots, self.columns, first, end, self.fixed)
+            layer.make_room(self.slots, self.columns, first_column, end_column, self.fixed)
             layer.see_rows()
-        span.first = first
-        span.end = end
-        return shift
+        span.first = first_column
+        span.end = end_column
+        return column_shift
 
     def _more(self, columns: int) -> int:
         if self.fixed:
@@ -345,7 +292,7 @@ class SlotCache(DynamicCache):
 
 
 def slot_layer(layer: Any, span: Span) -> SlotLayer:
-    """In place of a layer of transformers' cache."""
+    """Return what takes the place of a layer of transformers' cache."""
     if type(layer).__name__ == EMPTY_LAYER:
         return NoSlots()
     if type(layer) in RECURRENT_LAYERS:
@@ -354,7 +301,7 @@ def slot_layer(layer: Any, span: Span) -> SlotLayer:
 
 
 def can_use_slots(config) -> bool:
-    """Whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
+    """Tell whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
     recurrent, or keep nothing."""
     text_config = config.get_text_config(decoder=True)
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
@@ -386,10 +333,11 @@ class Prefilled:
     waiting: deque[tuple[int, int]]
 
 
-class PromptQueue(RequestQueue):
-    """Requests, those with equal prompts together: such a prompt goes through the model once.
+class PromptQueue:
+    """The requests of one call by their numbers, the longest prompts first; equal prompts go through the model once.
 
-    A subclass may keep rows that have ended.
+    Decoders ask it for all that concerns requests. A subclass may bring more of them while others decode, and may keep
+    rows that have ended.
     """
 
     # Whether rows that have ended stay in their slots, and :meth:`keep` and :meth:`give_way` are called.
@@ -402,91 +350,107 @@ class PromptQueue(RequestQueue):
         max_new_tokens: int,
         device: torch.device,
     ) -> None:
+        self.forward = forward
+        self.device = device
+        self.max_new_tokens = max_new_tokens
+        self.prompts: list[list[int]] = []  # of all requests so far
+        self.waiting = 0  # requests that nobody decodes yet
+        self.prompt_columns = max(map(len, prompts), default=0)  # most tokens of a prompt
+        self.columns = self.prompt_columns + max_new_tokens  # and of its response
         self._groups: deque[Group] = deque()
         self._parts: deque[list[Group]] = deque()  # each for one forward
         self._block: Prefilled | None = None
-        super().__init__(forward, prompts, max_new_tokens, device)
+        self.add(prompts)
 
     def add(self, prompts: list[list[int]]) -> None:
-        same: dict[tuple[int, ...], list[int]] = {}
+        """Add requests behind those that are there."""
+        numbers_of_prompt: dict[tuple[int, ...], list[int]] = {}
         for number, ids in enumerate(prompts, start=len(self.prompts)):
-            same.setdefault(tuple(ids), []).append(number)
-        self._groups.extend((list(ids), numbers) for ids, numbers in same.items())
-        super().add(prompts)
+            numbers_of_prompt.setdefault(tuple(ids), []).append(number)
+        self._groups.extend((list(ids), numbers) for ids, numbers in numbers_of_prompt.items())
+        self.prompts += prompts
+        self.waiting += len(prompts)
 
     # -- for subclasses --------------------------------------------------------------------------------------------
 
+    def look(self, idle: bool) -> bool:
+        """Return whether further requests may come; those that are there are added. ``idle``: nothing decodes."""
+        return False
+
+    def limits(self, numbers: list[int]) -> list[int]:
+        """Return the most new tokens of each request."""
+        return [self.max_new_tokens] * len(numbers)
+
     def most_rows(self, running: int) -> int:
-        """Slots that may be needed from now on, while so many rows run."""
+        """Return how many slots may be needed from now on, while so many rows run."""
         return running + self.waiting
 
-    def is_ready(self, free: int, slots: int) -> bool:
-        """Whether waiting requests should get some of the free slots now."""
+    def is_ready(self, free_slots: int, slots: int) -> bool:
+        """Tell whether waiting requests should get some of the free slots now."""
         if self.at_hand:
-            return free > 0
-        return self.waiting > 0 and free >= min(max(1, REFILL_SHARE * slots), self.waiting)
+            return free_slots > 0
+        return self.waiting > 0 and free_slots >= min(max(1, REFILL_SHARE * slots), self.waiting)
 
     def new_tokens(self, group: Group) -> int:
-        """Tokens of a prompt that go through the model."""
+        """Return how many tokens of a prompt go through the model."""
         return len(group[0])
 
     def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
-        """Of a forward of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
-        padded, mask, positions = left_pad([ids for ids, _ in groups], self.device)
-        return padded.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
+        """Return the inputs of prompts: padded ids (P, L), mask, position ids, and a cache of what is known of them."""
+        padded_ids, mask, positions = left_pad([ids for ids, _ in groups], self.device)
+        return padded_ids.clamp(min=0), mask, positions, DynamicCache(config=self.forward.config)
 
     def keep(self, number: int, cache: SlotCache, slot: int, start: int, length: int) -> None:
-        """A request has ended, whose keys and values are in a slot, from column ``start`` on, until it gives way."""
+        """Note that a request has ended, whose keys and values stay in a slot, from column ``start`` on."""
 
     def give_way(self, slots: range) -> None:
-        """These slots are about to be written over."""
+        """Give up these slots, which are about to be written over."""
 
-    # -- for the decoder -------------------------------------------------------------------------------------------
+    # -- for decoders ----------------------------------------------------------------------------------------------
+
+    def take_in_order(self, count: int) -> list[int]:
+        """Return numbers of the next requests, at most ``count``."""
+        start = len(self.prompts) - self.waiting
+        self.waiting -= min(count, self.waiting)
+        return list(range(start, len(self.prompts) - self.waiting))
 
     @property
     def at_hand(self) -> bool:
-        """Whether requests wait whose prompts have been through the model, or are already divided into parts."""
+        """Tell whether requests wait whose prompts have been through the model, or are already divided into parts."""
         return self._block is not None or bool(self._parts)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest waiting prompt; 0 if no prompt waits."""
-        if self._block is None:
-            block = []
-        else:
-            block = [len(self._block.prompts[row]) for row, _ in self._block.waiting]
-        groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
-        return max((*block, *groups), default=0)
+        """Return the tokens of the longest waiting prompt; 0 if no prompt waits."""
+        lengths = [len(ids) for groups in (*self._parts, self._groups) for ids, _ in groups]
+        if self._block is not None:
+            lengths += [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        return max(lengths, default=0)
 
     def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
-        """The next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
-        if not self.at_hand:
-            self._divide(count)
-        block = self._block or self._through_the_model(self._parts.popleft())
-        rows, numbers = map(
-            list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting)))))
-        )
+        """Return the next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
+        if not self.at_hand:  # divide the prompts of these requests into parts
+            groups: list[Group] = []
+            requests = 0
+            while self._groups and requests < count:
+                groups.append(self._groups.popleft())
+                requests += len(groups[-1][1])
+            lengths = [self.new_tokens(group) for group in groups]
+            call_cost = CALL_COST.get(self.device.type, OTHER_CALL_COST)
+            parts = cheapest_parts(lengths, call_cost)
+            self._parts.extend(groups[start:end] for start, end in parts)
+        block = self._block or self._prefill(self._parts.popleft())
+        admitted = [block.waiting.popleft() for _ in range(min(count, len(block.waiting)))]
+        rows, numbers = map(list, zip(*admitted))
         self._block = block if block.waiting else None
         self.waiting -= len(rows)
         return block, rows, numbers
 
-    def _divide(self, count: int) -> None:
-        """Divides the prompts of the next ``count`` requests into parts."""
-        groups: list[Group] = []
-        while self._groups and count > 0:
-            groups.append(self._groups.popleft())
-            count -= len(groups[-1][1])
-        call_cost = CALL_COST["cpu" if self.device.type == "cpu" else "other"]
-        parts = cheapest_parts([self.new_tokens(group) for group in groups], call_cost)
-        self._parts.extend(groups[first:end] for first, end in parts)
-
-    def _through_the_model(self, groups: list[Group]) -> Prefilled:
+    def _prefill(self, groups: list[Group]) -> Prefilled:
         ids, mask, positions, cache = self.inputs(groups)
         logits = self.forward(ids, mask, positions, cache)
-        waiting = deque(
-            (row, number) for row, (_, numbers) in enumerate(groups) for number in numbers
-        )
-        return Prefilled([ids for ids, _ in groups], cache, logits, waiting)
+        waiting = [(row, number) for row, (_, numbers) in enumerate(groups) for number in numbers]
+        return Prefilled([ids for ids, _ in groups], cache, logits, deque(waiting))
 
 
 class SlotRows:
@@ -524,58 +488,54 @@ class SlotRows:
         prompts: Tensor | None,
         limits: Tensor,
     ) -> slice:
-        """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
-        new = slice(len(self), len(self) + len(numbers))
+        """Add rows without tokens; return where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
+        new_rows = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
-        self.seeds[new], self.ages[new], self.positions[new] = seeds, 0, positions
-        self.limits[new] = limits
+        self.seeds[new_rows], self.ages[new_rows], self.positions[new_rows] = seeds, 0, positions
+        self.limits[new_rows] = limits
         if prompts is not None:
             width = self.ids.shape[1] - self.tokens.shape[1]
-            self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
-        return new
+            self.ids[new_rows, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
+        return new_rows
 
     def history(self, rows: slice, width: int) -> Tensor:
-        """The last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
-        ends = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
-        columns = ends.unsqueeze(1) + torch.arange(-width, 0, device=ends.device)
+        """Return the last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
+        end_columns = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
+        columns = end_columns.unsqueeze(1) + torch.arange(-width, 0, device=end_columns.device)
         return self.ids[rows].gather(1, columns.clamp(min=0))
 
     def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
-        """Writes the newest token of some rows."""
+        """Write the newest token of some rows."""
         ages = self.ages[rows].unsqueeze(1)
         self.tokens[rows].scatter_(1, ages, tokens.unsqueeze(1))
         self.log_probs[rows].scatter_(1, ages, log_probs.unsqueeze(1))
         self.ages[rows] += 1
         self.positions[rows] += 1
 
-    def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
-        """Removes rows; the last rows move into the holes. Returns their old and new places."""
-        left = len(self) - len(gone)
-        holes = [row for row in gone if row < left]
-        movers = sorted(set(range(left, len(self))) - set(gone))
-        for mover, hole in zip(movers, holes):
-            self.numbers[hole], self.starts[hole] = self.numbers[mover], self.starts[mover]
-        del self.numbers[left:], self.starts[left:]
-        if holes:
-            index = torch.tensor([movers, holes], device=self.ages.device)
-            for x in (
-                self.ids,
-                self.log_probs,
-                self.seeds,
-                self.ages,
-                self.limits,
-                self.positions,
-            ):
-                x[index[1]] = x[index[0]]
-        self.ages[left : left + len(gone)] = self.tokens.shape[1]
-        return movers, holes
+    def remove(self, ended_rows: list[int]) -> tuple[list[int], list[int]]:
+        """Remove rows; the last rows move into the holes. Return their old and new places."""
+        remaining = len(self) - len(ended_rows)
+        free_rows = [row for row in ended_rows if row < remaining]
+        moving_rows = sorted(set(range(remaining, len(self))) - set(ended_rows))
+        for moving_row, free_row in zip(moving_rows, free_rows):
+            self.numbers[free_row], self.starts[free_row] = (
+                self.numbers[moving_row],
+                self.starts[moving_row],
+            )
+        del self.numbers[remaining:], self.starts[remaining:]
+        if free_rows:
+            sources, targets = torch.tensor([moving_rows, free_rows], device=self.ages.device)
+            tensors = [self.ids, self.log_probs, self.seeds, self.ages, self.limits, self.positions]
+            for tensor in tensors:
+                tensor[targets] = tensor[sources]
+        self.ages[remaining : remaining + len(ended_rows)] = self.tokens.shape[1]
+        return moving_rows, free_rows
 
 
 class SlotDecoder(Decoder):
-    """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
+    """Decode in a fixed number of slots; needs a model with ``can_use_slots``."""
 
-    queue_kind = PromptQueue
     attention: ClassVar[str] = SLOT_SDPA  # what steps attend by
 
     @torch.no_grad()
@@ -585,19 +545,23 @@ class SlotDecoder(Decoder):
         while True:
             heartbeat.beat()
             goes_on = queue.look(idle=not len(self.rows))
-            free = self.slots - len(self.rows)
-            if queue.is_ready(free, self.slots):
-                self._admit(*queue.take(free), seeds)
+            free_slots = self.slots - len(self.rows)
+            if queue.is_ready(free_slots, self.slots):
+                self._admit(*queue.take(free_slots), seeds)
             elif len(self.rows):
                 self._step()
             elif goes_on:
                 continue
             else:
                 break
+            active_rows = torch.arange(len(self.rows), device=self.device)
+            ages = self.rows.ages[: len(self.rows)]
+            self._stopped = self.stop.ended(self.rows.tokens, active_rows, ages)  # (b,)
+            has_ended = self._stopped | (ages == self.rows.limits[: len(self.rows)])
             # In a step, this is the only wait for the device.
-            gone = self._ended().cpu().nonzero().squeeze(1).tolist()
-            if gone:
-                yield self._leave(gone)
+            ended_rows = has_ended.cpu().nonzero().squeeze(1).tolist()
+            if ended_rows:
+                yield self._leave(ended_rows)
 
     def _start(self, queue: PromptQueue) -> None:
         self.queue = queue
@@ -605,13 +569,12 @@ class SlotDecoder(Decoder):
         can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.slots = min(self.slots, queue.most_rows(0))
-        tight = self.device.type == "cpu"
         self.cache = SlotCache(
             self.forward.config,
             slots=self.slots,
             prompt_columns=queue.longest,
             max_columns=queue.columns,
-            tight=tight,
+            tight=self.device.type == "cpu",
         )
         self.rows = SlotRows(
             self.slots,
@@ -630,72 +593,74 @@ class SlotDecoder(Decoder):
         numbers: list[int],
         seeds_of: Seeds,
     ) -> None:
-        """Gives requests a slot and their first token."""
+        """Give requests a slot and their first token."""
         seeds = seeds_of(numbers)
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
         if max(lengths) > self.cache.span.end:  # it came after the others
             self._move_columns(self.slots, max(lengths))
         end = self.cache.span.end
-        index = torch.tensor([rows, lengths], device=self.device)
+        indices = torch.tensor([rows, lengths], device=self.device)
         history = left_pad(prompts, self.device)[0] if self.sampler.needs_history else None
-        new = self.rows.append(
+        new_rows = self.rows.append(
             numbers,
             [end - length for length in lengths],
-            index[1] - 1,
+            indices[1] - 1,
             seeds,
             history,
             torch.tensor(self.queue.limits(numbers), device=self.device),
         )
-        self.queue.give_way(range(new.start, new.stop))
+        self.queue.give_way(range(new_rows.start, new_rows.stop))
         self.cache.append(block.cache, rows, max(lengths))
-        self.rows.write(new, *self.sampler(block.logits[index[0]], seeds[:, 0], 0, history))
+        self.rows.write(new_rows, *self.sampler(block.logits[indices[0]], seeds[:, 0], 0, history))
         self._see_starts()
 
     def _step(self) -> None:
-        """Decodes one more token for every row."""
+        """Decode one more token for every row."""
         rows = self.rows
         span = self.cache.span
         self._make_room()
-        active = slice(0, len(rows))
-        ages = rows.ages[active]
-        newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
+        active_rows = slice(0, len(rows))
+        ages = rows.ages[active_rows]
+        newest_tokens = rows.tokens[active_rows].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
         attends = attention_to_slots(self.text_config, self.attention)
         with attends if self.prepares_masks else nullcontext():
             logits = self.forward(
-                newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache
+                newest_tokens,
+                self._step_mask(),
+                rows.positions[active_rows].unsqueeze(1),
+                self.cache,
             )
         span.end += 1
-        seeds = rows.seeds[active].gather(1, ages.unsqueeze(1)).squeeze(1)
+        seeds = rows.seeds[active_rows].gather(1, ages.unsqueeze(1)).squeeze(1)
+        history = None
         if self.sampler.needs_history:
-            history = rows.history(active, span.end - span.first)
-        else:
-            history = None
-        rows.write(active, *self.sampler(logits, seeds, ages, history))
+            history = rows.history(active_rows, span.end - span.first)
+        rows.write(active_rows, *self.sampler(logits, seeds, ages, history))
 
     def _make_room(self) -> None:
-        """A free column, if there is none."""
+        """Make a free column, if there is none."""
         if self.cache.span.end == self.cache.columns:
-            most = self.queue.most_rows(len(self.rows))
-            self._move_columns(min(self.slots, most), self.queue.longest)
+            max_rows = self.queue.most_rows(len(self.rows))
+            self._move_columns(min(self.slots, max_rows), self.queue.longest)
 
-    def _move_columns(self, slots: int, at_least: int) -> None:
+    def _move_columns(self, slots: int, min_columns: int) -> None:
         self.queue.give_way(range(self.slots))
-        shift = self.cache.make_room(slots, at_least)
-        self.rows.starts = [start - shift for start in self.rows.starts]
+        column_shift = self.cache.make_room(slots, min_columns)
+        self.rows.starts = [start - column_shift for start in self.rows.starts]
         if len(self.rows):
             self._see_starts()
 
     def _step_mask(self) -> Tensor:
-        """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
+        """Return the mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
         span = self.cache.span
         columns = self.cache.columns
-        prepared = self.prepares_masks and (
+        is_prepared = self.prepares_masks and (
             self.cache.window is None or self.cache.window >= columns
         )
-        span.whole = prepared and self.cache.tight
+        span.whole = is_prepared and self.cache.tight
         self._added[:, span.end] = 0
-        if not prepared:
+        if not is_prepared:
             return (self._added[:, span.first : span.end + 1] == 0).long()
         if span.whole:
             return self._added[:, None, None]
@@ -704,39 +669,35 @@ class SlotDecoder(Decoder):
             memory_format=torch.contiguous_format
         )
 
-    def _ended(self) -> Tensor:
-        """(b,) bool."""
-        rows = torch.arange(len(self.rows), device=self.device)
-        ages = self.rows.ages[: len(self.rows)]
-        self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
-        return self._stopped | (ages == self.rows.limits[: len(self.rows)])
-
-    def _leave(self, gone: list[int]) -> tuple[list[int], DecodedBatch]:
-        """Takes finished rows out of the batch."""
+    def _leave(self, ended_rows: list[int]) -> tuple[list[int], DecodedBatch]:
+        """Take finished rows out of the batch."""
         rows = self.rows
-        numbers = [rows.numbers[row] for row in gone]
-        index = torch.tensor(gone, device=self.device)
+        numbers = [rows.numbers[row] for row in ended_rows]
+        index = torch.tensor(ended_rows, device=self.device)
         ended = DecodedBatch(
             rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index]
         )
-        starts = [rows.starts[row] for row in gone]
+        starts = [rows.starts[row] for row in ended_rows]
         # The tokens that went through the model: all but the newest one.
         lengths = rows.positions[index].tolist() if self._keeps_rows else []
-        movers, holes = rows.remove(gone)
-        self.cache.move_rows(movers, holes, len(rows), exchange=self._keeps_rows)
-        slots = dict(zip(holes, movers))
-        for row, number, start, length in zip(gone, numbers, starts, lengths):
+        moving_rows, free_rows = rows.remove(ended_rows)
+        self.cache.move_rows(moving_rows, free_rows, len(rows), exchange=self._keeps_rows)
+        slots = dict(zip(free_rows, moving_rows))
+        for row, number, start, length in zip(ended_rows, numbers, starts, lengths):
             self.queue.keep(number, self.cache, slots.get(row, row), start, length)
         self._see_starts()
         return numbers, ended
 
     def _see_starts(self) -> None:
-        """Updates the columns in use and the mask from the rows' first columns."""
+        """Update the columns in use and the mask from the rows' first columns."""
         span = self.cache.span
         starts = self.rows.starts
         span.first = min(starts, default=span.end)
         columns = torch.arange(self.cache.columns, device=self.device)
-        hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
-        hidden |= columns >= span.end
-        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
-        self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)
+        is_hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
+        is_hidden |= columns >= span.end
+        dtype = next(layer.dtype for layer in self.cache.layers if layer.buffers)
+        additive_mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self.device)
+        self._added = additive_mask.masked_fill_(
+            is_hidden, torch.finfo(additive_mask.dtype).min
+        )  # (b, columns)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; every engine gives these the same meaning.
+    """Say how to sample; every engine gives these the same meaning.
 
     Penalties and bans act on the raw logits, then temperature, min-p, top-k and top-p (vLLM's order).
     """
@@ -53,8 +53,8 @@ class SamplingParams:
                     f"{name} must be a sequence, got the string {value!r}; write ({value!r},)"
                 )
             object.__setattr__(self, name, tuple(value))
-        first = self.first_token_temperature
-        for name, ok, expected in (
+        first_temperature = self.first_token_temperature
+        for name, is_valid, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             (
                 "min_new_tokens",
@@ -71,26 +71,30 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("stop", all(self.stop), "without empty strings"),
             ("bad_words", all(word.strip() for word in self.bad_words), "without empty words"),
-            ("first_token_temperature", first is None or 0 < first < math.inf, "above 0, or None"),
+            (
+                "first_token_temperature",
+                first_temperature is None or 0 < first_temperature < math.inf,
+                "above 0, or None",
+            ),
             ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids of 0 or above"),
         ):
-            if not ok:
+            if not is_valid:
                 raise ValueError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
     @property
     def greedy(self) -> bool:
-        """True if the likeliest token is taken, without random numbers."""
+        """Tell whether the likeliest token is taken, without random numbers."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def log_prob_temperature(self) -> float:
-        """The temperature of recorded log probs."""
+        """Return the temperature of recorded log probs."""
         return 1.0 if self.greedy else self.temperature
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond the methods of :class:`RolloutEngine`."""
+    """Say what an engine can do beyond the methods of :class:`RolloutEngine`."""
 
     # in float32 they equal the log probs of a forward pass of the actor
     exact_log_probs: bool = False
@@ -112,17 +116,17 @@ def capabilities_of(engine: Any) -> Capabilities:
     declared = getattr(engine, "capabilities", None)
     if declared is not None:
         return declared
-    said = {
-        one.name: getattr(engine, one.name)
-        for one in fields(Capabilities)
-        if hasattr(engine, one.name)
+    attributes = {
+        capability.name: getattr(engine, capability.name)
+        for capability in fields(Capabilities)
+        if hasattr(engine, capability.name)
     }
-    return Capabilities(**{"compares_weights": hasattr(engine, "differing_weights")} | said)
+    return Capabilities(**{"compares_weights": hasattr(engine, "differing_weights")} | attributes)
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples responses with the actor's weights as of the last :meth:`sync_weights`.
+    """Sample responses with the actor's weights as of the last :meth:`sync_weights`.
 
     Every rank has its own engine. All ranks call every method together, because an engine may use collectives; a rank
     without prompts passes an empty list.
@@ -170,7 +174,7 @@ class Turn:
 
 
 class TurnSource(Protocol):
-    """Where an engine takes turns from, and brings them to when they have ended.
+    """Give an engine its turns, and take them when they have ended.
 
     An engine for episodes has a method ``generate_turns(turns, sampling)``: it samples the turns of a source until no
     more come, and takes new ones while others decode.

@@ -19,18 +19,17 @@ from tqdm import tqdm
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.kernels.layers import packed_weights
-from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import (
     BatchDecoder,
     CachedForward,
     DecodedBatch,
     Decoder,
-    DecodingRunner,
+    PromptQueue,
     SlotDecoder,
     can_use_slots,
 )
+from lightppo.rollout.decoding_runners import DecodingRunner, decoding_runner
 from lightppo.rollout.engine import Capabilities, SamplingParams
-from lightppo.rollout.invariant_decoding import InvariantSteps
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -115,7 +114,7 @@ class HFRolloutEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The Hugging Face model without its DeepSpeed engine."""
+        """Return the Hugging Face model without its DeepSpeed engine."""
         model: Any = self.actor.model
         return getattr(model, "module", model)
 
@@ -139,7 +138,7 @@ class HFRolloutEngine:
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0].token_ids))
         rollouts: list[Any] = [None] * len(requests)
-        bar = tqdm(
+        progress_bar = tqdm(
             total=len(order),
             desc="rollout",
             unit="seq",
@@ -147,26 +146,29 @@ class HFRolloutEngine:
             ncols=80,
             disable=not self.progress,
         )
-        with bar, self.decoding(forward, sampling) as decoder:
-            most = sampling.max_new_tokens
+        with progress_bar, self.decoding(forward, sampling) as decoder:
+            max_new_tokens = sampling.max_new_tokens
 
-            def seeds(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
-                table = [token_seeds(sampling.seed, *streams[order[i]], most) for i in numbers]
-                return torch.from_numpy(np.stack(table)).to(decoder.device)
+            def seeds(request_numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
+                seed_rows = [
+                    token_seeds(sampling.seed, *streams[order[i]], max_new_tokens)
+                    for i in request_numbers
+                ]
+                return torch.from_numpy(np.stack(seed_rows)).to(decoder.device)
 
             finished: list[Rollout] = []
-            in_order = [requests[number][0].token_ids for number in order]
-            queue = decoder.queue_kind(forward, in_order, most, decoder.device)
-            for numbers, decoded in decoder.run(queue, seeds):
-                samples = [requests[order[i]] for i in numbers]
-                ended = self.to_rollouts(samples, decoded, decoder.stop)
-                for i, rollout in zip(numbers, ended):
+            ordered_prompts = [requests[number][0].token_ids for number in order]
+            queue = PromptQueue(forward, ordered_prompts, max_new_tokens, decoder.device)
+            for request_numbers, decoded in decoder.run(queue, seeds):
+                samples = [requests[order[i]] for i in request_numbers]
+                ended_rollouts = self.to_rollouts(samples, decoded, decoder.stop)
+                for i, rollout in zip(request_numbers, ended_rollouts):
                     rollouts[order[i]] = rollout
-                finished += ended
+                finished += ended_rollouts
                 if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
                     on_finished(finished)
                     finished = []
-                bar.update(len(ended))
+                progress_bar.update(len(ended_rollouts))
             if finished:
                 on_finished(finished)
         self.last_stats = {
@@ -180,7 +182,7 @@ class HFRolloutEngine:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model takes; None: any."""
+        """Return the longest sequence that the model takes; None: any."""
         config: Any = self.model.config
         text_config = config.get_text_config(decoder=True)
         return getattr(text_config, "max_position_embeddings", None)
@@ -189,7 +191,20 @@ class HFRolloutEngine:
     def decoding(self, forward: CachedForward, sampling: SamplingParams) -> Iterator[Decoder]:
         """Enter what decodes with the model's full weights. Collective."""
         vocab_size = forward.config.get_text_config(decoder=True).vocab_size
-        stop, sampler = self._criteria(sampling, vocab_size)
+        eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
+        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
+        tokenizer_size = self.valid_vocab_size
+        if tokenizer_size is None:
+            tokenizer_size = len(self.tokenizer)
+        penalties = penalties_of(sampling, self.tokenizer, min(tokenizer_size, trained))
+        sampler = TokenSampler(
+            sampling,
+            valid_vocab_size=min(tokenizer_size, trained),
+            log_prob_vocab_size=trained,
+            suppressed_ids=stop.ids,
+            logits_processors=() if penalties is None else (penalties,),
+        )
         with (
             in_any_order(),
             self.gather_parameters(),
@@ -197,13 +212,14 @@ class HFRolloutEngine:
             self.runner or nullcontext(),
         ):
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
-            kind: type[Decoder] = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
-            make_decoder: Callable[..., Decoder] = kind
+            make_decoder: Callable[..., Decoder] = BatchDecoder
+            if can_use_slots(forward.config):
+                make_decoder = SlotDecoder
             if self.runner is not None:
-                make_decoder = self.runner.decoder(kind)
+                make_decoder = self.runner.decoder(make_decoder)
             slots = self.micro_rollout_batch_size
-            most = sampling.max_new_tokens
-            yield make_decoder(forward, sampler, stop.to(device), slots, most, device)
+            stop.is_stop = stop.is_stop.to(device)
+            yield make_decoder(forward, sampler, stop, slots, sampling.max_new_tokens, device)
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Decode with ``actor`` from now on; its weights are used in place."""
@@ -218,24 +234,6 @@ class HFRolloutEngine:
     def close(self) -> None:
         """Do nothing."""
 
-    def _criteria(
-        self, sampling: SamplingParams, vocab_size: int
-    ) -> tuple[StopCriteria, TokenSampler]:
-        eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
-        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
-        limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
-        trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
-        drawn = min(limit, trained)
-        penalties = penalties_of(sampling, self.tokenizer, drawn)
-        sampler = TokenSampler(
-            sampling,
-            valid_vocab_size=drawn,
-            log_prob_vocab_size=trained,
-            suppressed_ids=stop.ids,
-            logits_processors=() if penalties is None else (penalties,),
-        )
-        return stop, sampler
-
     def to_rollouts(
         self,
         requests: list[tuple[Prompt, int]],
@@ -247,11 +245,11 @@ class HFRolloutEngine:
         lengths = decoded.lengths.tolist()
         stopped = decoded.stopped.tolist()
         ids, log_probs = (
-            [row[:length] for row, length in zip(of_rows.tolist(), lengths)]
-            for of_rows in (decoded.tokens, decoded.log_probs)
+            [row_values[:length] for row_values, length in zip(values.tolist(), lengths)]
+            for values in (decoded.tokens, decoded.log_probs)
         )
-        for (prompt, _), row in zip(requests, log_probs):
-            check_drawn(prompt, row)
+        for (prompt, _), row_values in zip(requests, log_probs):
+            check_drawn(prompt, row_values)
         texts = [""] * len(ids)
         if with_text:
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -259,12 +257,12 @@ class HFRolloutEngine:
             Rollout(
                 prompt=prompt,
                 sample_index=sample_index,
-                response_ids=ids[b],
-                response_text=stop.trim(ids[b], texts[b]),
-                finish_reason="stop" if stopped[b] else "length",
-                log_probs=log_probs[b],
+                response_ids=ids[row_index],
+                response_text=stop.trim(ids[row_index], texts[row_index]),
+                finish_reason="stop" if stopped[row_index] else "length",
+                log_probs=log_probs[row_index],
             )
-            for b, (prompt, sample_index) in enumerate(requests)
+            for row_index, (prompt, sample_index) in enumerate(requests)
         ]
 
 
@@ -285,42 +283,33 @@ def build(
     )
 
 
-def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
-    """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
-    if config.engine.batch_invariant:
-        return InvariantSteps()
-    if config.engine.hf_cuda_graphs:
-        return CUDAGraphs()
-    return None
-
-
 def check_lengths(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     limit: int | None,
-    whose: str = "the model has",
+    owner: str = "the model has",
 ) -> None:
     """Raise ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:
-        check_length(prompt.index, len(prompt.token_ids), sampling.max_new_tokens, limit, whose)
+        check_length(prompt.index, len(prompt.token_ids), sampling.max_new_tokens, limit, owner)
 
 
 def check_length(
-    index: int,
-    length: int,
+    prompt_index: int,
+    prompt_length: int,
     new_tokens: int,
     limit: int | None,
-    whose: str = "the model has",
+    owner: str = "the model has",
 ) -> None:
     """Raise ValueError if a prompt of so many tokens is empty or, with its response, longer than ``limit``."""
-    if length == 0:
+    if prompt_length == 0:
         raise ValueError(
-            f"prompt {index} has no tokens; there is nothing to predict the first token from"
+            f"prompt {prompt_index} has no tokens; there is nothing to predict the first token from"
         )
-    if limit is not None and length + new_tokens > limit:
+    if limit is not None and prompt_length + new_tokens > limit:
         raise ValueError(
-            f"prompt {index} has {length} tokens, with the response {length + new_tokens}, but "
-            f"{whose} {limit} positions: lower --prompt_max_len or --generate_max_len"
+            f"prompt {prompt_index} has {prompt_length} tokens, with the response {prompt_length + new_tokens}, but "
+            f"{owner} {limit} positions: lower --prompt_max_len or --generate_max_len"
         )
 
 
@@ -336,9 +325,9 @@ def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
     """Return (prompt index, sample number) of each request; the k-th prompt with an index gets numbers k·n … k·n + n-1."""
-    used: Counter[int] = Counter()
+    used_numbers: Counter[int] = Counter()
     streams = []
     for prompt in prompts:
-        streams += [(prompt.index, used[prompt.index] + i) for i in range(sampling.n)]
-        used[prompt.index] += sampling.n
+        streams += [(prompt.index, used_numbers[prompt.index] + i) for i in range(sampling.n)]
+        used_numbers[prompt.index] += sampling.n
     return streams

@@ -9,13 +9,28 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from heapq import heapify, heappop, heappush
+from typing import Any, Literal, Protocol
 
-from lightppo.data.records import Prompt, Rollout, group_by_prompt, seed_of_step
+from torch import Tensor
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import (
+    Prompt,
+    Rollout,
+    from_plain,
+    group_by_prompt,
+    seed_of_step,
+    to_plain,
+)
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
-from lightppo.rewards.async_scorer import AsyncScorer
-from lightppo.rewards.reward_source import RewardSource, describe_sample, score_rollouts
+from lightppo.rewards.reward_source import (
+    AsyncScorer,
+    RewardSource,
+    describe_sample,
+    score_rollouts,
+)
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +55,7 @@ class SampledBatch:
 
 @dataclass
 class RolloutSampler:
-    """Samples responses and has them scored."""
+    """Sample responses and have them scored."""
 
     engine: RolloutEngine
     reward_source: RewardSource
@@ -74,15 +89,15 @@ class RolloutSampler:
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        early = {} if self.scorer is None else {"on_finished": self.scorer.submit}
-        rollouts = self.engine.generate(list(prompts), sampling, **early)
+        further_arguments = {} if self.scorer is None else {"on_finished": self.scorer.submit}
+        rollouts = self.engine.generate(list(prompts), sampling, **further_arguments)
         if self.greedy_baseline:
             with self.timer("greedy"):
-                greedy = self.engine.generate(
-                    list(prompts), replace(sampling, n=1, temperature=0.0), **early
+                greedy_rollouts = self.engine.generate(
+                    list(prompts), replace(sampling, n=1, temperature=0.0), **further_arguments
                 )
             for i, rollout in enumerate(rollouts):
-                rollout.baseline = greedy[i // sampling.n]
+                rollout.baseline = greedy_rollouts[i // sampling.n]
         return rollouts
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
@@ -92,63 +107,69 @@ class RolloutSampler:
         """
         baselines = [rollout.baseline for rollout in rollouts if rollout.baseline is not None]
         # All samples of a prompt share one baseline.
-        everything = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
+        scored_rollouts = [*rollouts, *{id(baseline): baseline for baseline in baselines}.values()]
         counts = dict.fromkeys(self.counted, 0)
         counts["generated_samples"] = len(rollouts)
         counts["generated_tokens"] = sum(rollout.trained_length for rollout in rollouts)
         not_finite = None
         try:
             if self.scorer is None:
-                score_rollouts(self.reward_source, everything)
+                score_rollouts(self.reward_source, scored_rollouts)
             else:
                 self.scorer.collect()
         except NonFiniteRewardError as error:
             # Other ranks wait, so nothing is raised here: the step is left out where all ranks meet.
             not_finite = str(error)
-            for rollout in everything:
+            for rollout in scored_rollouts:
                 rollout.reward = math.nan
         for check in self.checks:
             check(rollouts)
         if not_finite is not None:
             return SampledBatch(rollouts, counts, not_finite=not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
-        for name in FAILURE_COUNTS:
-            extra = name.removeprefix("reward/")
-            counts[name] = sum(rollout.extras.pop(extra, 0.0) for rollout in everything)
-        scored = [rollout for rollout in rollouts if rollout.reward is not None]
-        self._check_token_scores(scored)
-        chosen = self.choose(scored, counts)
-        sizes = Counter(rollout.prompt.index for rollout in chosen)
-        chosen_whole = [
+        for count_name in FAILURE_COUNTS:
+            extra_name = count_name.removeprefix("reward/")
+            counts[count_name] = sum(
+                rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts
+            )
+        rollouts_with_score = [rollout for rollout in rollouts if rollout.reward is not None]
+        self._check_token_scores(rollouts_with_score)
+        chosen_rollouts = self.choose(rollouts_with_score, counts)
+        group_sizes = Counter(rollout.prompt.index for rollout in chosen_rollouts)
+        trainable = [
             rollout
-            for rollout in chosen
-            if sizes[rollout.prompt.index] >= self.min_group_size
+            for rollout in chosen_rollouts
+            if group_sizes[rollout.prompt.index] >= self.min_group_size
             and (rollout.baseline is None or rollout.baseline.reward is not None)
         ]
-        unscored = len(rollouts) - len(scored)
-        small_group = len(chosen) - len(chosen_whole)
+        unscored = len(rollouts) - len(rollouts_with_score)
+        small_group = len(chosen_rollouts) - len(trainable)
         if unscored or small_group:
-            text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
-            logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
+            message = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
+            logger.warning(message, self.reward_source.name, unscored, len(rollouts), small_group)
         counts |= {"unscored": unscored, "small_group": small_group}
-        return SampledBatch(chosen_whole, counts, scored)
+        return SampledBatch(trainable, counts, rollouts_with_score)
 
     def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
         """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
         return scored
 
     def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
-        name = self.reward_source.name
-        given = [rollout.token_rewards is not None for rollout in rollouts]
-        if not self.dense and any(given):
-            raise RewardError(f"{name} gave token scores: set --use_dense_reward to train on them")
-        if self.dense and not all(given):
-            sample = describe_sample(rollouts, given.index(False))
-            raise RewardError(f"--use_dense_reward: {name} gave no 'token_scores' for {sample}")
+        source_name = self.reward_source.name
+        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
+        if not self.dense and any(has_token_scores):
+            raise RewardError(
+                f"{source_name} gave token scores: set --use_dense_reward to train on them"
+            )
+        if self.dense and not all(has_token_scores):
+            sample = describe_sample(rollouts, has_token_scores.index(False))
+            raise RewardError(
+                f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}"
+            )
 
 
 class AroundSampling(Protocol):
-    """Gives the rollouts of a generation batch of training, those of ``sample()`` for example. Collective."""
+    """Give the rollouts of a generation batch of training, those of ``sample()`` for example. Collective."""
 
     def __call__(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
@@ -165,7 +186,7 @@ class PromptSource(Protocol):
 
 @dataclass
 class CollectedStep:
-    """What a step trains on."""
+    """Hold what a step trains on."""
 
     rollouts: list[Rollout]  # this rank's, in whole groups
     groups: int  # trained on by all ranks, repeated groups included
@@ -205,10 +226,10 @@ class BatchCollector:
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """Do what :meth:`collect` does, while the engine is awake. Collective."""
         batch = self.sample(source.take(), step)
-        failed = batch.not_finite is not None
-        groups = 0 if failed else len(group_by_prompt(batch.rollouts))
+        is_not_finite = batch.not_finite is not None
+        groups = 0 if is_not_finite else len(group_by_prompt(batch.rollouts))
         counts = self.strategy.all_reduce(
-            batch.counts | {"groups": groups, "failed": failed}, "sum"
+            batch.counts | {"groups": groups, "failed": is_not_finite}, "sum"
         )
         groups = counts.pop("groups")
         failures = counts.pop("failed")
@@ -233,7 +254,7 @@ class BatchCollector:
         """Train on nothing, as a score is not finite; on this rank it is ``not_finite``. Collective."""
         messages = self.strategy.all_gather_object(not_finite)
         collected.not_finite = "; ".join(
-            f"rank {rank}: {text}" for rank, text in enumerate(messages) if text
+            f"rank {rank}: {message}" for rank, message in enumerate(messages) if message
         )
         collected.groups = 0
 
@@ -242,3 +263,344 @@ def nothing_scored(step: int) -> RewardError:
     return RewardError(
         f"step {step}: none of the samples was scored, so there is nothing to train on"
     )
+
+
+# Any other name is one of the numbers that the reward source gives beside the score.
+FILTER_METRICS: dict[str, Callable[[Rollout], float | None]] = {
+    "score": lambda rollout: rollout.reward,
+    "acc": lambda rollout: rollout.extras.get("acc", rollout.extras.get("accuracy")),
+    "seq_reward": lambda rollout: (
+        rollout.reward if rollout.token_rewards is None else sum(rollout.token_rewards)
+    ),
+}
+
+EQUAL, LOW, HIGH, UNMEASURED = REASONS = (
+    "rejected_equal",
+    "rejected_low",
+    "rejected_high",
+    "rejected_unmeasured",
+)
+
+
+@dataclass
+class GroupFilter:
+    """Keep groups that can teach something: their samples differ in the metric, or their mean lies within ``limits``.
+
+    ``limits`` themselves are excluded. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number correct < group size.
+    """
+
+    # score, acc (accuracy), seq_reward (sum of token scores, if any), seq_final_reward (after shaping, before KL), or a
+    # name in Rollout.extras
+    metric: str = "score"
+    limits: tuple[float, float] | None = None
+    # (rollouts) → shaped scores (B,), for seq_final_reward.
+    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
+
+    def __call__(self, group: Sequence[Rollout]) -> str | None:
+        """Return why the scored samples of a prompt, at least one, are not trained on; ``None``: they are."""
+        if self.metric == "seq_final_reward":
+            values = self.final_scores(group).tolist()
+        else:
+            number_of = FILTER_METRICS.get(
+                self.metric, lambda rollout: rollout.extras.get(self.metric)
+            )
+            values = [number_of(rollout) for rollout in group]
+        if any(value is None for value in values):
+            return UNMEASURED
+        if self.limits is None:
+            # Not by the standard deviation: for equal values, rounding may put it above 0.
+            return EQUAL if min(values) == max(values) else None
+        lower_limit, upper_limit = self.limits
+        mean_value = sum(values) / len(values)
+        if mean_value <= lower_limit:
+            return LOW
+        if mean_value >= upper_limit:
+            return HIGH
+        return None
+
+
+@dataclass
+class StepCounts:
+    """Count what happened to the samples of this step on this rank."""
+
+    batches: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    scored: list[Rollout] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)  # of the reward source's metrics
+    not_finite: str | None = None  # which score is not
+    lost: list[Rollout] = field(default_factory=list)  # sampled with it
+
+
+@dataclass
+class GroupCollector(BatchCollector):
+    """Sample until a step has its groups.
+
+    Accepted groups that a step does not need are the surplus, which the next step trains on first; save it with
+    :meth:`state_dict`. An episode ends when its prompts and its surplus are used up; its last step may be short or even
+    empty.
+
+    Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
+    """
+
+    _: KW_ONLY
+    groups_per_step: int  # prompts to train on per step, over all ranks
+    group_filter: GroupFilter | None = None  # None: accept every scored group
+    max_batches: int = 1  # most generation batches per step; 0: no limit
+    # If these give too few groups: train on those that there are, stop, or train on some of them twice.
+    on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
+    # (step that sampled it, samples of one prompt): accepted groups of this rank that wait for training
+    surplus: list[tuple[int, list[Rollout]]] = field(default_factory=list)
+    why_untrained = "every group was rejected: widen --filter_range, or take other prompts"
+
+    def select(self, source: PromptSource, step: int) -> CollectedStep:
+        """See :meth:`collect`; RewardError also where no sample has the filter's metric, or on ``"raise"``."""
+        step_counts = StepCounts()
+        while True:
+            available, exhausted, judged_groups, not_finite = self._agree(source, step_counts, step)
+            available_groups = sum(available)
+            if not_finite:
+                return self._finish(step, step_counts, 0, [], available_groups)
+            limit_reached = self.max_batches > 0 and step_counts.batches >= self.max_batches
+            if available_groups >= self.groups_per_step or exhausted or limit_reached:
+                break
+            self._generate(source, step, step_counts)
+        missing_groups = self.groups_per_step - available_groups
+        repeats = [0] * len(available)  # of each rank
+        # on_exhausted does not apply at the end of an episode, nor without a filter.
+        if missing_groups > 0 and not exhausted and self.group_filter is not None:
+            message = (
+                f"step {step}: {available_groups} of {self.groups_per_step} groups accepted after {step_counts.batches} "
+                f"generation batches (--max_num_gen_batches); {judged_groups} were sampled"
+            )
+            if self.on_exhausted == "raise":
+                raise RewardError(
+                    f"{message}: raise the limit, widen --filter_range or choose another --on_exhausted"
+                )
+            message += f"; --on_exhausted {self.on_exhausted}"
+            if self.on_exhausted == "reuse" and available_groups == 0:
+                message += " finds none to train on again: this step trains on nothing"
+            self.strategy.print(message)
+            if self.on_exhausted == "reuse":
+                room = [missing_groups * (groups > 0) for groups in available]
+                repeats = deal(missing_groups, available, room)
+        rank = self.strategy.get_rank()
+        shares = deal(self.groups_per_step, [0] * len(available), room=available)
+        repeated_groups = [i % shares[rank] for i in range(repeats[rank])]
+        return self._finish(
+            step, step_counts, shares[rank], repeated_groups, available_groups - sum(shares)
+        )
+
+    def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
+        """Take one generation batch: samples, scores, accepts or rejects."""
+        batch = self.sample(source.take(), step, step_counts.batches)
+        step_counts.batches += 1
+        step_counts.counts.update(batch.counts)
+        step_counts.scored += batch.scored
+        step_counts.names |= {
+            metric_name for rollout in batch.rollouts for metric_name in rollout.extras
+        }
+        if batch.not_finite is not None:
+            step_counts.not_finite = batch.not_finite
+            step_counts.lost = batch.rollouts
+            step_counts.counts["not_finite"] += 1
+            return
+        for group in group_by_prompt(batch.rollouts):
+            step_counts.counts["judged"] += 1
+            reason = self.group_filter and self.group_filter(group)
+            if reason is None:
+                self.surplus.append((step, group))
+            else:
+                step_counts.counts[reason] += 1
+
+    def _agree(
+        self, source: PromptSource, step_counts: StepCounts, step: int
+    ) -> tuple[list[int], bool, int, int]:
+        """Agree on what every decision of a step rests on. Collective.
+
+        Returns:
+            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
+            generation batches with a score that is not finite.
+        """
+        rank_state = (
+            len(self.surplus),
+            source.exhausted,
+            set(step_counts.names),
+            Counter(step_counts.counts),
+        )
+        available, exhausted, names_of_ranks, counts_of_ranks = zip(
+            *self.strategy.all_gather_object(rank_state)
+        )
+        total_counts = sum(counts_of_ranks, Counter())
+        if (
+            total_counts["generated_samples"]
+            and total_counts["generated_samples"] == total_counts["unscored"]
+        ):
+            raise nothing_scored(step)
+        if total_counts["judged"] and total_counts["judged"] == total_counts[UNMEASURED]:
+            raise RewardError(
+                f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
+                f"{', '.join(['score', *sorted(set().union(*names_of_ranks))])}"
+            )
+        return list(available), any(exhausted), total_counts["judged"], total_counts["not_finite"]
+
+    def _finish(
+        self,
+        step: int,
+        step_counts: StepCounts,
+        share: int,
+        repeated_groups: list[int],
+        surplus: int,
+    ) -> CollectedStep:
+        """Take this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
+        chosen_groups = self.surplus[:share]
+        self.surplus = self.surplus[share:]
+        rollouts = []
+        group_positions = []
+        for sampled_step, group in chosen_groups:
+            group_positions.append(range(len(rollouts), len(rollouts) + len(group)))
+            is_stale = sampled_step < step
+            rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
+        count_names = [*self.sampler.counted, "judged", "not_finite", *REASONS]
+        selection = {
+            "trained_groups": len(chosen_groups) + len(repeated_groups),
+            "reused_groups": len(repeated_groups),
+            "stale_groups": sum(sampled_step < step for sampled_step, _ in chosen_groups),
+            "staleness": sum(step - sampled_step for sampled_step, _ in chosen_groups),
+        }
+        counts = self.strategy.all_reduce(
+            {name: step_counts.counts[name] for name in count_names} | selection, "sum"
+        )
+        trained_groups = counts["trained_groups"]
+        judged_groups = counts.pop("judged")
+        not_finite = counts.pop("not_finite")
+        rejected = {name: counts.pop(name) for name in REASONS}
+        counts["staleness"] /= max(1, trained_groups - counts["reused_groups"])
+        counts |= {"num_gen_batches": step_counts.batches, "surplus_groups": surplus}
+        if self.group_filter is not None:
+            counts |= rejected
+            counts["kept_share"] = (
+                1 - sum(rejected.values()) / judged_groups if judged_groups else float("nan")
+            )
+        collected = CollectedStep(
+            rollouts, trained_groups, counts, step_counts.scored, surplus=surplus
+        )
+        if not_finite:
+            collected.rollouts = rollouts + step_counts.lost
+            self.leave_out(collected, step_counts.not_finite)
+        elif trained_groups == 0 and self.group_filter is None:
+            raise nothing_scored(step)
+        collected.repeated = [
+            position for group in repeated_groups for position in group_positions[group]
+        ]
+        return collected
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return this rank's surplus, as plain values."""
+        return [{"step": step, **to_plain(group)} for step, group in self.surplus]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore ``state_dict``."""
+        self.surplus = [(values["step"], from_plain(values)) for values in state]
+
+    def share_out(
+        self, states: Sequence[Sequence[dict[str, Any]]], world_size: int
+    ) -> list[list[dict[str, Any]]]:
+        """Return the states of so many ranks, made of those of another number."""
+        return dealt_out(states, world_size)
+
+
+def dealt_out(
+    surplus: Sequence[Sequence[dict[str, Any]]], ranks: int
+) -> list[list[dict[str, Any]]]:
+    """Return each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
+    if len(surplus) == ranks:
+        return [list(groups) for groups in surplus]
+    oldest_first = sorted(
+        (group for groups in surplus for group in groups), key=lambda group: group["step"]
+    )
+    return [oldest_first[rank::ranks] for rank in range(ranks)]
+
+
+def deal(group_count: int, held_groups: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Return how many of ``group_count`` groups each rank gets, one by one to the one that holds fewest and has room."""
+    dealt_groups = [0] * len(held_groups)
+    heapify(
+        ranks := [(held_groups[rank], rank) for rank in range(len(held_groups)) if room[rank] > 0]
+    )
+    for _ in range(min(group_count, sum(room))):
+        group_total, rank = heappop(ranks)
+        dealt_groups[rank] += 1
+        if dealt_groups[rank] < room[rank]:
+            heappush(ranks, (group_total + 1, rank))
+    return dealt_groups
+
+
+def best_of_n(
+    group: Sequence[Rollout], best_count: int, tie_rule: Literal["shorter", "longer"] = "shorter"
+) -> list[Rollout]:
+    """Return the ``best_count`` samples with the highest scores, in their order; ``tie_rule`` decides between equal ones."""
+    sign = 1 if tie_rule == "shorter" else -1
+    ranked = sorted(
+        range(len(group)), key=lambda i: (-group[i].reward, sign * group[i].trained_length, i)
+    )
+    return [group[i] for i in sorted(ranked[:best_count])]
+
+
+@dataclass(kw_only=True)
+class BestOfN(RolloutSampler):
+    """Keep the best of the samples of each prompt."""
+
+    group_size: int  # so many are kept
+    tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
+
+    counted = (*RolloutSampler.counted, "not_best")
+
+    def choose(self, scored: list[Rollout], counts: dict[str, float]) -> list[Rollout]:
+        best_rollouts = [
+            rollout
+            for group in group_by_prompt(scored)
+            for rollout in best_of_n(group, self.group_size, self.tie)
+        ]
+        counts["not_best"] = len(scored) - len(best_rollouts)
+        return best_rollouts
+
+
+def with_selection(
+    collector: BatchCollector,
+    config: PPOConfig,
+    final_scores: Callable[[Sequence[Rollout]], Tensor],
+) -> BatchCollector:
+    """Return the collector itself, or another one where the options select samples or groups.
+
+    ``final_scores`` shapes the scores of rollouts: (B,).
+    """
+    sampling = config.sampling
+    rollout = config.rollout
+    if sampling.generation_size > rollout.n_samples_per_prompt:
+        collector.sampler = BestOfN(
+            **vars(collector.sampler)
+            | {"sampling": replace(collector.sampler.sampling, n=sampling.generation_size)},
+            group_size=rollout.n_samples_per_prompt,
+            tie=sampling.best_of_n_tie,
+        )
+    per_step = rollout.rollout_batch_size
+    group_filter = None
+    max_batches = 1
+    if sampling.dynamic_sampling:
+        group_filter = GroupFilter(sampling.filter_metric, sampling.filter_range, final_scores)
+        max_batches = sampling.max_num_gen_batches
+    elif sampling.gen_batch_size <= per_step:
+        return collector
+    return GroupCollector(
+        **vars(collector),
+        groups_per_step=per_step,
+        group_filter=group_filter,
+        max_batches=max_batches,
+        on_exhausted=sampling.on_exhausted,
+    )
+
+
+def keep_surplus(run: Any) -> None:
+    """Have checkpoints keep the groups that wait for the next step."""
+    if isinstance(getattr(run, "sampler", None), GroupCollector):
+        run.register_state("surplus", run.sampler, per_rank=True)

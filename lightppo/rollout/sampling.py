@@ -39,15 +39,15 @@ def in_any_order() -> Iterator[None]:
 
     Sums over the rows of a table are always the same there; those of a single row are not.
     """
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if was_on:
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if was_deterministic:
         torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        if was_on:
-            torch.use_deterministic_algorithms(True, warn_only=warns)
+        if was_deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
 
 def token_seeds(
@@ -71,14 +71,14 @@ def joint_seed(seeds: Sequence[int]) -> int:
     return _hashed(f"lightppo/{list(seeds)}")
 
 
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+def _hashed(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
 
 
 def runner_factors(vocab_size: int) -> Tensor:
     """Return an odd number for each runner of :func:`draw_tokens`, (N,) int64: tokens, then blocks if there are any."""
-    blocks = -(-vocab_size // _BLOCK)
-    count = vocab_size if blocks == 1 else _BLOCK + blocks
+    block_count = -(-vocab_size // _BLOCK)
+    count = vocab_size if block_count == 1 else _BLOCK + block_count
     return torch.from_numpy(_random_words("lightppo/runners", count))
 
 
@@ -97,17 +97,17 @@ def draw_tokens(probs: Tensor, seeds: Tensor, factors: Tensor) -> Tensor:
     vocab_size = probs.shape[-1]
     if vocab_size <= _BLOCK:
         return (probs / minus_times).min(dim=-1).indices
-    sums = probs.unfold(1, _BLOCK, _BLOCK).sum(dim=-1)
-    rest = vocab_size % _BLOCK
-    if rest:
-        sums = torch.cat([sums, probs[:, -rest:].sum(dim=-1, keepdim=True)], dim=1)
-    blocks = (sums / minus_times[:, _BLOCK:]).min(dim=-1, keepdim=True).indices
-    tokens = torch.arange(_BLOCK, device=probs.device) + blocks * _BLOCK  # (B, block)
-    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1))
-    if rest:
-        inside.masked_fill_(tokens >= vocab_size, 0)
-    first = (inside / minus_times[:, :_BLOCK]).min(dim=-1, keepdim=True).indices
-    return tokens.gather(1, first).squeeze(1)
+    block_sums = probs.unfold(1, _BLOCK, _BLOCK).sum(dim=-1)
+    remainder = vocab_size % _BLOCK
+    if remainder:
+        block_sums = torch.cat([block_sums, probs[:, -remainder:].sum(dim=-1, keepdim=True)], dim=1)
+    winning_blocks = (block_sums / minus_times[:, _BLOCK:]).min(dim=-1, keepdim=True).indices
+    tokens = torch.arange(_BLOCK, device=probs.device) + winning_blocks * _BLOCK  # (B, block)
+    block_probs = probs.gather(1, tokens.clamp(max=vocab_size - 1))
+    if remainder:
+        block_probs.masked_fill_(tokens >= vocab_size, 0)
+    winners = (block_probs / minus_times[:, :_BLOCK]).min(dim=-1, keepdim=True).indices
+    return tokens.gather(1, winners).squeeze(1)
 
 
 def _random_words(name: str, count: int) -> np.ndarray:
@@ -177,39 +177,30 @@ class TokenSampler:
             history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None unless ``needs_history``.
         """
         logits = logits[:, : self.log_prob_vocab_size].float()
-        scaled = logits if self.temperature == 1.0 else logits / self.temperature
-        banned = self._ban(logits[:, : self.valid_vocab_size], step, history)
+        scaled_logits = logits if self.temperature == 1.0 else logits / self.temperature
+        scores = logits[:, : self.valid_vocab_size]
+        for process in self._processors:
+            scores = process(scores, step, history)
+        if self.min_new_tokens:
+            self._suppressed = self._suppressed.to(scores.device)  # once
+            # (B or 1, 1)
+            is_early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens
+            scores = scores.masked_fill(is_early & self._suppressed, -torch.inf)
         if self.greedy:
-            scores = banned
             tokens = scores.argmax(dim=-1)
         else:
-            first = isinstance(step, int) and step == 0
-            temperature = self.first_temperature if first else self.temperature
-            scores = banned if temperature == 1.0 else banned / temperature
+            is_first_token = isinstance(step, int) and step == 0
+            temperature = self.first_temperature if is_first_token else self.temperature
+            if temperature != 1.0:
+                scores = scores / temperature
             if self._needs_rows and len(scores) == 1:
                 scores = scores.expand(2, -1)
             scores = self._filters(history, scores)[: len(logits)]
             self._factors = self._factors.to(scores.device)  # once
             tokens = draw_tokens(scores.softmax(dim=-1), seeds, self._factors)
         # Computed as in training, so that they are equal to the last bit.
-        log_probs = scaled.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        log_probs = scaled_logits.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
-
-    def _ban(
-        self,
-        scores: Tensor,
-        step: int | Tensor,
-        history: Tensor | None,
-    ) -> Tensor:
-        """Apply the processors and the minimum length to raw logits (B, V)."""
-        for process in self._processors:
-            scores = process(scores, step, history)
-        if self.min_new_tokens:
-            self._suppressed = self._suppressed.to(scores.device)  # once
-            # (B or 1, 1)
-            early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens
-            scores = scores.masked_fill(early & self._suppressed, -torch.inf)
-        return scores
 
 
 # -- the end of a response: at ids and at strings ---------------------------------------------------------------------
@@ -235,20 +226,20 @@ def split_stops(
     """
     if not strings:
         return (), []
-    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
+    special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
     for i, token in tokenizer.added_tokens_decoder.items():
         if token.special:
-            special[token.content] = i
+            special_tokens[token.content] = i
     for string in strings:
-        inside = [token for token in special if token in string]
-        if inside and string not in special:
+        inner_tokens = [token for token in special_tokens if token in string]
+        if inner_tokens and string not in special_tokens:
             raise ValueError(
-                f"stop {string!r} has the special token {inside[0]!r}, which texts leave out, and more: give the token "
-                "alone, or text without it"
+                f"stop {string!r} has the special token {inner_tokens[0]!r}, which texts leave out, and more: give the "
+                "token alone, or text without it"
             )
     return (
-        tuple(string for string in strings if string not in special),
-        [special[string] for string in strings if string in special],
+        tuple(string for string in strings if string not in special_tokens),
+        [special_tokens[string] for string in strings if string in special_tokens],
     )
 
 
@@ -268,10 +259,10 @@ class StopCriteria:
     ) -> None:
         self.strings, special_ids = split_stops(tokenizer, sampling.stop)
         stop_ids = (*sampling.stop_token_ids, *special_ids)
-        unknown = [i for i in stop_ids if i >= vocab_size]
-        if unknown:
+        unknown_ids = [i for i in stop_ids if i >= vocab_size]
+        if unknown_ids:
             raise ValueError(
-                f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids"
+                f"stop_token_ids {unknown_ids} are beyond the model's vocabulary of {vocab_size} ids"
             )
         eos_ids = [] if sampling.ignore_eos else eos_ids
         self.ids = sorted({*stop_ids, *(i for i in eos_ids if i < vocab_size)})
@@ -280,13 +271,8 @@ class StopCriteria:
         self._offset = sampling.min_new_tokens
         self._tokenizer = tokenizer
         # A token that is not special has at least one byte of text.
-        longest = max((len(string.encode()) for string in self.strings), default=0)
-        self._tail = longest + _TAIL_MARGIN
-
-    def to(self, device: torch.device) -> StopCriteria:
-        """Move to a device, in place."""
-        self.is_stop = self.is_stop.to(device)
-        return self
+        longest_string = max((len(string.encode()) for string in self.strings), default=0)
+        self._tail = longest_string + _TAIL_MARGIN
 
     def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
         """Return which ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
@@ -296,24 +282,32 @@ class StopCriteria:
         ended = self.is_stop[responses[rows, length - 1]]
         if not self.strings:
             return ended
-        ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
+        end_positions = torch.as_tensor(length, device=rows.device).expand(len(rows))
         # (b, tail)
-        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
+        columns = end_positions.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
         ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
         # How many ids of each tail do not count: those before the minimum length, or before the response.
-        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()
-        tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
-        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-        has_string = [any(string in text for string in self.strings) for text in texts]
+        hidden_counts = (self._offset - columns[:, 0]).clamp(min=0).tolist()
+        tail_ids = [row_ids[hidden_count:] for row_ids, hidden_count in zip(ids, hidden_counts)]
+        tail_texts = self._tokenizer.batch_decode(tail_ids, skip_special_tokens=True)
+        has_string = [
+            any(string in tail_text for string in self.strings) for tail_text in tail_texts
+        ]
         return ended | torch.tensor(has_string, device=ended.device)
 
     def trim(self, response_ids: list[int], text: str) -> str:
         """Cut ``text``, the decoded ids, before the first stop string."""
         if not self.strings:
             return text
-        start = len(self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True))
-        cuts = [cut for cut in (text.find(string, start) for string in self.strings) if cut >= 0]
-        return text[: min(cuts)] if cuts else text
+        search_start = len(
+            self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True)
+        )
+        cut_positions = [
+            cut_position
+            for cut_position in (text.find(string, search_start) for string in self.strings)
+            if cut_position >= 0
+        ]
+        return text[: min(cut_positions)] if cut_positions else text
 
 
 # -- penalties of tokens that are there already, and words that are never completed -----------------------------------
@@ -323,10 +317,10 @@ def penalties_of(
     sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> Penalties | None:
     """Return the processor of logits that ``sampling`` needs; None: it changes none."""
-    words = bad_word_ids(tokenizer, sampling.bad_words)
-    completable = [ids for ids in words if max(ids) < vocab_size]
-    counts = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    if not counts and not completable and sampling.repetition_penalty == 1.0:
+    word_ids = bad_word_ids(tokenizer, sampling.bad_words)
+    completable = [ids for ids in word_ids if max(ids) < vocab_size]
+    counts_tokens = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    if not counts_tokens and not completable and sampling.repetition_penalty == 1.0:
         return None
     return Penalties(sampling, completable)
 
@@ -336,7 +330,9 @@ class Penalties:
 
     def __init__(self, sampling: SamplingParams, bad_words: Sequence[list[int]]) -> None:
         penalty = sampling.repetition_penalty
-        self.repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
+        self.repetition = None
+        if penalty != 1.0:
+            self.repetition = RepetitionPenaltyLogitsProcessor(penalty)
         self.presence = sampling.presence_penalty
         self.frequency = sampling.frequency_penalty
         self.bad_words = NoBadWordsLogitsProcessor(bad_words) if bad_words else None
@@ -345,11 +341,11 @@ class Penalties:
         """Return logits (B, V); ``step`` and ``history`` as of :class:`lightppo.rollout.sampling.TokenSampler`."""
         if self.repetition is not None:
             # Padding repeats the last id (always a real one), which is penalised once anyhow.
-            seen = torch.where(history == NO_TOKEN, history[:, -1:], history)
-            logits = self.repetition(seen, logits)
+            seen_ids = torch.where(history == NO_TOKEN, history[:, -1:], history)
+            logits = self.repetition(seen_ids, logits)
         if self.presence or self.frequency:
-            counts = _response_counts(history, step, logits)
-            logits = logits - self.frequency * counts - self.presence * (counts > 0)
+            token_counts = _response_counts(history, step, logits)
+            logits = logits - self.frequency * token_counts - self.presence * (token_counts > 0)
         if self.bad_words is not None:
             logits = self.bad_words(history, logits)
         return logits
@@ -370,28 +366,28 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
     """Return the token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
     sequences: list[list[int]] = []
     for word in words:
-        plain, spaced = (
+        plain_ids, spaced_ids = (
             tokenizer.encode(prefix + word.strip(), add_special_tokens=False)
             for prefix in ("", " ")
         )
-        if not plain or tokenizer.unk_token_id in plain:
+        if not plain_ids or tokenizer.unk_token_id in plain_ids:
             raise ValueError(
-                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain}); remove it"
+                f"bad_words: the tokenizer has no tokens for {word!r} (got ids {plain_ids}); remove it"
             )
-        sequences.append(plain)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            sequences.append(spaced)
+        sequences.append(plain_ids)
+        if len(spaced_ids) == len(plain_ids) and spaced_ids[0] != plain_ids[0]:
+            sequences.append(spaced_ids)
     return sequences
 
 
 def check_sampled_tokens(building: Any) -> None:
     """Refuse ids and words that no sampled answer can have."""
     options = building.config.flat()
-    size = valid_vocab_size(building.tokenizer)
-    if beyond := [i for i in options.get("stop_token_ids", ()) if i >= size]:
+    vocab_size = valid_vocab_size(building.tokenizer)
+    if unknown_ids := [i for i in options.get("stop_token_ids", ()) if i >= vocab_size]:
         raise ConfigError(
-            f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
-            "leave it out, or give the text to --stop"
+            f"--stop_token_ids {' '.join(map(str, unknown_ids))}: the tokenizer has no such id, its largest is "
+            f"{vocab_size - 1}: leave it out, or give the text to --stop"
         )
     try:
         bad_word_ids(building.tokenizer, options.get("bad_words", ()))

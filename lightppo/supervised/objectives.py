@@ -29,7 +29,7 @@ from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
 from lightppo.models.heads import value_head
 from lightppo.models.pretrained import loading_options
 from lightppo.ranks import heartbeat, level
-from lightppo.supervised.pairs import PairDataset, ReferencedPairs
+from lightppo.supervised.pairs import PairDataset
 from lightppo.zero3 import find_hf_model
 
 FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding
@@ -58,50 +58,52 @@ class Objective:
         self.strategy = strategy
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> Any:
-        """Rows checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""
+        """Return the rows, checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""
         raise NotImplementedError
 
     def build_model(self) -> Any:
-        """The model that trains, loaded for training, without adapters, not yet in an engine."""
-        raise NotImplementedError
+        """Load the model that trains, without adapters, not yet in an engine; by default an actor."""
+        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
 
     def attach(self, model: Any) -> list[Any]:
-        """Take the prepared model, and make further, frozen ones; returns all models, which pack together or not."""
+        """Take the prepared model, make further, frozen ones, and return all, which pack together or not."""
         return [model]
 
     def gains_by_packing(self, rows: Any) -> bool:
-        """Whether ``--packing_samples`` None tries it: it spares padding, and prompts that rows share."""
+        """Tell whether ``--packing_samples`` None tries it: it spares padding, and prompts that rows share."""
         return True
 
     def begin(self, model: Any, datasets: Iterable[Any]) -> None:
-        """Before the first step and before a checkpoint is loaded: the prepared model is as --pretrain. Collective.
+        """Prepare the first step, while the prepared model is as --pretrain and no checkpoint is loaded. Collective.
 
         ``datasets``: those of :meth:`build_dataset` that the run uses.
         """
 
     def count(self, batch: Batch) -> int:
-        """How many the loss of this micro batch is a sum over, in ``unit``."""
+        """Return how many the loss of this micro batch is a sum over, in ``unit``."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
-        """This micro batch's share of the mean over the ``total`` of the optimizer step on ``dp_size`` ranks, see
-        :func:`~lightppo.algorithms.masking.aggregate_loss`; and of further means over the same, without gradient.
+        """Return this micro batch's share of the mean over the ``total`` of the optimizer step on ``dp_size`` ranks.
 
-        The same for training and evaluation: ``train/<name>`` and ``eval/<name>``.
+        With it come shares of further means over the same, without gradient. See
+        :func:`~lightppo.algorithms.masking.aggregate_loss`. They are ``train/<name>``, and ``eval/<name>`` in evaluation.
         """
         raise NotImplementedError
 
     def kept(self, model: Any) -> dict[str, Any]:
-        """Of the model's config, what a checkpoint must have: it has weights, and no config."""
+        """Return what a checkpoint must have of the model's config: it has weights, and no config."""
         return {}
 
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
-        """With all rows after an evaluation, and of training at the end; see ``HeldOut.batches``. Collective."""
+        """Look at all rows after an evaluation, and of training at the end; see ``HeldOut.batches``. Collective."""
 
     def _loading(self) -> dict[str, Any]:
-        """Options of the model that trains."""
-        loaded = loading_options(self.config) | {"ds_config": self.strategy.get_ds_train_config()}
-        return loaded | {"dtype": self.strategy.dtype}
+        """Return options of the model that trains."""
+        return loading_options(self.config) | {
+            "ds_config": self.strategy.get_ds_train_config(),
+            "dtype": self.strategy.dtype,
+        }
 
     def _dataset_options(self) -> dict[str, Any]:
         data = self.config.data
@@ -113,16 +115,13 @@ class Objective:
             "chat_template_kwargs",
             "truncation",
             "on_bad_row",
+            "output_key",
+            "multiturn",
+            "chosen_key",
+            "rejected_key",
         )
-        names += tuple(
-            name
-            for name in ("output_key", "multiturn", "chosen_key", "rejected_key")
-            if hasattr(data, name)
-        )
-        return {name: getattr(data, name) for name in names} | {
-            "num_workers": data.data_num_workers,
-            "ranks": self.strategy,
-        }
+        options = {name: getattr(data, name) for name in names if hasattr(data, name)}
+        return options | {"num_workers": data.data_num_workers, "ranks": self.strategy}
 
 
 class SFT(Objective):
@@ -139,9 +138,6 @@ class SFT(Objective):
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> SFTDataset:
         return SFTDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
-
-    def build_model(self) -> Actor:
-        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
 
     def gains_by_packing(self, rows: SFTDataset) -> bool:
         return rows.lengths.mean() < FULL * rows.lengths.max()
@@ -160,11 +156,19 @@ class SFT(Objective):
         return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer), {}
 
 
-class RewardModelling(Objective):
+class PairObjective(Objective):
+    """Base of what is learnt from pairs of a chosen and a rejected answer."""
+
+    unit = "pairs"
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["sequences"]) // 2
+
+
+class RewardModelling(PairObjective):
     """The Bradley-Terry loss of pairs; accuracy, margin and rewards are of scores, without the rows' own margins."""
 
     config_class = RMConfig
-    unit = "pairs"
     next = "lightppo ppo --reward_pretrain {path} --normalize_reward --pretrain MODEL --prompt_data FILE"
     uses_margins = True  # where the rows have some
 
@@ -189,32 +193,36 @@ class RewardModelling(Objective):
         return [model]
 
     def begin(self, model: Any, datasets: Iterable[PairDataset]) -> None:
-        """The model's config says how its rows are written: scores of other rows would be of another kind."""
+        """Write into the model's config how its rows are written: scores of other rows would be of another kind."""
         rows = next(iter(datasets))
         rows.row_form.keep(find_hf_model(model)[0].config)
 
     def kept(self, model: Any) -> dict[str, Any]:
         return {ROWS_ENTRY: getattr(find_hf_model(model)[0].config, ROWS_ENTRY, None)}
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["sequences"]) // 2
-
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
         mean = partial(pair_mean, pairs=total, dp_size=dp_size)
         chosen, rejected = self._scores(model, batch)
         margin = batch.get("margin") if self.uses_margins else None
         loss = bradley_terry_loss(chosen, rejected, margin)
-        lead = chosen - rejected
-        metrics = {"accuracy": (lead > 0).float(), "margin": lead}
+        margin_of_scores = chosen - rejected
+        metrics = {"accuracy": (margin_of_scores > 0).float(), "margin": margin_of_scores}
         metrics |= {"chosen_reward": chosen, "rejected_reward": rejected}
         return mean(loss), {name: mean(values.detach()) for name, values in metrics.items()}
 
     @torch.no_grad()
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
-        """Mean and standard deviation of all scores go into the model's config, for ``--normalize_reward``."""
-        found = [(torch.cat(self._scores(model, batch)), counts) for batch, counts in batches]
+        """Put mean and standard deviation of all scores into the model's config, for ``--normalize_reward``."""
+        scored_batches = [
+            (torch.cat(self._scores(model, batch)), is_counted) for batch, is_counted in batches
+        ]
         scores = self.strategy.all_gather(
-            torch.cat([x if counts else x[:0] for x, counts in found]).double()
+            torch.cat(
+                [
+                    batch_scores if is_counted else batch_scores[:0]
+                    for batch_scores, is_counted in scored_batches
+                ]
+            ).double()
         )
         config = find_hf_model(model)[0].config
         std = scores.std(unbiased=False).item()
@@ -224,13 +232,13 @@ class RewardModelling(Objective):
 
     @staticmethod
     def _scores(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of the chosen and the rejected answers, (B,) each, from one pass."""
+        """Return scores of the chosen and the rejected answers, (B,) each, from one pass."""
         return model(
             batch["sequences"], batch["attention_mask"], batch["action_mask"].shape[1]
         ).chunk(2)
 
 
-class DPO(Objective):
+class DPO(PairObjective):
     """Pairs without a reward model: the model shall prefer the chosen answers by more than it did at its start.
 
     What it thought of them at its start, the reference's log probs, is computed once, before the first step: no second
@@ -239,7 +247,6 @@ class DPO(Objective):
     """
 
     config_class = DPOConfig
-    unit = "pairs"
     next = "lightppo eval --pretrain {path} --eval_data FILE --reward_fn FILE.py"
     # The weight of the chosen answers' mean negative log prob per token in the loss.
     nll_loss_coef = 0.0
@@ -255,22 +262,19 @@ class DPO(Objective):
         )
         self.reference: Actor | None = None
 
-    def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
-        return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
-
-    def build_model(self) -> Actor:
-        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
+    def build_dataset(self, rows: Any, tokenizer: Any) -> PairDataset:
+        return PairDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def attach(self, model: Any) -> list[Any]:
-        named = self.config.model
-        if named.ref_pretrain in (None, named.pretrain):
+        model_options = self.config.model
+        if model_options.ref_pretrain in (None, model_options.pretrain):
             return [model]
         options = self._loading() | {
             "ds_config": self.strategy.get_ds_eval_config(),
             "init_from_scratch": False,
         }
         self.reference = self.strategy.prepare(
-            Actor(stage_to_local(named.ref_pretrain), flag="--ref_pretrain", **options)
+            Actor(stage_to_local(model_options.ref_pretrain), flag="--ref_pretrain", **options)
         )
         return [model, self.reference]
 
@@ -282,34 +286,31 @@ class DPO(Objective):
         self.reference = None
         model.eval()
         for dataset in datasets:
-            found = torch.zeros(len(dataset), 2, device=ranks.device)
+            log_probs_of_rows = torch.zeros(len(dataset), 2, device=ranks.device)
             with heartbeat.during("reference"):
                 for rows, batch in shared_rows(dataset, ranks, size):
                     log_probs = self._token_log_probs(model, batch)
-                    found[rows] = self._of_answers(log_probs, batch)[: len(rows)]
+                    log_probs_of_rows[rows] = self._of_answers(log_probs, batch)[: len(rows)]
                     heartbeat.beat()
-            dataset.reference = ranks.all_reduce(found, op="sum").cpu()
-
-    def count(self, batch: Batch) -> int:
-        return len(batch["sequences"]) // 2
+            dataset.reference = ranks.all_reduce(log_probs_of_rows, op="sum").cpu()
 
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
         mean = partial(pair_mean, pairs=total, dp_size=dp_size)
         of_tokens = self._token_log_probs(model, batch)  # (2B, A)
         log_probs = self._of_answers(of_tokens, batch)  # (B, 2)
         change = log_probs - batch.get("reference", log_probs.detach())  # (B, 2)
-        lead = change[:, 0] - change[:, 1]  # (B,)
+        margin = change[:, 0] - change[:, 1]  # (B,)
         rewards = self.config.preference.beta * change.detach()
-        metrics = {"accuracy": (lead > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
-        for i, name in enumerate(("chosen", "rejected")):
+        metrics = {"accuracy": (margin > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
+        for column, name in enumerate(("chosen", "rejected")):
             metrics |= {
-                f"{name}_reward": rewards[:, i],
-                f"{name}_log_prob": log_probs[:, i].detach(),
+                f"{name}_reward": rewards[:, column],
+                f"{name}_log_prob": log_probs[:, column].detach(),
             }
-        pair_loss = self.loss_fn(lead)
+        pair_loss = self.loss_fn(margin)
         if self.nll_loss_coef:
             # (B,), of the chosen
-            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]
+            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(margin)]
             pair_loss = pair_loss + self.nll_loss_coef * nll
             metrics["nll_loss"] = nll.detach()
         return mean(pair_loss), {name: mean(values) for name, values in metrics.items()}
@@ -320,21 +321,21 @@ class DPO(Objective):
         return model(batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"])
 
     def _of_answers(self, log_probs: Tensor, batch: Batch) -> Tensor:
-        """(B, 2): of the chosen and the rejected answer of each pair."""
+        """Return log probs of the chosen and the rejected answer of each pair, (B, 2)."""
         mean = self.config.preference.average_log_probs
         return answer_log_probs(log_probs, batch["action_mask"], mean).view(2, -1).T
 
 
 def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[tuple]:
-    """This rank's micro batches, each row once over all ranks: positions, batch.
+    """Yield this rank's micro batches, each row once over all ranks: positions, batch.
 
     Ranks take equally many: a filler has no positions.
     """
-    mine = range(ranks.get_rank(), len(dataset), ranks.world_size)
-    parts = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
-    for part in level(parts, ranks, list):
-        batch = dataset.collate_fn([dataset[i] for i in part or [0]])
-        yield part, {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
+    own_rows = range(ranks.get_rank(), len(dataset), ranks.world_size)
+    parts = [list(own_rows[i : i + size]) for i in range(0, len(own_rows), size)]
+    for positions in level(parts, ranks, list):
+        batch = dataset.collate_fn([dataset[i] for i in positions or [0]])
+        yield positions, {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
 
 
 OBJECTIVES: tuple[type[Objective], ...] = (SFT, RewardModelling, DPO)

@@ -38,6 +38,10 @@ class PairDataset(SFTDataset):
         margin_key: column of the margin, a number that every row must then have.
     """
 
+    reference: torch.Tensor | None = (
+        None  # (N, 2), once it is set: the reference's log probs of both answers
+    )
+
     def __init__(
         self,
         dataset: Dataset,
@@ -58,40 +62,46 @@ class PairDataset(SFTDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of the prompt with the longer answer. (N,)"""
+        """Return tokens of the prompt with the longer answer. (N,)"""
         prompts = self._rows.prompt_lengths
-        first = self._rows.first_answers
-        return prompts + np.maximum(first, super().lengths - prompts - first)
+        chosen_lengths = self._rows.first_answers
+        return prompts + np.maximum(chosen_lengths, super().lengths - prompts - chosen_lengths)
 
     @property
     def row_form(self) -> RowForm:
-        """How the rows are written, for whoever scores answers by a model that was trained on them."""
+        """Return how the rows are written, for whoever scores answers by a model that was trained on them."""
         (number,) = self.numbers([0])
-        _, whole = self._render_row(self.row(number))[0]
+        _, rendered = self._render_row(self.row(number))[0]
         template = self.template
         if template.chat_template_kwargs:
             kwargs = json.dumps(template.chat_template_kwargs)
         else:
             kwargs = None
-        return RowForm(self.tokenizer.eos_token_id, whole.is_chat, template.system_prompt, kwargs)
+        return RowForm(
+            self.tokenizer.eos_token_id, rendered.is_chat, template.system_prompt, kwargs
+        )
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
+        """Return ``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
         position = range(len(self))[position]
         ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
         rows = self._rows
         lengths = int(rows.prompt_lengths[position]), int(rows.first_answers[position])
         parts = ids.split([*lengths, len(ids) - sum(lengths)])
         margin = read_margin(self.dataset[int(rows.row_numbers[position])], self.fields)
-        return dict(zip(("prompt", "chosen", "rejected"), parts)) | (
-            {} if margin is None else {"margin": margin}
-        )
+        row: dict[str, Any] = dict(zip(("prompt", "chosen", "rejected"), parts))
+        if margin is not None:
+            row["margin"] = margin
+        if self.reference is not None:
+            row["reference"] = self.reference[position]
+        return row
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
+        """Write ``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
 
         Of B pairs the rows 0 … B - 1 are chosen, B … 2B - 1 the rejected ones: ``sequences`` and ``attention_mask``
-        (2B, S) long, ``action_mask`` (2B, A) True on the answers, which are in the last A columns, ``margin`` (B,).
+        (2B, S) long, ``action_mask`` (2B, A) True on the answers, which are in the last A columns, ``margin`` (B,),
+        ``reference`` (B, 2).
         """
         pad = torch.nn.utils.rnn.pad_sequence
         prompts = [row["prompt"] for row in rows] * 2
@@ -107,8 +117,11 @@ class PairDataset(SFTDataset):
             "attention_mask": torch.cat(masks, 1),
             "action_mask": masks[1].bool(),
         }
-        margins = [row["margin"] for row in rows if "margin" in row]
-        return batch | ({"margin": torch.tensor(margins)} if margins else {})
+        if margins := [row["margin"] for row in rows if "margin" in row]:
+            batch["margin"] = torch.tensor(margins)
+        if references := [row["reference"] for row in rows if "reference" in row]:
+            batch["reference"] = torch.stack(references)
+        return batch
 
     def _render_row(self, row: Mapping[str, Any]) -> list[tuple[Rendered, Rendered]]:
         prompt, *answers = read_pair(row, self.fields)
@@ -119,11 +132,11 @@ class PairDataset(SFTDataset):
     def _encode(self, rendered: list[Any]) -> Iterator[Outcome]:
         examples = self._ids([example for pair in rendered for example in pair])
         for (chosen, start), (rejected, _) in zip(examples, examples):  # two at a time
-            fitted = self._fit_example(chosen, start), self._fit_example(rejected, start)
-            encoded = [outcome for outcome in fitted if isinstance(outcome, Encoded)]
+            outcomes = self._fit_example(chosen, start), self._fit_example(rejected, start)
+            encoded = [outcome for outcome in outcomes if isinstance(outcome, Encoded)]
             answers = [list(outcome.token_ids[start:]) for outcome in encoded]
             if len(encoded) < 2:
-                yield next(outcome for outcome in fitted if not isinstance(outcome, Encoded))
+                yield next(outcome for outcome in outcomes if not isinstance(outcome, Encoded))
             elif answers[0] == answers[1]:
                 yield BadRowError("equal", "both answers have the same tokens, after a cut perhaps")
             else:
@@ -132,25 +145,7 @@ class PairDataset(SFTDataset):
                 yield Encoded(ids, start, truncated, len(answers[0]))
 
 
-class ReferencedPairs(PairDataset):
-    """Pairs whose batches also have ``reference`` (B, 2), once it is set: the reference's log probs of both answers."""
-
-    reference: torch.Tensor | None = None  # (N, 2)
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        row = super().__getitem__(position)
-        if self.reference is None:
-            return row
-        return row | {"reference": self.reference[position]}
-
-    def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        references = [row["reference"] for row in rows if "reference" in row]
-        return super().collate_fn(rows) | (
-            {"reference": torch.stack(references)} if references else {}
-        )
-
-
-class RewardDataset(ReferencedPairs):
+class RewardDataset(PairDataset):
     """Pairs of a chosen and a rejected answer, with OpenRLHF's arguments: for reward models, and for DPO.
 
     Of a script's ``args`` count ``prompt_key``, ``chosen_key``, ``rejected_key``, ``apply_chat_template``,
@@ -200,19 +195,19 @@ class RewardDataset(ReferencedPairs):
         return [self._rendered("", text) for text in texts]
 
     def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """As of the class above; a column of padding comes first where no row has a prompt, as models need one."""
+        """Collate as the class above; a column of padding comes first where no row has a prompt, as models need one."""
         batch = super().collate_fn(rows)
         if batch["sequences"].shape[1] > batch["action_mask"].shape[1]:
             return batch
         padded = {"sequences": self._pad_id(), "attention_mask": 0}
         return batch | {
-            name: torch.nn.functional.pad(batch[name], (1, 0), value=x)
-            for name, x in padded.items()
+            name: torch.nn.functional.pad(batch[name], (1, 0), value=value)
+            for name, value in padded.items()
         }
 
 
 def _margin_key(args: Any, dataset: Dataset, is_dpo: bool) -> str | None:
-    """The column of OpenRLHF's margins, with ``--margin_loss``."""
+    """Return the column of OpenRLHF's margins, with ``--margin_loss``."""
     if is_dpo or not getattr(args, "margin_loss", False):
         return None
     if "margin" in dataset.column_names:

@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader
 
 from lightppo.checkpoint.layout import tag_of
 from lightppo.checkpoint.run_exports import save_hf
+from lightppo.compat.constructor_options import fill_schedule, options_of_args
+from lightppo.compat.script_members import recorder_of
 from lightppo.config.supervised_options import SupervisedConfig
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError
 from lightppo.supervised.objectives import DPO, SFT, RewardModelling
-from lightppo.supervised.pairs import PairDataset, ReferencedPairs
+from lightppo.supervised.pairs import PairDataset
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
 from lightppo.trainer.by_hand import state_after
 
@@ -97,7 +99,7 @@ class ScriptTrainer(SupervisedTrainer):
         tokenizer: Any,
         **options: Any,
     ) -> None:
-        """What the script made; ``options`` are options of the config, which win over ``strategy.args``."""
+        """Take what the script made; ``options`` of the config win over ``strategy.args``."""
         self.args = strategy.args
         if self.args is None:
             raise ConfigError(
@@ -122,16 +124,18 @@ class ScriptTrainer(SupervisedTrainer):
         self.client_states: dict[str, Any] = {}
 
     @classmethod
-    def of_parts(cls, *parts: Any, **named: Any) -> ScriptTrainer:
+    def of_parts(cls, *parts: Any, **options: Any) -> ScriptTrainer:
         trainer = cls.__new__(cls)
-        SupervisedTrainer.__init__(trainer, *parts, **named)
+        SupervisedTrainer.__init__(trainer, *parts, **options)
         return trainer
 
     def _check_rows(self, name: str, loader: DataLoader | None) -> None:
         rows = getattr(loader, "dataset", None)
         of_pairs = issubclass(self.rows_class, PairDataset)
-        fits = isinstance(rows, self.rows_class) and isinstance(rows, PairDataset) == of_pairs
-        if loader is not None and not fits:
+        has_right_rows = (
+            isinstance(rows, self.rows_class) and isinstance(rows, PairDataset) == of_pairs
+        )
+        if loader is not None and not has_right_rows:
             needed = "RewardDataset" if of_pairs else "SFTDataset"
             raise ConfigError(
                 f"{name} has rows of {type(rows).__name__}: make them by lightppo.{needed}"
@@ -144,13 +148,7 @@ class ScriptTrainer(SupervisedTrainer):
     _wandb = property(lambda self: self.recorder and self.recorder.wandb_run)
     _tensorboard = property(lambda self: self.recorder and self.recorder.tensorboard_writer)
 
-    @property
-    def recorder(self) -> Any | None:
-        """What writes the logs."""
-        return next(
-            (callback for callback in self.callbacks if hasattr(callback, "tensorboard_writer")),
-            None,
-        )
+    recorder = property(recorder_of)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -174,7 +172,7 @@ class ScriptTrainer(SupervisedTrainer):
         self.args = args or self.args
         self.config = script_config(type(self.config), self.args, self._constructor_options())
         self.checkpointer.config = self.config.checkpoint
-        _settle_schedule(self.args, num_update_steps_per_epoch)
+        fill_schedule(self.args, num_update_steps_per_epoch or -1)
         if consumed_samples and self.state.global_step == 0:
             batch_size = self.config.training.train_batch_size
             self.state.become(state_after(consumed_samples, self._steps_per_epoch(), batch_size))
@@ -184,29 +182,31 @@ class ScriptTrainer(SupervisedTrainer):
     def _constructor_options(self) -> dict[str, Any]:
         checkpoint = self.config.checkpoint
         training = self.config.training
-        kept = {
+        options = {
             "num_epochs": training.num_epochs,
             "save_hf_ckpt": checkpoint.save_hf_ckpt,
             "disable_ds_ckpt": checkpoint.disable_ds_ckpt,
         }
         preference = getattr(self.config, "preference", None)
         if preference is None:
-            return kept
-        return kept | {"beta": preference.beta}
+            return options
+        return options | {"beta": preference.beta}
 
     def _steps_per_epoch(self) -> int:
         config = self.config.with_options(num_epochs=1)
         return schedule_steps(config, self.train_dataloader, self.strategy)
 
     def _before_training(self) -> None:
-        """What must be known before the first step. Collective."""
+        """Find out what must be known before the first step. Collective."""
 
     def finish_step(self, step: int, status: Mapping[str, float]) -> bool:
         if self.args is None:
             return super().finish_step(step, status)
         logs = {name.removeprefix("train/"): value for name, value in status.items()}
         logs |= {
-            other: logs[name] for name, others in self.script_names.items() for other in others
+            script_name: logs[name]
+            for name, script_names in self.script_names.items()
+            for script_name in script_names
         }
         consumed = {"consumed_samples": step * self.config.training.train_batch_size}
         self.save_logs_and_checkpoints(self.args, step, None, logs, consumed)
@@ -224,8 +224,12 @@ class ScriptTrainer(SupervisedTrainer):
 
         It has each number by its name here and by OpenRLHF's (``gpt_loss``, ``acc``), which is not logged twice.
         """
-        twice = {other for others in self.script_names.values() for other in others}
-        logs = {name: value for name, value in (logs_dict or {}).items() if name not in twice}
+        script_names = {
+            script_name for names in self.script_names.values() for script_name in names
+        }
+        logs = {
+            name: value for name, value in (logs_dict or {}).items() if name not in script_names
+        }
         self.client_states = dict(client_states or {})
         super().finish_step(global_step, logs)
 
@@ -235,7 +239,7 @@ class ScriptTrainer(SupervisedTrainer):
         return self._save_checkpoint(step)
 
     def _save_checkpoint(self, step: int) -> None:
-        """OpenRLHF's name of what writes a checkpoint, so that an override acts. Collective."""
+        """Write a checkpoint; OpenRLHF's name, so that an override acts. Collective."""
         self.checkpointer.require_finite(step)
         checkpoint = self.config.checkpoint
         root = self.args.ckpt_path
@@ -248,7 +252,7 @@ class ScriptTrainer(SupervisedTrainer):
             save_hf(self.checkpointer, root, step)
 
     def evaluate(self, eval_dataloader: Any, steps: int = 0) -> dict[str, float]:
-        """``eval/loss`` and further means over all rows of the dataloader. Collective."""
+        """Return ``eval/loss`` and further means over all rows of the dataloader. Collective."""
         size = self.config.training.micro_train_batch_size
         return HeldOut(self.objective, self.model, eval_dataloader.dataset, size).evaluate(steps)
 
@@ -260,9 +264,9 @@ class _Evaluation:
         self.trainer = trainer
 
     def evaluate(self, step: int) -> dict[str, float]:
-        found = self.trainer.evaluate(self.trainer.eval_dataloader, step) or {}
+        metrics = self.trainer.evaluate(self.trainer.eval_dataloader, step) or {}
         return {
-            name if "/" in name else f"eval/{name}": float(value) for name, value in found.items()
+            name if "/" in name else f"eval/{name}": float(value) for name, value in metrics.items()
         }
 
 
@@ -369,7 +373,7 @@ class DPOTrainer(ScriptTrainer):
     """
 
     objective_class = DPO
-    rows_class = ReferencedPairs
+    rows_class = PairDataset
     script_names = SCRIPT_NAMES["pairs"]
 
     def __init__(
@@ -420,26 +424,18 @@ class DPOTrainer(ScriptTrainer):
 def script_config(
     kind: type[SupervisedConfig], args: Any, options: Mapping[str, Any]
 ) -> SupervisedConfig:
-    """The options that the loop reads, from the script's ``args``; ``options`` win over them.
+    """Return the options that the loop reads, from the script's ``args``; ``options`` win over them.
 
     Raises:
         ConfigError: a value out of range.
     """
-    known = {option.name: option for option in kind.all_options()}
-    given = {
-        name: value for name, value in vars(args).items() if name in LOOP_OPTIONS and name in known
-    }
-    values = {
-        name: value for name, value in given.items() if value is not None or known[name].may_be_none
-    }
-    if isinstance(values.get("use_wandb"), str):  # the key; wandb takes it from the environment
-        values["use_wandb"] = bool(values["use_wandb"])
-    for name in ("save_steps", "eval_steps"):
-        if values.get(name) == float("inf"):
-            values[name] = -1
-    if "ipo" in vars(args) and "preference_loss" in known:
+    known_options = list(kind.all_options())
+    values = options_of_args(
+        args, [option for option in known_options if option.name in LOOP_OPTIONS]
+    )
+    if "ipo" in vars(args) and "preference_loss" in {option.name for option in known_options}:
         values |= _preference(args)
-    values |= {"val_before_train": False}  # OpenRLHF has no evaluation of the start
+    values["val_before_train"] = False  # OpenRLHF has no evaluation of the start
     return kind().with_options(**values, **options).resolved()
 
 
@@ -450,7 +446,7 @@ def _preference(args: Any) -> dict[str, Any]:
 
 
 def _refuse(args: Any, max_norm: float | None, strategy: DeepspeedStrategy) -> None:
-    """ConfigError for what a script asks for and lightppo does not have."""
+    """Raise ConfigError for what a script asks for and lightppo does not have."""
     if max_norm is not None and max_norm != strategy.max_norm:
         raise ConfigError(
             f"max_norm {max_norm} is not the strategy's ({strategy.max_norm}): set it there"
@@ -463,14 +459,6 @@ def _refuse(args: Any, max_norm: float | None, strategy: DeepspeedStrategy) -> N
         raise ConfigError(
             f"--ring_attn_size {args.ring_attn_size}: sequences are not split over ranks: leave it out"
         )
-
-
-def _settle_schedule(args: Any, steps_per_epoch: int | None) -> None:
-    """``args`` get what OpenRLHF's ``fit`` puts there."""
-    if getattr(args, "eval_steps", None) == -1 and steps_per_epoch:
-        args.eval_steps = steps_per_epoch
-    if getattr(args, "save_steps", None) == -1:
-        args.save_steps = float("inf")
 
 
 def _rows_of(loader: Any | None) -> int:

@@ -24,19 +24,12 @@ from lightppo.models import loading
 from lightppo.models.batches import to_device
 from lightppo.models.packing import settle_packing
 from lightppo.models.preparation import prepare_model
-from lightppo.models.run_models import build_tokenizer
 from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_rows
-from lightppo.trainer.build import build_strategy
+from lightppo.trainer.build import begin
 from lightppo.trainer.building import Building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
 from lightppo.trainer.optimizers import with_optimizer
-from lightppo.trainer.start_checks import (
-    check_data,
-    check_folders,
-    check_models,
-    check_options,
-    check_tokenizer,
-)
+from lightppo.trainer.start_checks import check_data, check_models
 from lightppo.zero3 import parameter_count
 
 T = TypeVar("T")
@@ -59,22 +52,22 @@ class HeldOut:
         self.strategy = objective.strategy
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """This rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
+        """Yield this rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
         for rows, batch in shared_rows(self.dataset, self.strategy, self.size):
             yield batch, bool(rows)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float]:
-        """``eval/loss``, further means and their count, the same on every rank. Collective."""
+        """Return ``eval/loss``, further means and their count, the same on every rank. Collective."""
         sums = Counter()
         objective = self.objective
         ranks = self.strategy
         self.model.eval()
-        for batch, counts in self.batches():
+        for batch, is_counted in self.batches():
             loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
             count = {objective.unit: float(objective.count(batch)) * ranks.world_size}
             for name, value in ({"loss": loss} | metrics | count).items():
-                sums[name] += float(value) * counts
+                sums[name] += float(value) * is_counted
         means = ranks.all_reduce(dict(sums), op="mean")
         total = means.pop(objective.unit)
         objective.finish(self.model, self.batches())
@@ -84,7 +77,7 @@ class HeldOut:
 
 
 def prompt_flags(data: Any, dataset: Any) -> str:
-    """The options by which another command renders prompts as these rows were; rows that are chats need none here."""
+    """Return the options by which another command renders prompts as these rows were; chats need no template."""
     flags = ""
     are_chats = isinstance(dataset, SFTDataset) and dataset.examples(0)[0].prompt.messages
     if data.apply_chat_template or are_chats:
@@ -153,14 +146,14 @@ class SupervisedTrainer(TrainingLoop):
         return trainer
 
     @classmethod
-    def of_parts(cls, *parts: Any, **named: Any) -> Self:
-        """Made of what ``build`` built: a subclass may have a constructor of its own."""
-        return cls(*parts, **named)
+    def of_parts(cls, *parts: Any, **options: Any) -> Self:
+        """Make a trainer of what ``build`` built: a subclass may have a constructor of its own."""
+        return cls(*parts, **options)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train, evaluate, save; returns the metrics of the last step, see :meth:`training_step`. Collective."""
+        """Train, evaluate, save; return the metrics of the last step, see :meth:`training_step`. Collective."""
         if self.is_complete():
             self.tell_complete()
             return self.status
@@ -177,7 +170,7 @@ class SupervisedTrainer(TrainingLoop):
         return self.status
 
     def training_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
-        """One optimizer step. Collective; every rank has the same number of micro batches.
+        """Take one optimizer step. Collective; every rank has the same number of micro batches.
 
         Returns:
             Over all ranks: ``train/loss`` and the objective's means, ``train/<unit>`` counted, ``train/grad_norm``
@@ -186,12 +179,12 @@ class SupervisedTrainer(TrainingLoop):
         """
         objective = self.objective
         ranks = self.strategy
-        lr = self.optim.param_groups[0]["lr"]
+        learning_rate = self.optim.param_groups[0]["lr"]
         counts = {"total": sum(map(objective.count, micro_batches))}
         counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
         counts = ranks.all_reduce({name: float(count) for name, count in counts.items()}, op="sum")
         sums = Counter(loss=0.0)
-        found = []
+        step_metrics = []
         self.model.train()
         self.skipped.minibatch = micro_batches
         with self.timer("train"):
@@ -199,9 +192,9 @@ class SupervisedTrainer(TrainingLoop):
                 batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
                 loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
                 ranks.backward(loss, self.model, self.optim)
-                found.append({"loss": loss.detach()} | metrics)
+                step_metrics.append({"loss": loss.detach()} | metrics)
             outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
-            for metrics in found:  # only now, so that no micro batch waits for a GPU
+            for metrics in step_metrics:  # only now, so that no micro batch waits for a GPU
                 sums.update(checked_status(metrics))
         self.skipped.add("model", outcome.skipped, outcome.overflow)
         means = ranks.all_reduce(dict(sums), op="mean")
@@ -210,7 +203,7 @@ class SupervisedTrainer(TrainingLoop):
             {f"train/{name}": means[name] for name in sums}
             | {
                 "train/grad_norm": outcome.grad_norm,
-                "train/lr": lr,
+                "train/lr": learning_rate,
                 f"train/{objective.unit}": counts["total"],
             }
             | {f"train/{name}": value for name, value in outcome.metrics().items()}
@@ -229,22 +222,22 @@ class SupervisedTrainer(TrainingLoop):
         return super().finish_step(step, dict(status) | seconds | speed)
 
     def episode_steps(self) -> Iterator[tuple[list[Batch], bool]]:
-        """The micro batches of each optimizer step of an epoch, and whether they are the last ones."""
+        """Yield the micro batches of each optimizer step of an epoch, and whether they are the last ones."""
         state = self.state
         size = self.strategy.accumulated_gradient
         self.train_dataloader.sampler.set_epoch(state.episode, state.consumed_prompts)
-        left = len(self.train_dataloader)
+        batches_left = len(self.train_dataloader)
         batches = iter(self.train_dataloader)
-        while left:
+        while batches_left:
             micro_batches = list(itertools.islice(batches, size))
-            left -= len(micro_batches)
-            yield micro_batches, left == 0
+            batches_left -= len(micro_batches)
+            yield micro_batches, batches_left == 0
 
     def client_state(self) -> dict[str, Any]:
         return super().client_state() | self.objective.kept(self.model)
 
     def count_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Count the optimizer steps of the whole run."""
         limit = self.config.training.benchmark_steps
         total = schedule_steps(self.config, self.train_dataloader, self.strategy)
         return total if limit is None else min(total, limit)
@@ -269,7 +262,7 @@ class SupervisedTrainer(TrainingLoop):
             self.strategy.print(f"next: {self.objective.next.format(path=path)}{flags}")
 
     def save_model(self) -> None:
-        """The model at ``save_path``, with what the objective finds out of it at the end. Collective."""
+        """Save the model at ``save_path``, with what the objective finds out of it at the end. Collective."""
         self.model.eval()
         size = self.config.training.micro_train_batch_size
         rows = HeldOut(self.objective, self.model, self.train_dataloader.dataset, size)
@@ -293,7 +286,7 @@ class SupervisedTrainer(TrainingLoop):
         return {}
 
     def run_again(self, folder: str, batch: str) -> str:
-        """How to train on a batch that was kept."""
+        """Tell how to train on a batch that was kept."""
         return f"To train on the batch again alone: lightppo replay {folder} --batch {batch}"
 
 
@@ -305,16 +298,16 @@ def build(
     trainer: type[T] = SupervisedTrainer,
     callbacks: Iterable[Callback] = (),
 ) -> T:
-    """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
+    """Build strategy, data, model and trainer; whatever cannot work is an error that names its flag. Collective."""
     callbacks = [*callbacks, *load_callbacks(config.training.callback)]
-    run = begin(config)
-    config = run.config
-    strategy = run.strategy
-    tokenizer = run.tokenizer
+    building = begin(config)
+    config = building.config
+    strategy = building.strategy
+    tokenizer = building.tokenizer
     objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(
         config, strategy
     )
-    rows, held_out = read_data(run, objective)
+    rows, held_out = read_data(building, objective)
     training = config.training
     size = config.training.micro_train_batch_size
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
@@ -327,13 +320,13 @@ def build(
         with_optimizer(model, training.learning_rate, steps, config, strategy)
     )
     models = objective.attach(prepared[0])
-    run.saved = {"actor": prepared[0]}
+    building.saved = {"actor": prepared[0]}
     if training.packing_samples is None and not objective.gains_by_packing(rows):
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
         settle_packing(config, strategy, models, objective.shares_prompts)
-    run.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
-    check_models(run)
+    building.models = dict(zip(("--pretrain", "--ref_pretrain"), models))
+    check_models(building)
     objective.begin(prepared[0], filter(None, (rows, held_out)))
     return trainer.of_parts(
         objective,
@@ -343,30 +336,17 @@ def build(
         tokenizer=tokenizer,
         evaluator=held_out and HeldOut(objective, prepared[0], held_out, size),
         callbacks=callbacks,
-        content=run.content,
-        keeps=run.keeps,
-        asked=run.given,
+        content=building.content,
+        keeps=building.keeps,
+        asked=building.given,
     )
 
 
-def begin(config: SupervisedConfig) -> Building:
-    """The ranks have met, options and tokenizer are right, and the run's folders are its own. Collective."""
-    strategy = build_strategy(config)
-    strategy.setup_distributed()
-    asked = config.resolved()
-    run = Building(given=config, asked=asked, config=asked, strategy=strategy)
-    check_options(run)
-    run.tokenizer = build_tokenizer(asked)
-    check_tokenizer(run)
-    check_folders(run)
-    return run
-
-
-def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
-    """Rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
-    config = run.config
-    strategy = run.strategy
-    tokenizer = run.tokenizer
+def read_data(building: Building, objective: Objective) -> tuple[Any, Any | None]:
+    """Read rows to learn from, and held-out ones if there are any; of a trial the longest ones. Collective."""
+    config = building.config
+    strategy = building.strategy
+    tokenizer = building.tokenizer
 
     def dataset(name: str, split: str, limit: int) -> Any:
         rows = read_rows(config, name, split, strategy)
@@ -382,10 +362,10 @@ def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
     rows = dataset("dataset", data.dataset_split, data.max_samples)
     if data.eval_dataset:
         held_out = dataset("eval_dataset", data.eval_split, data.eval_max_samples)
-    run.rows = {"dataset": rows}
-    run.held_out = held_out
-    check_data(run)
-    if not run.keeps:  # a full micro batch of the longest rows, which take the most memory
+    building.rows = {"dataset": rows}
+    building.held_out = held_out
+    check_data(building)
+    if not building.keeps:  # a full micro batch of the longest rows, which take the most memory
         few = config.training.micro_train_batch_size * strategy.world_size
         rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])
         held_out = held_out and part_of(held_out, range(min(few, len(held_out))))
@@ -395,9 +375,9 @@ def read_data(run: Building, objective: Objective) -> tuple[Any, Any | None]:
 def schedule_steps(
     config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy
 ) -> int:
-    """Optimizer steps that the schedule of the learning rate stretches over."""
-    # Rows of this rank, in a whole epoch.
+    """Count the optimizer steps that the schedule of the learning rate stretches over."""
     training = config.training
+    # of this rank, in a whole epoch
     rows = train_dataloader.sampler.num_samples
     per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
     return training.max_steps or (training.num_epochs or 1) * per_epoch

@@ -45,12 +45,10 @@ from lightppo.plugin import (
 )
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
-from lightppo.rewards.async_scorer import AsyncScorer
 from lightppo.rewards.registry import source_of
-from lightppo.rewards.reward_source import NoReward, RewardRequest, RewardSource
-from lightppo.rollout.dynamic_sampling import with_selection
+from lightppo.rewards.reward_source import AsyncScorer, NoReward, RewardRequest, RewardSource
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
-from lightppo.rollout.sampler import BatchCollector, RolloutSampler
+from lightppo.rollout.sampler import BatchCollector, RolloutSampler, with_selection
 from lightppo.trainer.building import Building
 from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
@@ -166,7 +164,7 @@ def build(config: PPOConfig, trainer: Callable[..., T], callbacks: Iterable[Call
     )
 
 
-def begin(config: PPOConfig) -> Building:
+def begin(config: OptionSet) -> Building:
     """Let the ranks meet, check options and tokenizer, and take the run's folders. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightppo.compat.constructor_options import with_generation
-from lightppo.compat.prompt_batches import as_prompts
+from lightppo.compat.script_members import as_prompts
 from lightppo.compat.script_names import check_actor
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (

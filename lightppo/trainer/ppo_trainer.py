@@ -17,8 +17,7 @@ from lightppo.compat.constructor_options import (
     take_schedule,
 )
 from lightppo.compat.own_steps import give_router_loss
-from lightppo.compat.prompt_batches import as_prompts
-from lightppo.compat.script_members import KLState, ScriptMembers, own_fit
+from lightppo.compat.script_members import KLState, ScriptMembers, as_prompts, own_fit
 from lightppo.config import PPOConfig
 from lightppo.config.rules import trains
 from lightppo.config.run_length import steps_per_episode

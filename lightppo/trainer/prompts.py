@@ -189,7 +189,8 @@ class PromptFilter(Callback):
 
     def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
         self._of_step = {
-            group[0].prompt.index: sum(cast(float, x.reward) for x in group) / len(group)
+            group[0].prompt.index: sum(cast(float, rollout.reward) for rollout in group)
+            / len(group)
             for group in group_by_prompt(collected.scored)
         }
 

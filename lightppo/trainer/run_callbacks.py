@@ -21,7 +21,7 @@ from lightppo.logging.skipped_batches import skipped_in_a_row
 from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
 from lightppo.rollout.balancing import balancing
-from lightppo.rollout.dynamic_sampling import keep_surplus
+from lightppo.rollout.sampler import keep_surplus
 from lightppo.rollout.vllm.lora_adapters import pushed_bytes
 from lightppo.rollout.vllm.offload_optimizer import sleep_after_evaluation
 from lightppo.trainer.due_times import TimedSaves

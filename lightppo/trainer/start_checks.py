@@ -30,7 +30,7 @@ from lightppo.preflight.run_checks import (
 )
 from lightppo.rewards.registry import check_routes
 from lightppo.rewards.reward_model import check_reward_tokenizers
-from lightppo.rollout.cuda_graphs import check_device
+from lightppo.rollout.decoding_runners import check_device
 from lightppo.rollout.sampling import check_sampled_tokens
 from lightppo.trainer.distillation import check_teacher
 

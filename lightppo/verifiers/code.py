@@ -23,8 +23,8 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import first_value, lookup
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
+from lightppo.rewards.function import OnFailure, check_failure_options
 from lightppo.rewards.reward_source import RewardOutput, describe_sample, shown
-from lightppo.rewards.runners import OnFailure, check_failure_options
 from lightppo.verifiers.sandbox import ProgramRun, SandboxPool
 from lightppo.verifiers.thinking import Thinking, after_thinking
 

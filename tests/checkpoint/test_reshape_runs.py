@@ -12,7 +12,7 @@ from support.ranks import REPO, run_ranks
 from support.runs import forget_checkpoints, trained_rows
 from support.tiny import sums, write_jsonl
 
-from lightppo.rollout.dynamic_sampling import dealt_out
+from lightppo.rollout.sampler import dealt_out
 
 REWARD = """
 def reward_func(queries, prompts, labels):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightppo.compat.prompt_batches import as_prompts
+from lightppo.compat.script_members import as_prompts
 from lightppo.data.records import Prompt
-from lightppo.distributed.rank_samples import RankSampler
+from lightppo.distributed.distributed import RankSampler
 from lightppo.trainer.prompts import EpisodePrompts as ScriptPrompts
 
 

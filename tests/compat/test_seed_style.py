@@ -20,7 +20,7 @@ from support.tiny import save_tokenizer, sums, write_jsonl
 from lightppo import PolicyLoss, PPOTrainer, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.compat.own_steps import seed_means
-from lightppo.compat.prompt_batches import PromptText
+from lightppo.compat.script_members import PromptText
 from lightppo.distributed import signals
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.distributed.rank_samples import RankSampler
+from lightppo.distributed.distributed import RankSampler
 
 
 def samplers(size: int, ranks: int, **options) -> list[RankSampler]:

@@ -15,10 +15,9 @@ from lightppo.episodes import hf_turns
 from lightppo.episodes.hf_turns import EndedRows, TurnQueue, generate_turns
 from lightppo.models.kernels.invariant import make_invariant
 from lightppo.rollout import decoding as decode
-from lightppo.rollout.cuda_graphs import CUDAGraphs
 from lightppo.rollout.decoding import SlotCache
+from lightppo.rollout.decoding_runners import CUDAGraphs, InvariantSteps
 from lightppo.rollout.engine import SamplingParams, Turn
-from lightppo.rollout.invariant_decoding import InvariantSteps
 
 
 class Uncaptured(CUDAGraphs):
@@ -164,13 +163,13 @@ class TestTurns:
     def test_turns_that_come_one_by_one_go_through_the_model_together(
         self, llama, engine_of, prompts, monkeypatch
     ):
-        passes, through = [], TurnQueue._through_the_model
+        passes, through = [], TurnQueue._prefill
 
         def counted(queue, groups):
             passes[-1] += 1
             return through(queue, groups)
 
-        monkeypatch.setattr(TurnQueue, "_through_the_model", counted)
+        monkeypatch.setattr(TurnQueue, "_prefill", counted)
         played = []
         for steps in (0, 4):
             passes.append(0)

@@ -18,10 +18,14 @@ import pytest
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.processes.user_calls import Outcome, UserCall
-from lightppo.rewards.async_scorer import AsyncScorer
-from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.reward_source import score_rollouts
-from lightppo.rewards.runners import LoopRunner, ThreadRunner, function_spec, settle
+from lightppo.rewards.function import (
+    FunctionReward,
+    LoopRunner,
+    ThreadRunner,
+    function_spec,
+    settle,
+)
+from lightppo.rewards.reward_source import AsyncScorer, score_rollouts
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import RolloutSampler
 from lightppo.user_code import load_python_function

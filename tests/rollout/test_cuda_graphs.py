@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from lightppo.models.batches import cache_argument
-from lightppo.rollout.cuda_graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.decoding import SlotCache
+from lightppo.rollout.decoding_runners import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 

@@ -9,9 +9,15 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.rollout.dynamic_sampling import BestOfN, GroupCollector, GroupFilter, deal
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampler import CollectedStep, RolloutSampler
+from lightppo.rollout.sampler import (
+    BestOfN,
+    CollectedStep,
+    GroupCollector,
+    GroupFilter,
+    RolloutSampler,
+    deal,
+)
 
 HARD, MIXED, EASY = 0, 1, 2  # all wrong, one of two right, all right
 

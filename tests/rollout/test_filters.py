@@ -7,7 +7,7 @@ import torch
 from support.fakes import make_rollout
 
 from lightppo.data.records import Rollout, group_by_prompt
-from lightppo.rollout.dynamic_sampling import GroupFilter, best_of_n
+from lightppo.rollout.sampler import GroupFilter, best_of_n
 
 
 def group(*samples: tuple[float, int], **fields) -> list[Rollout]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightppo.rollout.cuda_graphs import CUDAGraphs
+from lightppo.rollout.decoding_runners import CUDAGraphs
 from support.far_device import SIZES_FROM_VALUES
 
 _WAITS = {*SIZES_FROM_VALUES, "_local_scalar_dense", "equal"}

@@ -21,7 +21,7 @@ from lightppo.logging import run_folder
 from lightppo.models import run_models
 from lightppo.models.loading import get_tokenizer
 from lightppo.rollout import hf
-from lightppo.rollout.cuda_graphs import CUDAGraphs
+from lightppo.rollout.decoding_runners import CUDAGraphs
 from lightppo.trainer import build
 from lightppo.trainer.build import build_held_out
 from lightppo.trainer.start_checks import check_data, check_options

@@ -33,8 +33,7 @@ from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
-from lightppo.distributed.averaging import average_into
-from lightppo.distributed.deepspeed import StepOutcome
+from lightppo.distributed.deepspeed import StepOutcome, average_into
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
 from lightppo.models import batches

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.config import PPOConfig
-from lightppo.distributed import rank_samples
+from lightppo.distributed import distributed
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.distributed.rank_samples import RankSampler
+from lightppo.distributed.distributed import RankSampler
 from lightppo.models.loading import get_tokenizer
 from lightppo.trainer.pretraining import (
     Pretraining,
@@ -152,7 +152,7 @@ def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, sp
         ).pin_memory
 
     assert not pins()
-    monkeypatch.setattr(rank_samples, "on_cuda", lambda: True)
+    monkeypatch.setattr(distributed, "on_cuda", lambda: True)
     assert pins()
     assert not pins(dataloader_pin_memory=False)
 

@@ -43,11 +43,10 @@ from lightppo.rollout.sampling import (
 )
 from lightppo.rollout.vllm.lora_adapters import (
     adapter_obstacle,
-    forget_adapters,
-    hold_adapter,
     lora_arguments,
     model_obstacle,
     pushes_adapters_alone,
+    shelf_of,
 )
 from lightppo.rollout.vllm.offload_optimizer import Room
 from lightppo.rollout.vllm.weights import (
@@ -137,13 +136,13 @@ class VLLMEngine:
             FloatingPointError: no token could be drawn (NaN weights, or every token banned).
             RolloutError: of servers, none is left or one refuses the requests; or another rank had any of these.
         """
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         self.wake()
         rollouts = self._sample(prompts, sampling, on_finished)
         self.last_stats |= {
             "generated_tokens": sum(len(rollout.response_ids) for rollout in rollouts),
             "prompt_tokens": sum(len(rollout.prompt.token_ids) for rollout in rollouts),
-            "seconds": time.perf_counter() - start,
+            "seconds": time.perf_counter() - start_time,
         }
         return rollouts
 
@@ -158,13 +157,13 @@ class VLLMEngine:
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Push the present weights of ``actor``, or its adapter alone under a new name. Collective."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         self.actor = actor
         self.last_stats["sync_bytes"] = 0
         self._pushes += 1
         self._wake("weights")
         self._push()
-        self.last_stats["sync_seconds"] = time.perf_counter() - start
+        self.last_stats["sync_seconds"] = time.perf_counter() - start_time
 
     def sleep(self) -> None:
         """Free the engine's GPU memory; nothing on a CPU. Collective."""
@@ -174,16 +173,16 @@ class VLLMEngine:
 
     def wake(self) -> None:
         """Take back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
-        dropped = "weights" in self._asleep and sleep_level(self.config) == 2
+        weights_dropped = "weights" in self._asleep and sleep_level(self.config) == 2
         self._wake("weights")
         self._wake("kv_cache")
-        if dropped:
+        if weights_dropped:
             self._has_base = False
             self.sync_weights(self.actor)
 
     @property
     def asks_for_adapters(self) -> bool:
-        """Whether adapters should travel alone, where vLLM can take them."""
+        """Tell whether adapters should travel alone, where vLLM can take them."""
         return self.exporter is not None and self.config.engine.vllm_lora_push != "merged"
 
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -225,22 +224,23 @@ class Requests:
 
     def of_turn(self, turn: Turn) -> tuple[list[int], dict[str, Any]]:
         """Return the request of a turn: its ids, and how to sample. ValueError: it is too long."""
-        index = turn.prompt.index
-        length = len(turn.token_ids)
-        check_length(index, length, turn.max_new_tokens, self.longest, "--max_model_len leaves")
-        key = (self.sampling.seed, index, turn.sample_index, turn.number)
+        prompt_index = turn.prompt.index
+        prompt_length = len(turn.token_ids)
+        check_length(
+            prompt_index, prompt_length, turn.max_new_tokens, self.longest, "--max_model_len leaves"
+        )
+        seed_parts = (self.sampling.seed, prompt_index, turn.sample_index, turn.number)
         lengths = {
             "max_tokens": turn.max_new_tokens,
             "min_tokens": min(self.sampling.min_new_tokens, turn.max_new_tokens),
         }
-        how = self._how_to_sample() | lengths | {"seed": request_seed(*key)}
-        return turn.token_ids, how
+        parameters = self._how_to_sample() | lengths | {"seed": request_seed(*seed_parts)}
+        return turn.token_ids, parameters
 
-    def parameters(self, request: int) -> dict[str, Any]:
-        """Return how to sample a request."""
-        return self._how_to_sample() | {
-            "seed": request_seed(self.sampling.seed, *self._streams[request])
-        }
+    def of_sample(self, number: int) -> tuple[list[int], dict[str, Any]]:
+        """Return the request of a sample: its ids, and how to sample."""
+        seed = request_seed(self.sampling.seed, *self._streams[number])
+        return self.samples[number][0].token_ids, self._how_to_sample() | {"seed": seed}
 
     def _how_to_sample(self) -> dict[str, Any]:
         sampling = self.sampling
@@ -265,16 +265,6 @@ class Requests:
             parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
         return parameters
 
-    def rollout(
-        self,
-        request: int,
-        ids: Sequence[int],
-        log_probs: Sequence[float],
-        finish_reason: str | None,
-    ) -> Rollout:
-        """Return the answer to a request; the text is decoded and cut here, as for every engine."""
-        return self.rollout_of(*self.samples[request], ids, log_probs, finish_reason)
-
     def rollout_of(
         self,
         prompt: Prompt,
@@ -283,11 +273,15 @@ class Requests:
         log_probs: Sequence[float],
         finish_reason: str | None,
     ) -> Rollout:
-        """Return what was sampled of a prompt."""
+        """Return what was sampled of a prompt; the text is decoded and cut here, as for every engine."""
         ids = list(ids)
         if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
-            what = f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
-            raise RolloutError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {what}")
+            description = (
+                f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
+            )
+            raise RolloutError(
+                f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {description}"
+            )
         check_drawn(prompt, log_probs)
         text = self._stop.trim(ids, self._tokenizer.decode(ids, skip_special_tokens=True))
         return Rollout(
@@ -303,20 +297,27 @@ def calls_of(model: nn.Module) -> dict[type, Any]:
 @contextmanager
 def classes_kept(model: nn.Module) -> Iterator[None]:
     """Bring back the classes whose calls vLLM changes, for an engine that compiles nothing: its model needs no change."""
-    calls = calls_of(model)
-    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in calls}
+    original_calls = calls_of(model)
+    original_classes = {
+        module_class: (module_class.__bases__, dict(vars(module_class)))
+        for module_class in original_calls
+    }
     try:
         yield
     finally:
-        for kind in [kind for kind, call in calls.items() if kind.__call__ is not call]:
-            bases, attributes = before[kind]
-            if kind.__bases__ != bases:
-                kind.__bases__ = bases
-            for name in vars(kind).keys() - attributes.keys():
-                delattr(kind, name)
+        for module_class in [
+            module_class
+            for module_class, call in original_calls.items()
+            if module_class.__call__ is not call
+        ]:
+            original_bases, attributes = original_classes[module_class]
+            if module_class.__bases__ != original_bases:
+                module_class.__bases__ = original_bases
+            for name in vars(module_class).keys() - attributes.keys():
+                delattr(module_class, name)
             for name, value in attributes.items():
-                if vars(kind)[name] is not value:
-                    setattr(kind, name, value)
+                if vars(module_class)[name] is not value:
+                    setattr(module_class, name, value)
 
 
 def longest_sequence(config: PPOConfig) -> int:
@@ -349,7 +350,7 @@ def vocabulary_limits(
 
 
 def _lacks_the_model(error: Exception) -> bool:
-    """Return whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
+    """Tell whether an error says that vLLM cannot run a model, in its words or by its code's failure."""
     return isinstance(error, NotImplementedError) or is_models_own(error)
 
 
@@ -387,10 +388,10 @@ class VLLMRolloutEngine(VLLMEngine):
         if self.room is not None:
             self.room.leave()  # vLLM takes what is free now
         compiles = not engine_arguments(config, self.hf_model.config, self.on_gpu)["enforce_eager"]
-        calls = calls_of(self.hf_model)
+        original_calls = calls_of(self.hf_model)
         with nullcontext() if compiles else classes_kept(self.hf_model):
             self.llm: Any = self._build()
-        if calls_of(self.hf_model) != calls:
+        if calls_of(self.hf_model) != original_calls:
             raise ConfigError(
                 f"--rollout_engine vllm: vLLM has no code of its own for {type(self.hf_model).__name__}, and changes "
                 "transformers' in this process, which the trainer runs: set --enforce_eager, or --rollout_engine "
@@ -440,9 +441,11 @@ class VLLMRolloutEngine(VLLMEngine):
         if requested.load_format == "auto" or config.model.trust_remote_code:
             # vLLM reads the weights, or the Python code, from the checkpoint.
             folder = stage_to_local(config.model.pretrain)
-        elif (whole := find_whole(self.actor)) is not None and not whole.has_class:
+        elif (
+            whole_checkpoint := find_whole(self.actor)
+        ) is not None and not whole_checkpoint.has_class:
             raise ConfigError(
-                f"--rollout_engine vllm has no class for the language model of {whole.architecture} alone: set "
+                f"--rollout_engine vllm has no class for the language model of {whole_checkpoint.architecture} alone: set "
                 "--load_format auto, with which vLLM loads the whole checkpoint"
             )
         else:
@@ -477,20 +480,19 @@ class VLLMRolloutEngine(VLLMEngine):
     def _lora_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         self._obstacle = model_obstacle(vllms_description(arguments))
         if self._obstacle is None:
-            more = lora_arguments(self.exporter.config)
-            if isinstance(more, dict):
-                return more
-            self._obstacle = more
+            adapter_arguments = lora_arguments(self.exporter.config)
+            if isinstance(adapter_arguments, dict):
+                return adapter_arguments
+            self._obstacle = adapter_arguments
         return {}
 
     def _choose_push(self) -> None:
         """Decide whether adapters travel alone; known once vLLM has the model."""
         if self._obstacle is None:
-            names = [
-                name for name, _ in self._named((n, None) for n in adapter_names(self.hf_model))
-            ]
-            rank = self.exporter.config.r
-            self._obstacle = self.llm.collective_rpc(adapter_obstacle, args=(names, rank))[0]
+            weights = dict.fromkeys(adapter_names(self.hf_model))
+            names = [name for name, _ in self._named(weights.items())]
+            arguments = (names, self.exporter.config.r)
+            self._obstacle = self.llm.collective_rpc(adapter_obstacle, args=arguments)[0]
         requested = self.config.engine.vllm_lora_push
         self.pushes_adapters = pushes_adapters_alone(requested, self._obstacle, self.strategy)
 
@@ -501,46 +503,41 @@ class VLLMRolloutEngine(VLLMEngine):
         on_finished: OnFinished,
     ) -> list[Rollout]:
         requests = Requests(self, prompts, sampling)
-        own = [
-            (prompt.token_ids, requests.parameters(r))
-            for r, (prompt, _) in enumerate(requests.samples)
-        ]
-        before, everything = self._of_group(own)
-        rollouts: list[Rollout | None] = [None] * len(own)
+        rank_requests = [requests.of_sample(i) for i in range(len(requests.samples))]
+        start, group_requests = self._of_group(rank_requests)
+        rollouts: list[Rollout | None] = [None] * len(rank_requests)
         with in_any_order(), ExitStack() as stack:
             if not self._seeds_each_response:
-                stack.enter_context(self._one_seed(everything))
-            for r, output in self._answers(everything):
-                if 0 <= (i := r - before) < len(own):
-                    rollouts[i] = requests.rollout(
-                        i, output.token_ids, output.logprobs.logprobs, output.finish_reason
-                    )
+                stack.enter_context(self._one_seed(group_requests))
+            for number, answer in self._answers(group_requests):
+                if 0 <= (i := number - start) < len(rollouts):
+                    rollouts[i] = requests.rollout_of(*requests.samples[i], *_completion(answer))
                     on_finished([rollouts[i]])
         return rollouts
 
     @property
     def _seeds_each_response(self) -> bool:
-        """On a GPU each seed costs vLLM kernels of their own per row and token."""
+        """Tell whether each request has a seed of its own: on a GPU each costs vLLM kernels per row and token."""
         return not self.on_gpu
 
     @contextmanager
     def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:
         """Have all requests draw together, from torch's generator. Its seed is made of theirs, and so are step and ranks in
         it; with the same requests in the same order, and nothing cached, vLLM makes the same batches."""
-        seed = joint_seed([parameters.pop("seed") for _, parameters in requests])
+        batch_seed = joint_seed([parameters.pop("seed") for _, parameters in requests])
         self.llm.reset_prefix_cache()
         with torch.random.fork_rng([torch.cuda.current_device()] if self.on_gpu else []):
-            torch.manual_seed(seed)
+            torch.manual_seed(batch_seed)
             yield
 
-    def _of_group(self, own: list[Any]) -> tuple[int, list[Any]]:
+    def _of_group(self, rank_requests: list[Any]) -> tuple[int, list[Any]]:
         """Return how many requests are before this rank's own, and the requests of all ranks of this engine. Collective."""
         if self.group is None:
-            return 0, own
-        parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, own, group=self.group)
-        return sum(map(len, parts[: dist.get_rank(self.group)])), [
-            request for part in parts for request in part
+            return 0, rank_requests
+        requests_of_ranks: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(requests_of_ranks, rank_requests, group=self.group)
+        return sum(map(len, requests_of_ranks[: dist.get_rank(self.group)])), [
+            request for requests in requests_of_ranks for request in requests
         ]
 
     def _answers(
@@ -548,22 +545,22 @@ class VLLMRolloutEngine(VLLMEngine):
     ) -> Iterator[tuple[int, Any]]:
         """Yield (request number, vLLM's output) as the responses end."""
         engine = self.llm.llm_engine
-        running = {}
+        running_requests = {}
         try:
-            for r, (token_ids, parameters) in enumerate(requests):
-                running[self._add(token_ids, parameters)] = r
+            for number, (token_ids, parameters) in enumerate(requests):
+                running_requests[self._add(token_ids, parameters)] = number
             while engine.has_unfinished_requests():
                 heartbeat.beat()
                 for output in engine.step():
                     if output.finished:
-                        yield running.pop(output.request_id), output.outputs[0]
-            if running:
+                        yield running_requests.pop(output.request_id), output.outputs[0]
+            if running_requests:
                 raise RolloutError(
-                    f"vLLM ended without an answer to {len(running)} of {len(requests)} requests"
+                    f"vLLM ended without an answer to {len(running_requests)} of {len(requests)} requests"
                 )
         finally:
-            if running:
-                engine.abort_request(list(running))
+            if running_requests:
+                engine.abort_request(list(running_requests))
             self._remove_unused()
 
     def _add(self, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> str:
@@ -573,41 +570,39 @@ class VLLMRolloutEngine(VLLMEngine):
         from vllm.sampling_params import RequestOutputKind
 
         self._requests += 1
-        name = f"rollout-{self._requests}"
-        how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
+        request_name = f"rollout-{self._requests}"
+        options = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
         self.llm.llm_engine.add_request(
-            name,
+            request_name,
             tokens_input(list(token_ids)),
-            VLLMSamplingParams(**parameters, **how),
+            VLLMSamplingParams(**parameters, **options),
             lora_request=self._request,
         )
-        return name
+        return request_name
 
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
         """Sample requests that come between vLLM's steps. What a conversation has so far is in the prefix cache."""
         requests = Requests(self, [], sampling)
         engine = self.llm.llm_engine
-        running: dict[str, Turn] = {}
-        came: list[Turn] | None = []
+        running_turns: dict[str, Turn] = {}
+        new_turns: list[Turn] | None = []
         try:
             with in_any_order():
-                while running or came is not None:
+                while running_turns or new_turns is not None:
                     heartbeat.beat()
-                    if came is not None:
-                        came = turns.take(wait=not running)
-                    for turn in came or ():
-                        running[self._add(*requests.of_turn(turn))] = turn
-                    for output in engine.step() if running else ():
+                    if new_turns is not None:
+                        new_turns = turns.take(wait=not running_turns)
+                    for turn in new_turns or ():
+                        running_turns[self._add(*requests.of_turn(turn))] = turn
+                    for output in engine.step() if running_turns else ():
                         if output.finished:
-                            turn = running.pop(output.request_id)
-                            answer = output.outputs[0]
-                            values = (answer.token_ids, answer.logprobs.logprobs)
+                            turn = running_turns.pop(output.request_id)
+                            completion = _completion(output.outputs[0])
                             sample = (turn.prompt, turn.sample_index)
-                            reason = answer.finish_reason
-                            turns.ended(turn, requests.rollout_of(*sample, *values, reason))
+                            turns.ended(turn, requests.rollout_of(*sample, *completion))
         finally:
-            if running:
-                engine.abort_request(list(running))
+            if running_turns:
+                engine.abort_request(list(running_turns))
             self._remove_unused()
 
     def _push(self) -> None:
@@ -625,8 +620,9 @@ class VLLMRolloutEngine(VLLMEngine):
 
         self.adapter = f"{self._run}-{self._pushes}"
         tensors = list(self._counted(self._named(adapter_weights(self.actor))))
+        description = self.exporter.description()
         self.llm.collective_rpc(
-            hold_adapter, args=(self.adapter, tensors, self.exporter.description())
+            lambda worker: shelf_of(worker).hold(self.adapter, tensors, description)
         )
         if self._request is not None:
             self._retired.append(self._request)
@@ -641,7 +637,7 @@ class VLLMRolloutEngine(VLLMEngine):
         for request in self._retired:
             self.llm.llm_engine.remove_lora(request.lora_int_id)
         names = [request.lora_name for request in self._retired]
-        self.llm.collective_rpc(forget_adapters, args=(names,))
+        self.llm.collective_rpc(lambda worker: shelf_of(worker).forget(names))
         self._retired = []
 
     def _named(self, weights: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
@@ -694,14 +690,19 @@ class VLLMRolloutEngine(VLLMEngine):
                 llm.llm_engine.engine_core.shutdown()
 
 
+def _completion(output: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
+    """Return ids, log probs and finish reason of an output of vLLM."""
+    return output.token_ids, output.logprobs.logprobs, output.finish_reason
+
+
 def described_model(hf_config: Any, tokenizer: Any) -> str:
     """Return a folder with everything of a model but its weights. vLLM's compiled code is found again by the path."""
 
-    def fill(folder: Path) -> None:
+    def write_files(folder: Path) -> None:
         hf_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return str(content_folder("vllm", fill))
+    return str(content_folder("vllm", write_files))
 
 
 def tensor_parallel_group(size: int) -> Any | None:
@@ -711,7 +712,7 @@ def tensor_parallel_group(size: int) -> Any | None:
     starts = range(0, dist.get_world_size(), size)
     with whole_communicator():
         groups = [
-            dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts
+            dist.new_group(list(range(start, start + size)), backend="gloo") for start in starts
         ]
     return groups[dist.get_rank() // size]
 
@@ -720,15 +721,15 @@ def tensor_parallel_group(size: int) -> Any | None:
 def whole_communicator() -> Iterator[None]:
     """Make new process groups not split NCCL's communicator. torch would let the ranks outside a group of gloo take part
     in a split that its members never make (pytorch issue 145376), if the default group is bound to a GPU."""
-    default = dist.group.WORLD
-    device = default and default.bound_device_id
-    if device:
-        default.bound_device_id = None
+    default_group = dist.group.WORLD
+    bound_device = default_group and default_group.bound_device_id
+    if bound_device:
+        default_group.bound_device_id = None
     try:
         yield
     finally:
-        if device:
-            default.bound_device_id = device
+        if bound_device:
+            default_group.bound_device_id = bound_device
 
 
 def clear_shared_memory() -> None:
@@ -736,13 +737,13 @@ def clear_shared_memory() -> None:
 
     Their names are the same in every run, and vLLM refuses those that are there.
     """
-    maps = []
+    memory_maps = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended, or is another user's
-            maps.append(path.read_text())
-    held = "".join(maps)
+            memory_maps.append(path.read_text())
+    used_paths = "".join(memory_maps)
     for path in SHARED_MEMORY.glob("-tp:*-cpushm_*"):
-        if str(path) not in held:
+        if str(path) not in used_paths:
             path.unlink(missing_ok=True)
 
 
@@ -767,8 +768,8 @@ def undisturbed_process() -> Iterator[None]:
     """Bring back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
     precision of matmuls, the CUDA stream, what the garbage collector looks at."""
     set_threads = torch.set_num_threads
-    threads = torch.get_num_threads()
-    launcher = {
+    thread_count = torch.get_num_threads()
+    launcher_variables = {
         name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)
     }
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -779,11 +780,11 @@ def undisturbed_process() -> Iterator[None]:
             stream.wait_stream(torch.cuda.current_stream())
             torch.cuda.set_stream(stream)  # by now vLLM's function, which tells vLLM
         torch.set_num_threads = set_threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        if torch.get_num_threads() != thread_count:
+            torch.set_num_threads(thread_count)
         for name in [name for name in os.environ if name.endswith(_LAUNCHER_ENDINGS)]:
             del os.environ[name]
-        os.environ.update(launcher)
+        os.environ.update(launcher_variables)
         gc.unfreeze()
 
     with (
@@ -806,17 +807,17 @@ def undisturbed_process() -> Iterator[None]:
 @contextmanager
 def default_group_kept() -> Iterator[None]:
     """Keep the default process group, which vLLM destroys at its end; the trainer still needs it for what comes after."""
-    destroy = dist.destroy_process_group
+    destroy_process_group = dist.destroy_process_group
 
     def destroy_others(group: Any = None) -> None:
         if group is not None and group is not dist.group.WORLD:
-            destroy(group)
+            destroy_process_group(group)
 
     dist.destroy_process_group = destroy_others
     try:
         yield
     finally:
-        dist.destroy_process_group = destroy
+        dist.destroy_process_group = destroy_process_group
 
 
 def engine_arguments(
@@ -830,20 +831,22 @@ def engine_arguments(
         ConfigError: a size that cannot work on this kind of machine.
     """
     requested = config.engine
-    longest = longest_sequence(config)
-    same = (
+    sequence_limit = longest_sequence(config)
+    option_names = (
         "tensor_parallel_size",
         "load_format",
         "gpu_memory_utilization",
         "max_num_seqs",
         "enable_prefix_caching",
     )
-    same += ("max_num_batched_tokens", "kv_cache_memory_bytes")
+    option_names += ("max_num_batched_tokens", "kv_cache_memory_bytes")
     arguments = {
-        name: getattr(requested, name) for name in same if getattr(requested, name) is not None
+        name: getattr(requested, name)
+        for name in option_names
+        if getattr(requested, name) is not None
     } | {
         "distributed_executor_backend": "external_launcher",
-        "max_model_len": longest,
+        "max_model_len": sequence_limit,
         "enforce_eager": not on_gpu if requested.enforce_eager is None else requested.enforce_eager,
         "enable_sleep_mode": on_gpu and requested.free_cache_engine,
         "trust_remote_code": config.model.trust_remote_code,
@@ -855,17 +858,20 @@ def engine_arguments(
         return arguments
     # vLLM takes a token back that it drew at the end of a piece of a prompt, and its seed with it; on a CPU it cannot
     # (torch's generator has no position there), and fails. So no prompt comes in pieces.
-    if requested.max_num_batched_tokens is not None and requested.max_num_batched_tokens < longest:
+    if (
+        requested.max_num_batched_tokens is not None
+        and requested.max_num_batched_tokens < sequence_limit
+    ):
         raise ConfigError(
-            f"--max_num_batched_tokens {requested.max_num_batched_tokens} is less than the longest sequence of {longest} "
-            "tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
+            f"--max_num_batched_tokens {requested.max_num_batched_tokens} is less than the longest sequence of "
+            f"{sequence_limit} tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
         )
     return arguments | {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": requested.max_num_batched_tokens
-        or max(_CPU_BATCHED_TOKENS, longest),
+        or max(_CPU_BATCHED_TOKENS, sequence_limit),
         "kv_cache_memory_bytes": requested.kv_cache_memory_bytes
-        or cpu_kv_cache_bytes(model_config, requested.max_num_seqs, longest),
+        or cpu_kv_cache_bytes(model_config, requested.max_num_seqs, sequence_limit),
     }
 
 
@@ -873,8 +879,8 @@ def vllms_description(arguments: Mapping[str, Any]) -> Any:
     """Return vLLM's ``ModelConfig`` of a model; ``arguments`` are those of ``vllm.LLM``. ValueError: it is unknown."""
     from vllm.engine.arg_utils import EngineArgs
 
-    known = ("model", "dtype", "max_model_len", "trust_remote_code", "seed")
-    return EngineArgs(**{name: arguments[name] for name in known}).create_model_config()
+    argument_names = ("model", "dtype", "max_model_len", "trust_remote_code", "seed")
+    return EngineArgs(**{name: arguments[name] for name in argument_names}).create_model_config()
 
 
 def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
@@ -888,12 +894,13 @@ def for_a_cpu(arguments: dict[str, Any], description: Any) -> dict[str, Any]:
 
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
     """Return bytes for so many sequences of so many tokens in float32, at most 4 GiB."""
-    text = model_config.get_text_config(decoder=True)
+    text_config = model_config.get_text_config(decoder=True)
     # Mamba has no heads, but states of such a size.
-    queries = widest(text, "num_attention_heads") or 1
-    heads = widest(text, "num_key_value_heads") or queries
-    head_dim = widest(text, "head_dim") or text.hidden_size // queries
+    query_heads = widest(text_config, "num_attention_heads") or 1
+    key_value_heads = widest(text_config, "num_key_value_heads") or query_heads
+    head_dim = widest(text_config, "head_dim") or text_config.hidden_size // query_heads
     blocks = sequences * math.ceil(tokens / _CPU_BLOCK) + 1
     return min(
-        blocks * _CPU_BLOCK * 2 * text.num_hidden_layers * heads * head_dim * 4, _CPU_KV_CACHE_LIMIT
+        blocks * _CPU_BLOCK * 2 * text_config.num_hidden_layers * key_value_heads * head_dim * 4,
+        _CPU_KV_CACHE_LIMIT,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -40,9 +40,9 @@ def pushes_adapters_alone(
     if requested == "adapter" and obstacle:
         remedies = [*([remedy] if remedy else []), "set --vllm_lora_push merged"]
         raise ConfigError(f"--vllm_lora_push adapter: {obstacle}; {', or '.join(remedies)}")
-    why = f"{obstacle}; {remedy}" if remedy else obstacle
+    reason = f"{obstacle}; {remedy}" if remedy else obstacle
     strategy.print(
-        f"LoRA: vLLM gets all weights after every step, with the adapter merged: {why}"
+        f"LoRA: vLLM gets all weights after every step, with the adapter merged: {reason}"
         if obstacle
         else "LoRA: vLLM gets the adapter alone after every step"
     )
@@ -55,12 +55,12 @@ def lora_arguments(config: Any) -> dict[str, Any] | str:
     if rank is None:
         return f"vLLM takes no adapters of rank {config.r}"
     # By the ends of their names, because vLLM's names of the same layers may begin in another way.
-    ends = sorted({name.rpartition(".")[2] for name in config.target_modules})
+    module_ends = sorted({name.rpartition(".")[2] for name in config.target_modules})
     return {
         "enable_lora": True,
         "max_loras": SLOTS,
         "max_lora_rank": rank,
-        "lora_target_modules": ends,
+        "lora_target_modules": module_ends,
     }
 
 
@@ -69,17 +69,17 @@ def slot_rank(rank: int) -> int | None:
     return min((size for size in _RANKS if size >= rank), default=None)
 
 
-def model_obstacle(described: Any) -> str | None:
-    """Return why vLLM's class of a model takes no adapters; ``described`` is vLLM's ``ModelConfig``."""
+def model_obstacle(model_config: Any) -> str | None:
+    """Return why vLLM's class of a model takes no adapters; ``model_config`` is vLLM's ``ModelConfig``."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and described.is_moe:
+    if current_platform.is_cpu() and model_config.is_moe:
         return NO_EXPERTS
-    kind, _ = ModelRegistry.resolve_model_cls(described.architectures, described)
-    if supports_lora(kind):
+    model_class, _ = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)
+    if supports_lora(model_class):
         return None
-    return f"vLLM has no adapters for {kind.__name__}"
+    return f"vLLM has no adapters for {model_class.__name__}"
 
 
 class PushedBytes(Callback):
@@ -118,23 +118,23 @@ class AdapterRoutes:
             return
         state = scope["app"].state
         if scope["path"] == ADAPTERS:
-            name = json.loads(await _body(receive)).get("name")
-            problem = None if name is None else await self._serve(state, name)
-            served = {name: self._under_way[name] for name in self._served}
+            adapter_name = json.loads(await _body(receive)).get("name")
+            problem = None if adapter_name is None else await self._serve(state, adapter_name)
+            served = {adapter_name: self._under_way[adapter_name] for adapter_name in self._served}
             await _answer(send, {"problem": problem, "served": served})
             return
-        query = parse_qs(scope["query_string"].decode())
-        name = query.get("adapter", [""])[0]
-        self._under_way[name] += 1
+        parameters = parse_qs(scope["query_string"].decode())
+        adapter_name = parameters.get("adapter", [""])[0]
+        self._under_way[adapter_name] += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._under_way[name] -= 1
-            if not self._under_way[name]:
-                del self._under_way[name]
+            self._under_way[adapter_name] -= 1
+            if not self._under_way[adapter_name]:
+                del self._under_way[adapter_name]
                 await self._remove_unused(state)
 
-    async def _serve(self, state: Any, name: str) -> str | None:
+    async def _serve(self, state: Any, adapter_name: str) -> str | None:
         """Serve an adapter; return why it cannot be served, or None."""
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
@@ -142,15 +142,15 @@ class AdapterRoutes:
         models = state.openai_serving_models
         # Without a path: the workers know the adapter by its name.
         answer = await models.load_lora_adapter(
-            LoadLoRAAdapterRequest(lora_name=name, lora_path=name)
+            LoadLoRAAdapterRequest(lora_name=adapter_name, lora_path=adapter_name)
         )
         if isinstance(answer, ErrorResponse):
             return answer.error.message
-        self._served[name] = models.lora_requests[name]
-        self._newest = name
-        for other in self._served:
-            if other != name:
-                models.lora_requests.pop(other, None)  # no new request gets it
+        self._served[adapter_name] = models.lora_requests[adapter_name]
+        self._newest = adapter_name
+        for older_name in self._served:
+            if older_name != adapter_name:
+                models.lora_requests.pop(older_name, None)  # no new request gets it
         await self._remove_unused(state)
         return None
 
@@ -164,12 +164,12 @@ class AdapterRoutes:
 
 
 async def _body(receive: Any) -> bytes:
-    content = b""
+    body = b""
     while True:
         message = await receive()
-        content += message.get("body", b"")
+        body += message.get("body", b"")
         if not message.get("more_body"):
-            return content
+            return body
 
 
 async def _answer(send: Any, content: Any) -> None:
@@ -205,12 +205,12 @@ class AdapterShelf:
         from vllm.lora.peft_helper import PEFTHelper
 
         loader = self._loader
-        described = PEFTHelper.from_dict(config)
-        described.validate_legal(loader.lora_config)
+        peft_helper = PEFTHelper.from_dict(config)
+        peft_helper.validate_legal(loader.lora_config)
         self._held[name] = LoRAModel.from_lora_tensors(
             1,  # the one of the request, later
             {_PEFT_PREFIX + key: tensor.to("cpu", copy=True) for key, tensor in tensors},
-            described,
+            peft_helper,
             device="cpu",
             dtype=loader.lora_config.lora_dtype,
             model_vocab_size=loader.vocab_size,
@@ -271,15 +271,17 @@ def _multiply_by_slot(wrappers: Iterable[Any]) -> None:
             y = y.view(-1, y.shape[-1])
             for slot, rows in self._rows_of_slots():
                 inputs = (x if rows is None else x[rows]).float()
-                start = 0
-                for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices):
-                    low = scale * (inputs @ a[slot, 0].float().T)  # (T, r)
-                    added = low.to(y.dtype) @ b[slot, 0].to(y.dtype).T
+                output_start = 0
+                for matrix_a, matrix_b, output_size in zip(
+                    lora_a_stacked, lora_b_stacked, output_slices
+                ):
+                    low_rank = scale * (inputs @ matrix_a[slot, 0].float().T)  # (T, r)
+                    outputs = low_rank.to(y.dtype) @ matrix_b[slot, 0].to(y.dtype).T
                     if rows is None:
-                        y[:, start : start + size] += added
+                        y[:, output_start : output_start + output_size] += outputs
                     else:
-                        y[rows, start : start + size] += added
-                    start += size
+                        y[rows, output_start : output_start + output_size] += outputs
+                    output_start += output_size
 
     for wrapper in wrappers:
         if isinstance(wrapper, PunicaWrapperCPU):
@@ -295,6 +297,7 @@ def shelf_of(worker: Any) -> AdapterShelf:
 
 def adapter_obstacle(worker: Any, names: Iterable[str], rank: int) -> str | None:
     """Return why a worker cannot take adapters with matrices of these names and this rank; None: it can."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.model_executor.layers.fused_moe import MoERunner
     from vllm.platforms import current_platform
 
@@ -306,25 +309,19 @@ def adapter_obstacle(worker: Any, names: Iterable[str], rank: int) -> str | None
     loader = worker.model_runner.lora_manager
     manager = loader._adapter_manager
     if current_platform.is_cpu() and any(
-        isinstance(one, MoERunner) for one in manager.model.modules()
+        isinstance(module, MoERunner) for module in manager.model.modules()
     ):
         return NO_EXPERTS
     within = set(manager.modules)
     for fused, parts in manager.packed_modules.items():
         if fused in within:
             within |= set(parts)
-    for name in _layers(names, _names_within(loader)):
-        if name not in within:
-            return f"vLLM has no adapters for {name}"
-    return None
-
-
-def _layers(names: Iterable[str], mapper: Any) -> Iterator[str]:
-    """Yield vLLM's names of the layers that matrices are of."""
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
+    mapper = _names_within(loader)
     for name in names:
-        yield parse_fine_tuned_lora_name(_PEFT_PREFIX + name, mapper)[0]
+        layer, _ = parse_fine_tuned_lora_name(_PEFT_PREFIX + name, mapper)
+        if layer not in within:
+            return f"vLLM has no adapters for {layer}"
+    return None
 
 
 def _names_within(loader: Any) -> Any | None:
@@ -333,21 +330,6 @@ def _names_within(loader: Any) -> Any | None:
     if mapper is None:
         return None
     return mapper.get_rename_mapper()
-
-
-# -- in process --------------------------------------------------------------------------------------------------------
-
-
-def hold_adapter(
-    worker: Any, name: str, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any]
-) -> None:
-    """Call :meth:`AdapterShelf.hold` of a worker."""
-    shelf_of(worker).hold(name, tensors, config)
-
-
-def forget_adapters(worker: Any, names: Iterable[str]) -> None:
-    """Call :meth:`AdapterShelf.forget` of a worker."""
-    shelf_of(worker).forget(names)
 
 
 # -- for comparisons ---------------------------------------------------------------------------------------------------
@@ -364,21 +346,25 @@ def added_outputs(worker: Any, model: Any, probes: Any) -> dict[str, Tensor]:
     slot = numbers.index(max(numbers))
     import torch
 
-    added = {}
+    outputs = {}
     for name, layer in model.named_modules():
-        a = getattr(layer, "lora_a_stacked", None)
-        b = getattr(layer, "lora_b_stacked", None)
-        if a is None or b is None:
+        matrices_a = getattr(layer, "lora_a_stacked", None)
+        matrices_b = getattr(layer, "lora_b_stacked", None)
+        if matrices_a is None or matrices_b is None:
             continue
-        if isinstance(a, torch.Tensor):
-            a, b = (a,), (b,)  # of the head, or of an embedding, which gets no adapter here
-        if a[0].dim() != 4:
+        if isinstance(matrices_a, torch.Tensor):
+            matrices_a, matrices_b = (
+                (matrices_a,),
+                (matrices_b,),
+            )  # of the head, or of an embedding, which gets no adapter here
+        if matrices_a[0].dim() != 4:
             continue
         # A (slots, 1, r, in), B (slots, 1, out, r): one of each for every layer that is fused.
-        parts = [
-            two[slot, 0].float() @ (one[slot, 0].float() @ probes(one.shape[-1], one.device))
-            for one, two in zip(a, b)
+        fused_outputs = [
+            matrix_b[slot, 0].float()
+            @ (matrix_a[slot, 0].float() @ probes(matrix_a.shape[-1], matrix_a.device))
+            for matrix_a, matrix_b in zip(matrices_a, matrices_b)
         ]
-        whose = name.replace("logits_processor", "lm_head")
-        added[whose] = torch.cat(parts)
-    return added
+        output_layer = name.replace("logits_processor", "lm_head")
+        outputs[output_layer] = torch.cat(fused_outputs)
+    return outputs

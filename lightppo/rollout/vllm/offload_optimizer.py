@@ -22,7 +22,7 @@ _FLAT = (
 
 
 class Room:
-    """What trained engines hold for their optimizer steps, which goes to CPU memory and comes back.
+    """Move what trained engines hold for their optimizer steps to CPU memory and back.
 
     Storages are emptied, not tensors replaced: DeepSpeed keeps views of them. Whatever needs an engine's states before
     :meth:`come_back` brings them back: see :data:`lightppo.zero3.AWAY`.
@@ -37,10 +37,10 @@ class Room:
         """Free the memory; returns how many bytes. Those that are away already stay there."""
         if self._away:
             return 0
-        before = self._memory
+        earlier_memory = self._memory
         self._memory = {}
         for key, storage in self.storages().items():
-            memory = before.get(key)
+            memory = earlier_memory.get(key)
             if memory is None or memory.numel() != storage.nbytes():
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_cuda())
             self._memory[key] = memory
@@ -68,8 +68,12 @@ class Room:
         by_address = {}
         for engine in self.strategy.trained_engines:
             parameters = list(engine.module.parameters())
-            shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
-            of_model = {tensor.untyped_storage()._cdata for tensor in (*parameters, *shards)}
+            parameter_shards = [
+                parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")
+            ]
+            of_model = {
+                tensor.untyped_storage()._cdata for tensor in (*parameters, *parameter_shards)
+            }
             for tensor in _held_for_steps(engine.optimizer):
                 storage = tensor.untyped_storage()
                 is_here = tensor.device.type == self.strategy.device.type and storage.resizable()
@@ -80,12 +84,12 @@ class Room:
 
 def _held_for_steps(optimizer: Any) -> Iterator[Tensor]:
     """Yield every tensor with a dimension that an optimizer of DeepSpeed, and the one within, keeps between steps."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    values = [value for state in inner.state.values() for value in state.values()]
-    values += [parameter for group in inner.param_groups for parameter in group["params"]]
+    inner_optimizer = getattr(optimizer, "optimizer", optimizer)
+    values = [value for state in inner_optimizer.state.values() for value in state.values()]
+    values += [parameter for group in inner_optimizer.param_groups for parameter in group["params"]]
     for name in _FLAT:
-        flat = getattr(optimizer, name, ())
-        values += [flat] if isinstance(flat, Tensor) else list(flat or ())
+        flat_tensors = getattr(optimizer, name, ())
+        values += [flat_tensors] if isinstance(flat_tensors, Tensor) else list(flat_tensors or ())
     yield from (value.detach() for value in values if isinstance(value, Tensor) and value.dim())
 
 
@@ -94,7 +98,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 class SleepAfterEvaluation(Callback):
-    """Training rollouts end with the engine asleep; so do evaluations where the trainer needs its memory back."""
+    """Put the engine to sleep after evaluations, as after training rollouts, where the trainer needs its memory back."""
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         run.rollout_engine.sleep()

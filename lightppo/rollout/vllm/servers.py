@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Answers = queue.SimpleQueue[tuple[int, Any, Future]]  # server, the request's key, its completion
+
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for what needs no computing
 START_SECONDS = 300.0  # the longest wait for servers at the start
@@ -72,16 +74,16 @@ _LOOK_SECONDS = 0.01  # between two looks for turns that came, while others are 
 
 def connections_at_a_time() -> int:
     """Return the limit of this process; each is an open file, whose soft limit is raised where it is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = resource.RLIM_INFINITY
-    if soft == endless:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft_limit == unlimited:
         return _CONNECTIONS
-    wanted = _CONNECTIONS + _OTHER_FILES
-    possible = wanted if hard == endless else min(wanted, hard)
-    if soft < possible:
-        soft = possible
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(_CONNECTIONS, max(soft - _OTHER_FILES, soft // 2)))
+    needed_files = _CONNECTIONS + _OTHER_FILES
+    allowed_files = needed_files if hard_limit == unlimited else min(needed_files, hard_limit)
+    if soft_limit < allowed_files:
+        soft_limit = allowed_files
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+    return max(1, min(_CONNECTIONS, max(soft_limit - _OTHER_FILES, soft_limit // 2)))
 
 
 class VLLMServerRolloutEngine(VLLMEngine):
@@ -127,10 +129,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     @property
     def live(self) -> list[int]:
-        """Servers in use."""
+        """Return the servers in use."""
         return [i for i in range(len(self.servers)) if i not in self.lost]
 
     def lose(self, reasons: Mapping[int, str]) -> None:
+        """Use these servers no more until a push of weights reaches them."""
         for i, reason in sorted(reasons.items()):
             if i not in self.lost:
                 self.lost[i] = reason
@@ -141,6 +144,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 )
 
     def check_any_left(self) -> None:
+        """Raise RolloutError if no server is in use."""
         if not self.live:
             raise RolloutError(
                 f"--vllm_server_url: none of the {len(self.servers)} servers is left: "
@@ -163,23 +167,23 @@ class VLLMServerRolloutEngine(VLLMEngine):
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Tell every rank what the others met: servers lost, and failures, which end the call for all. Collective."""
-        failure = text = None
+        failure = message = None
         try:
             yield
         except Exception as error:
             failure = error
             if isinstance(error, RolloutError):
-                text = str(error)
+                message = str(error)
             else:
-                text = f"{type(error).__name__}: {error}"
-        everything = self.strategy.all_gather_object((text, self.lost))
-        for _, lost in everything:
-            self.lose(lost)
+                message = f"{type(error).__name__}: {error}"
+        messages = self.strategy.all_gather_object((message, self.lost))
+        for _, lost_servers in messages:
+            self.lose(lost_servers)
         if failure is not None:
             raise failure
-        for rank, (text, _) in enumerate(everything):
-            if text is not None:
-                raise RolloutError(f"rank {rank}: {text}")
+        for rank, (message, _) in enumerate(messages):
+            if message is not None:
+                raise RolloutError(f"rank {rank}: {message}")
 
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
         """Keep a conversation on its server, which has what came before in its prefix cache; if that is lost, it goes
@@ -191,61 +195,83 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Return this rank's share of one server's requests, so that the process has files enough for all."""
         world_size = self.strategy.world_size
         rank = self.strategy.get_rank()
-        each, more = divmod(self.config.engine.vllm_server_concurrency, world_size)
-        return max(1, min(each + (rank < more), self._connections // max(1, len(self.live))))
+        requests_per_rank, remainder = divmod(
+            self.config.engine.vllm_server_concurrency, world_size
+        )
+        return max(
+            1,
+            min(
+                requests_per_rank + (rank < remainder), self._connections // max(1, len(self.live))
+            ),
+        )
+
+    def begin_request(
+        self,
+        server: int,
+        key: Any,
+        request: tuple[list[int], dict[str, Any]],
+        answers: Answers,
+    ) -> None:
+        """Ask a server in a thread of its own; ``answers`` gets (server, key, future)."""
+        token_ids, parameters = request
+        vocab_size = vocab_size_of(self.hf_model)
+        answer = thread(self.servers[server].complete)(
+            parameters, token_ids, vocab_size, self.version, self.adapter
+        )
+        answer.add_done_callback(lambda answer: answers.put((server, key, answer)))
+
+    def completion_of(self, server: int, answer: Future) -> tuple[Any, ...] | None:
+        """Return what a server has sampled; None: it is lost, and the request must be sent to another one."""
+        try:
+            return answer.result()
+        except RefusedError as error:
+            raise RolloutError(str(error)) from None
+        except RequestError as error:
+            self.lose({server: str(error)})
+            self.check_any_left()
+            return None
 
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
         """Send the dearest requests first, each to the server with the least under way."""
         self.check_any_left()
-        vocab_size = vocab_size_of(self.hf_model)
         rank = self.strategy.get_rank()
-        parameters = requests.parameters
         costs = [
             len(prompt.token_ids) + requests.sampling.max_new_tokens
             for prompt, _ in requests.samples
         ]
         waiting = sorted(range(len(costs)), key=costs.__getitem__)
         under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
-        ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
+        answers: Answers = queue.SimpleQueue()
         rollouts: list[Rollout | None] = [None] * len(costs)
 
-        def room(server: int) -> bool:
+        def has_room(server: int) -> bool:
             return len(under_way[server]) < self.requests_at_a_time()
 
-        def begin(server: int, request: int) -> None:
-            under_way[server].add(request)
-            prompt_ids = requests.samples[request][0].token_ids
-            answer = thread(self.servers[server].complete)(
-                parameters(request), prompt_ids, vocab_size, self.version, self.adapter
-            )
-            answer.add_done_callback(lambda answer: ended.put((server, request, answer)))
+        def load(server: int) -> tuple[int, int]:
+            cost = sum(costs[request] for request in under_way[server])
+            # ranks prefer different servers among equals
+            return cost, (server - rank) % len(self.servers)
 
-        shows = self.strategy.is_rank_0() and sys.stderr.isatty()
+        shows_progress = self.strategy.is_rank_0() and sys.stderr.isatty()
         with tqdm(
-            total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows
-        ) as bar:
+            total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows_progress
+        ) as progress_bar:
             while waiting or any(under_way.values()):
-                while waiting and (free := [i for i in self.live if room(i)]):
-                    # ranks prefer different servers among equals
-                    load = {
-                        i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers))
-                        for i in free
-                    }
-                    begin(min(free, key=load.__getitem__), waiting.pop())
-                server, request, answer = ended.get()
+                while waiting and (free_servers := [i for i in self.live if has_room(i)]):
+                    server = min(free_servers, key=load)
+                    request = waiting.pop()
+                    under_way[server].add(request)
+                    self.begin_request(server, request, requests.of_sample(request), answers)
+                server, request, answer = answers.get()
                 under_way[server].remove(request)
-                try:
-                    completion = answer.result()
-                except RefusedError as error:
-                    raise RolloutError(str(error)) from None
-                except RequestError as error:
-                    self.lose({server: str(error)})
-                    self.check_any_left()
+                completion = self.completion_of(server, answer)
+                if completion is None:
                     waiting.append(request)
                     continue
-                rollouts[request] = requests.rollout(request, *completion)
-                on_finished([rollouts[request]])
-                bar.update()
+                rollout = requests.rollout_of(*requests.samples[request], *completion)
+                rollouts[request] = rollout
+                on_finished([rollout])
+                progress_bar.update()
         return rollouts
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -254,214 +280,201 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Push to every server, lost ones too. One that does not take the weights is lost; at the first push that is a
         RolloutError, and so it is if none does."""
         name = f"{self._run}-{self._pushes}"
-        first = self.version is None
-        before = self.version
+        is_first = self.version is None
+        previous_version = self.version
         self.version = None
-        lost: dict[int, str] = {}
+        failures: dict[int, str] = {}
         problem = None
         if self.strategy.is_rank_0():
-            everybody = range(len(self.servers))
-            lost = self._failures(self._begin(everybody, partial(self._admit, first)))
-        lacking = self._plan(lost, first, before)
-        version = before if self.pushes_adapters and before else name
+            all_servers = range(len(self.servers))
+            failures = self._failures(self._begin(all_servers, partial(self._admit, is_first)))
+        servers_to_update = self._plan(failures, is_first, previous_version)
+        version = previous_version if self.pushes_adapters and previous_version else name
         weights = frozen_weights if self.pushes_adapters else full_weights
-        if lacking:
-            whole = self._counted(weights(self.actor))
+        if servers_to_update:
+            tensors = self._counted(weights(self.actor))
             try:
                 if self.strategy.is_rank_0():
-                    targets = [i for i in lacking if i not in lost]
-                    problem = self._send(whole, version, targets, lost)
+                    targets = [i for i in servers_to_update if i not in failures]
+                    problem = self._send(
+                        tensors,
+                        targets,
+                        failures,
+                        lambda transport, server: server.open_update(transport, version),
+                        lambda server: server.finish_update(version),
+                    )
             finally:
-                for _ in whole:  # collective: what rank 0 did not send is gathered all the same
+                for _ in tensors:  # collective: what rank 0 did not send is gathered all the same
                     pass
         if self.pushes_adapters:
             adapter = list(self._counted(adapter_weights(self.actor)))  # on every rank
             if self.strategy.is_rank_0() and problem is None:
-                problem = self._send_adapter(adapter, name, lost)
-        result = (problem, lost, version, name) if self.strategy.is_rank_0() else None
-        problem, lost, version, name = self.strategy.broadcast_object(result)
-        if first and lost:
-            problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(lost.values()))
+                # Servers go on with what they compute by the adapter before.
+                description = self.exporter.description()
+                problem = self._send(
+                    adapter,
+                    [i for i in range(len(self.servers)) if i not in failures],
+                    failures,
+                    lambda transport, server: transport.open(server),
+                    lambda server: server.serve_adapter(name, description),
+                    of_adapter=True,
+                )
+        outcome = (problem, failures, version, name) if self.strategy.is_rank_0() else None
+        problem, failures, version, name = self.strategy.broadcast_object(outcome)
+        if is_first and failures:
+            problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(failures.values()))
         if problem is not None:
             raise RolloutError(problem)
         self._has_base = True
         self.adapter = name if self.pushes_adapters else None
-        for i in self.lost.keys() - lost.keys():
+        for i in self.lost.keys() - failures.keys():
             logger.info("%s is used again: it has the present weights", self.servers[i].name)
         self.version = version
-        self.lost = {i: lost[i] for i in self.lost if i in lost}
-        self.lose(lost)
+        self.lost = {i: failures[i] for i in self.lost if i in failures}
+        self.lose(failures)
         self.check_any_left()
 
-    def _plan(self, lost: dict[int, str], first: bool, before: str | None) -> list[int]:
+    def _plan(
+        self, failures: dict[int, str], is_first: bool, previous_version: str | None
+    ) -> list[int]:
         """Return the servers that need whole weights; the first time also whether adapters travel alone. Collective then.
 
-        On rank 0, ``lost`` gets the servers that cannot take an adapter.
+        On rank 0, ``failures`` gets the servers that cannot take an adapter.
         """
-        everybody = list(range(len(self.servers)))
-        if not (self.asks_for_adapters if first else self.pushes_adapters):
-            return everybody
-        result = None
+        all_servers = list(range(len(self.servers)))
+        if not (self.asks_for_adapters if is_first else self.pushes_adapters):
+            return all_servers
+        outcome = None
         if self.strategy.is_rank_0():
-            obstacles = self._obstacles([i for i in everybody if i not in lost])
-            lacking = [
+            obstacles = self._obstacles([i for i in all_servers if i not in failures])
+            servers_to_update = [
                 i
-                for i in everybody
-                if i not in lost | obstacles
-                and not (self._has_base and self.servers[i].described["version"] == before)
+                for i in all_servers
+                if i not in failures | obstacles
+                and not (
+                    self._has_base and self.servers[i].described["version"] == previous_version
+                )
             ]
-            result = (obstacles, lacking)
-        obstacles, lacking = self.strategy.broadcast_object(result)
-        if first:
+            outcome = (obstacles, servers_to_update)
+        obstacles, servers_to_update = self.strategy.broadcast_object(outcome)
+        if is_first:
             obstacle, remedy = next(iter(obstacles.values()), (None, ""))
             requested = self.config.engine.vllm_lora_push
             self.pushes_adapters = pushes_adapters_alone(requested, obstacle, self.strategy, remedy)
-            return everybody
-        lost |= {i: "; ".join(filter(None, why)) for i, why in obstacles.items()}
-        return lacking
+            return all_servers
+        failures |= {i: "; ".join(filter(None, reasons)) for i, reasons in obstacles.items()}
+        return servers_to_update
 
-    def _obstacles(self, among: Iterable[int]) -> dict[int, tuple[str, str]]:
+    def _obstacles(self, indices: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Return, on rank 0, servers that cannot take adapters, why, and what would help ("": who knows)."""
-        rank = self.exporter.config.r
+        lora_rank = self.exporter.config.r
         obstacles = {}
-        for i in among:
+        weights = dict.fromkeys(adapter_names(self.hf_model))
+        for i in indices:
             server = self.servers[i]
-            names = (
-                name
-                for name, _ in self._named(((n, None) for n in adapter_names(self.hf_model)), [i])
-            )
+            names = [name for name, _ in self._named(weights.items(), [i])]
             try:
-                reason = server.adapter_obstacle(list(names), rank)
+                reason = server.adapter_obstacle(names, lora_rank)
             except RequestError as error:
                 obstacles[i] = str(error), ""
                 continue
             if reason:
-                obstacles[i] = f"{server.name}: {reason}", f"{_START} --lora_rank {rank}"
+                obstacles[i] = f"{server.name}: {reason}", f"{_START} --lora_rank {lora_rank}"
         return obstacles
 
     def _send(
         self,
-        weights: Iterator[tuple[str, Tensor]],
-        version: str,
+        weights: Iterable[tuple[str, Tensor]],
         targets: Sequence[int],
-        lost: dict[int, str],
+        failures: dict[int, str],
+        open_server: Callable[[WeightFiles | Broadcasts, VLLMServer], None],
+        finish: Callable[[VLLMServer], None],
+        of_adapter: bool = False,
     ) -> str | None:
-        """Return, on rank 0, why nothing could be brought to anybody, or None; ``lost`` gets those that failed, and why."""
+        """Send weights to servers in buckets, on rank 0. Return why nothing could be brought to anybody, or None.
+
+        ``failures`` gets the servers that failed, and why.
+        """
+
+        def on_each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in targets if i not in failures], step)
+
         problem = None
-
-        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
-            return self._begin([i for i in targets if i not in lost], step)
-
+        device = next(self.hf_model.parameters()).device
         try:
-            with self._transport() as way:
-                lost |= self._failures(each(partial(_open, way, version)))
-                self._travel(
-                    way, self._named(weights, [i for i in targets if i not in lost]), each, lost
-                )
-                lost |= self._failures(each(lambda server: server.finish_update(version)))
+            with closing(open_transport(self.config.engine, device)) as transport:
+                failures |= self._failures(on_each(partial(open_server, transport)))
+                under_way: dict[int, Future] = {}
+                opened = [i for i in targets if i not in failures]
+                for bucket in buckets(self._named(weights, opened)):
+                    packed = transport.pack(bucket)  # while the one before travels
+                    failures |= self._failures(under_way)
+                    under_way = on_each(
+                        partial(transport.send, packed=packed, of_adapter=of_adapter)
+                    )
+                failures |= self._failures(under_way)
+                failures |= self._failures(on_each(finish))
         except RolloutError as error:
             problem = str(error)
         paused = [i for i, server in enumerate(self.servers) if server.is_paused]
-        lost |= self._failures(self._begin(paused, VLLMServer.resume)) | lost
+        failures |= self._failures(self._begin(paused, VLLMServer.resume)) | failures
         return problem
 
-    def _send_adapter(
-        self,
-        adapter: Sequence[tuple[str, Tensor]],
-        name: str,
-        lost: dict[int, str],
-    ) -> str | None:
-        """Send an adapter as :meth:`_send` does, to all servers. They go on with what they compute by the adapter before."""
-
-        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
-            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
-
-        described = self.exporter.description()
-        reached = [i for i in range(len(self.servers)) if i not in lost]
-        try:
-            with self._transport() as way:
-                lost |= self._failures(each(way.open))
-                self._travel(way, self._named(iter(adapter), reached), each, lost, of_adapter=True)
-                lost |= self._failures(each(lambda server: server.serve_adapter(name, described)))
-        except RolloutError as error:
-            return str(error)
-        return None
-
-    def _transport(self) -> Any:
-        device = next(self.hf_model.parameters()).device
-        return closing(open_transport(self.config.engine, device))
-
-    def _travel(
-        self,
-        way: WeightFiles | Broadcasts,
-        weights: Iterator[tuple[str, Tensor]],
-        each: Callable[[Callable[[VLLMServer], object]], dict[int, Future]],
-        lost: dict[int, str],
-        **how: bool,
-    ) -> None:
-        """Send weights to each server in buckets."""
-        under_way: dict[int, Future] = {}
-        for bucket in buckets(weights):  # gathered while the one before travels
-            packed = way.pack(bucket)
-            lost |= self._failures(under_way)
-            under_way = each(partial(way.send, packed=packed, **how))
-        lost |= self._failures(under_way)
-
-    def _admit(self, first: bool, server: VLLMServer) -> None:
+    def _admit(self, is_first: bool, server: VLLMServer) -> None:
         """Raise RequestError where a server cannot sample for the actor."""
         seconds = 0.0
-        if first:  # the other ranks wait meanwhile
+        if is_first:  # the other ranks wait meanwhile
             seconds = min(START_SECONDS, 30 * self.config.strategy.dist_timeout)
-        patience = {
+        retry_options = {
             "stop": stop_after_delay(seconds),
             "wait": wait_fixed(min(_START_TRY_SECONDS, seconds)),
         }
         try:
-            Retrying(retry=retry_if_exception_type(UnreachableError), reraise=True, **patience)(
-                server.admit
-            )
+            Retrying(
+                retry=retry_if_exception_type(UnreachableError), reraise=True, **retry_options
+            )(server.admit)
         except UnreachableError as error:
-            if first:
+            if is_first:
                 advice = f"waited {seconds:g} s: {_START}, and look at its output"
                 raise RequestError(f"{error}; {advice}") from None
             raise
-        served = server.described
+        description = server.described
         longest = longest_sequence(self.config)
-        shape = served["architecture"]
-        wanted = architecture(self.hf_model.config)
-        if odd := [
-            f"{name} {shape.get(name)} for {value}"
-            for name, value in wanted.items()
-            if shape.get(name) != value
+        served_architecture = description["architecture"]
+        expected = architecture(self.hf_model.config)
+        if differences := [
+            f"{name} {served_architecture.get(name)} for {value}"
+            for name, value in expected.items()
+            if served_architecture.get(name) != value
         ]:
             raise RequestError(
-                f"{server.name} serves {served['model']}, which is not the model of --pretrain "
-                f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
+                f"{server.name} serves {description['model']}, which is not the model of --pretrain "
+                f"{self.config.model.pretrain}: {', '.join(differences)}; start it with that model"
             )
-        if served["towers"] and find_whole(self.actor) is None:
+        if description["towers"] and find_whole(self.actor) is None:
             raise RequestError(
-                f"{server.name} serves {served['model']}, which has an image or audio tower; the model of --pretrain "
+                f"{server.name} serves {description['model']}, which has an image or audio tower; the model of --pretrain "
                 f"{self.config.model.pretrain} has none: start the server with that model"
             )
-        if served["max_model_len"] < longest:
+        if description["max_model_len"] < longest:
             raise RequestError(
-                f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
+                f"{server.name} takes {description['max_model_len']} tokens, prompt and response may have {longest}: "
                 f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
             )
-        if first:
-            server.dtype = served["dtype"]
+        if is_first:
+            server.dtype = description["dtype"]
             if server.dtype != self.dtype:
                 message = "%s computes in %s, the actor in %s: log probs will differ"
                 logger.warning(message, server.name, server.dtype, self.dtype)
-        elif served["dtype"] != server.dtype:
+        elif description["dtype"] != server.dtype:
             raise RequestError(
-                f"{server.name} computes in {served['dtype']}, in {server.dtype} when the run started: start it with "
+                f"{server.name} computes in {description['dtype']}, in {server.dtype} when the run started: start it with "
                 f"--dtype {server.dtype}"
             )
 
     def _named(
-        self, weights: Iterator[tuple[str, Any]], opened: list[int]
-    ) -> Iterator[tuple[str, Any]]:
+        self, weights: Iterable[tuple[str, Any]], opened: Sequence[int]
+    ) -> Iterable[tuple[str, Any]]:
         """Name weights by what the servers serve: of the language model alone, or of a checkpoint with towers.
 
         A RolloutError where they do not all serve the same: each bucket is packed once.
@@ -479,23 +492,23 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _begin(
         self,
-        among: Iterable[int],
+        indices: Iterable[int],
         step: Callable[[VLLMServer], object],
     ) -> dict[int, Future]:
         """Have several servers do something at the same time, in threads that do not keep a process from ending."""
-        return {i: thread(step)(self.servers[i]) for i in among}
+        return {i: thread(step)(self.servers[i]) for i in indices}
 
-    def _failures(self, begun: Mapping[int, Future]) -> dict[int, str]:
+    def _failures(self, futures: Mapping[int, Future]) -> dict[int, str]:
         """Wait; return which servers failed and why."""
         failures = {}
-        for i, future in begun.items():
+        for i, future in futures.items():
             try:
                 future.result()
             except RequestError as error:
                 failures[i] = str(error)
             except (RuntimeError, TimeoutError) as error:  # of torch.distributed
-                text = str(error).partition("\n")[0] or type(error).__name__
-                failures[i] = f"{self.servers[i].name}: the weights did not get there: {text}"
+                message = str(error).partition("\n")[0] or type(error).__name__
+                failures[i] = f"{self.servers[i].name}: the weights did not get there: {message}"
         return failures
 
     def differing_weights(self) -> tuple[list[str], list[str]]:
@@ -533,22 +546,15 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def _tell(self, route: str) -> None:
         """Have rank 0 tell every live server; those that fail are lost. Collective."""
         if self.strategy.is_rank_0():
-            begun = self._begin(self.live, lambda server: server.post(route))
+            futures = self._begin(self.live, lambda server: server.post(route))
         else:
-            begun = {}
-        self.lose(self.strategy.broadcast_object(self._failures(begun)))
+            futures = {}
+        self.lose(self.strategy.broadcast_object(self._failures(futures)))
 
     def close(self) -> None:
         """End the connections; the servers go on. It may be called again."""
         for server in self.servers:
             server.close()
-
-
-def _open(way: WeightFiles | Broadcasts, version: str, server: VLLMServer) -> None:
-    """Have a server wait for weights."""
-    server.pause()
-    way.open(server, version=version)
-    server.post("/start_weight_update")
 
 
 class _Conversations:
@@ -557,22 +563,21 @@ class _Conversations:
     def __init__(self, engine: VLLMServerRolloutEngine, requests: Requests) -> None:
         self.engine = engine
         self.requests = requests
-        self.vocab_size = vocab_size_of(engine.hf_model)
         self.server_of: dict[tuple[int, int], int] = {}  # conversation → where it is
         self.under_way: dict[int, int] = dict.fromkeys(engine.live, 0)  # server → turns
-        self.answers: queue.SimpleQueue[tuple[int, Turn, Future]] = queue.SimpleQueue()
+        self.answers: Answers = queue.SimpleQueue()
 
     def run(self, turns: TurnSource) -> None:
         """Run until no more turns come."""
         self.engine.check_any_left()
         waiting: deque[Turn] = deque()
-        came: list[Turn] | None = []
-        while came is not None or waiting or any(self.under_way.values()):
+        new_turns: list[Turn] | None = []
+        while new_turns is not None or waiting or any(self.under_way.values()):
             heartbeat.beat()
-            idle = not waiting and not any(self.under_way.values())
-            if came is not None:
-                came = turns.take(wait=idle)
-                waiting.extend(came or ())
+            is_idle = not waiting and not any(self.under_way.values())
+            if new_turns is not None:
+                new_turns = turns.take(wait=is_idle)
+                waiting.extend(new_turns or ())
             for _ in range(len(waiting)):
                 turn = waiting.popleft()
                 if not self._begin(turn):
@@ -590,11 +595,7 @@ class _Conversations:
             return False
         self.server_of[key] = server
         self.under_way[server] += 1
-        token_ids, parameters = self.requests.of_turn(turn)
-        complete = self.engine.servers[server].complete
-        weights = (self.engine.version, self.engine.adapter)
-        answer = thread(complete)(parameters, token_ids, self.vocab_size, *weights)
-        answer.add_done_callback(lambda answer: self.answers.put((server, turn, answer)))
+        self.engine.begin_request(server, turn, self.requests.of_turn(turn), self.answers)
         return True
 
     def _bring(self, turns: TurnSource) -> list[Turn]:
@@ -604,20 +605,15 @@ class _Conversations:
         except queue.Empty:
             return []
         self.under_way[server] -= 1
-        try:
-            completion = answer.result()
-        except RefusedError as error:
-            raise RolloutError(str(error)) from None
-        except RequestError as error:
-            self.engine.lose({server: str(error)})
-            self.engine.check_any_left()
+        completion = self.engine.completion_of(server, answer)
+        if completion is None:
             return [turn]
         turns.ended(turn, self.requests.rollout_of(turn.prompt, turn.sample_index, *completion))
         return []
 
 
 class VLLMServer:
-    """What one server is asked; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
+    """Ask one server; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
 
     A completion that fails in a way that may pass is tried again, but not after a time-out.
     """
@@ -696,21 +692,23 @@ class VLLMServer:
         if adapter is not None:
             body["model"] = adapter
             route += f"?adapter={adapter}"
-        other = f"{self.name} has other weights than were pushed: was it started anew?"
+        other_weights = f"{self.name} has other weights than were pushed: was it started anew?"
         try:
             completion, versions = self._ask(self._client, route, body, read=read)
         except RefusedError as error:
             if adapter is not None and error.status == 404:  # it does not know the adapter
-                raise RequestError(other) from None
+                raise RequestError(other_weights) from None
             raise
         if versions != {version}:
-            raise RequestError(other)
+            raise RequestError(other_weights)
         return completion
 
-    def pause(self) -> None:
-        """Abort what it computes and empty its caches."""
+    def open_update(self, transport: WeightFiles | Broadcasts, version: str) -> None:
+        """Abort what it computes, empty its caches, and have it wait for weights."""
         self.post("/pause?mode=abort")
         self.is_paused = True
+        transport.open(self, version=version)
+        self.post("/start_weight_update")
 
     def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
         """Take one step of a push; its workers say what went wrong, since the route cannot."""
@@ -718,7 +716,7 @@ class VLLMServer:
         self._check(route, self._rpc("lightppo_problem", []))
 
     def _check(self, step: str, answers: Iterable[Mapping[str, Any]]) -> None:
-        problems = [one["problem"] for one in answers if one.get("problem")]
+        problems = [answer["problem"] for answer in answers if answer.get("problem")]
         if problems:
             raise RequestError(f"{self.name}: {step}: {self._control.clean(problems[0])}")
 
@@ -741,10 +739,12 @@ class VLLMServer:
         self._check(ADAPTERS, [self.post(ADAPTERS, {"name": name})])
 
     def finish_update(self, version: str) -> None:
+        """Have it use the weights that have come."""
         self.push_step("/finish_weight_update")
         self.post("/update_weight_version", {"new_version": version})
 
     def resume(self) -> None:
+        """Have it take requests again."""
         self.post("/resume", timeout=_QUICK_SECONDS)
         self.is_paused = False
 
@@ -752,7 +752,7 @@ class VLLMServer:
         """Return :func:`~lightppo.rollout.vllm.worker.engine_fingerprints` of its one worker."""
         (answer,) = self._rpc("lightppo_fingerprints", [])
         contents = {
-            name: bytearray(base64.b64decode(text)) for name, text in answer["prints"].items()
+            name: bytearray(base64.b64decode(encoded)) for name, encoded in answer["prints"].items()
         }
         prints = {
             name: torch.frombuffer(content, dtype=torch.float32)
@@ -778,8 +778,8 @@ class VLLMServer:
         """Return one answer of each worker."""
 
         def read(answer: dict[str, Any]) -> list[dict[str, Any]]:
-            first, *others = (dict(one) for one in answer["results"])
-            return [first, *others]
+            first_result, *further_results = (dict(result) for result in answer["results"])
+            return [first_result, *further_results]
 
         return self.post("/collective_rpc", {"method": method, "args": arguments}, read=read)
 

@@ -62,7 +62,7 @@ def server_command(
         )
     import torch
 
-    given = {
+    given_options = {
         text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")
     }
     defaults = {"--uvicorn-log-level": "warning"}
@@ -72,10 +72,14 @@ def server_command(
         defaults |= {"--kv-cache-memory-bytes": str(_CPU_KV_CACHE_BYTES), "--enforce-eager": ""}
         defaults |= {"--no-enable-chunked-prefill": ""}
     if lora_rank:
-        size = slot_rank(lora_rank)
-        if size is None:
+        lora_slot_rank = slot_rank(lora_rank)
+        if lora_slot_rank is None:
             raise ValueError(f"--lora_rank {lora_rank}: vLLM takes no adapters of that rank")
-        defaults |= {"--enable-lora": "", "--max-lora-rank": str(size), "--max-loras": str(SLOTS)}
+        defaults |= {
+            "--enable-lora": "",
+            "--max-lora-rank": str(lora_slot_rank),
+            "--max-loras": str(SLOTS),
+        }
     options = {
         "--model": model,
         "--host": host,
@@ -85,23 +89,23 @@ def server_command(
         "--middleware": "lightppo.rollout.vllm.serving.KeyGate",
         "--enable-scale-out": "",  # the route that tells which weights a response is of
         "--generation-config": "vllm",
-    } | {name: value for name, value in defaults.items() if name not in given}
-    words = [word for name, value in options.items() for word in (name, value) if word]
-    return [sys.executable, "-m", "lightppo.rollout.vllm.serving", *words, *engine_options]
+    } | {name: value for name, value in defaults.items() if name not in given_options}
+    option_words = [word for name, value in options.items() for word in (name, value) if word]
+    return [sys.executable, "-m", "lightppo.rollout.vllm.serving", *option_words, *engine_options]
 
 
 def server_environment(key: str | None) -> dict[str, str]:
     """Return the environment of a server: this one's, with the routes that take weights, and the key that clients need."""
     environment = {"VLLM_NO_USAGE_STATS": "1"} | {
-        k: value for k, value in os.environ.items() if k != KEY_VARIABLE
+        variable: value for variable, value in os.environ.items() if variable != KEY_VARIABLE
     }
     # The workers import lightppo, which need not be installed.
-    paths = [str(Path(lightppo.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    python_paths = [str(Path(lightppo.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
         # its sampler cannot be given another definition of log probs
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": os.pathsep.join(filter(None, python_paths)),
     }
     return environment | ({} if key is None else {KEY_VARIABLE: key})
 
@@ -113,18 +117,18 @@ def socket_folder() -> Iterator[Path]:
     It is locked by this process and by those that are forked from it: what killed servers left is not, and is removed.
     A ValueError says that the path is too long for sockets.
     """
-    root = Path(os.environ.get(_SOCKETS) or tempfile.gettempdir()).resolve()
-    for left in root.glob(f"{_PREFIX}*"):
+    parent_folder = Path(os.environ.get(_SOCKETS) or tempfile.gettempdir()).resolve()
+    for stale_folder in parent_folder.glob(f"{_PREFIX}*"):
         with (
             suppress(OSError),
-            _locked(left, os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_NB) as lock,
+            _locked(stale_folder, os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_NB) as lock,
         ):
             if os.fstat(lock).st_uid == os.getuid():
-                _remove(left)
+                _remove(stale_folder)
     # It gets the name that others look for when it is locked.
-    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
-    with _locked(hidden):
-        folder = hidden.rename(hidden.with_name(hidden.name[1:]))
+    hidden_folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent_folder))
+    with _locked(hidden_folder):
+        folder = hidden_folder.rename(hidden_folder.with_name(hidden_folder.name[1:]))
         try:
             if len(os.fsencode(folder)) > _LONGEST_FOLDER:
                 raise ValueError(
@@ -138,22 +142,22 @@ def socket_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(folder: Path, flags: int = 0, how: int = 0) -> Iterator[int]:
+def _locked(folder: Path, flags: int = 0, operation: int = 0) -> Iterator[int]:
     """Lock a folder; OSError where it is gone, another user's, or in use."""
-    lock = os.open(folder, os.O_RDONLY | flags)
+    descriptor = os.open(folder, os.O_RDONLY | flags)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | how)
-        yield lock
+        fcntl.flock(descriptor, fcntl.LOCK_EX | operation)
+        yield descriptor
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:
     """Remove a folder, and what workers on a CPU that share a model have left in shared memory: it is named after the
     file by which they met."""
     for path in folder.glob("vllm_dist_*"):
-        for left in SHARED_MEMORY.glob(f"{path.name}-*"):
-            left.unlink(missing_ok=True)
+        for shared_file in SHARED_MEMORY.glob(f"{path.name}-*"):
+            shared_file.unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 

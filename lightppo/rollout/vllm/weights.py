@@ -83,15 +83,17 @@ def adapter_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
     adapters = find_adapters(model)
-    own = [
+    adapter_tensors = [
         (name, tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
         if adapters.is_adapter_weight(name)
     ]
-    for group in _together(own, lambda pair: full_shape(pair[1]).numel(), GATHERED_NUMEL):
+    for group in _grouped(
+        adapter_tensors, lambda pair: full_shape(pair[1]).numel(), GATHERED_NUMEL
+    ):
         tensors = dict(group)
-        whole = _gathered_copies(tensors) if sharded else tensors
-        for name, tensor in adapters.alone(whole).items():
+        whole_tensors = _gathered_copies(tensors) if sharded else tensors
+        for name, tensor in adapters.alone(whole_tensors).items():
             yield name, tensor.detach()
 
 
@@ -107,55 +109,55 @@ def _weights(
     prepared: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield weights; ``prepared`` makes weights of the checkpoint from those of whole layers; None: they are these."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
-    convert = _checkpoint_names(model)
-    layer_of = _layer_of if adapters is None else adapters.layer_of
+    layer_of = adapters.layer_of if adapters else lambda name: name.rpartition(".")[0]
     # every name of a tied weight
     modules = itertools.groupby(
         model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0])
     )
-    parts = [list(tensors) for _, tensors in modules]
-    for group in _together(
-        parts, lambda part: sum(full_shape(one).numel() for _, one in part), GATHERED_NUMEL
+    tensors_of_modules = [list(tensors) for _, tensors in modules]
+    for group in _grouped(
+        tensors_of_modules,
+        lambda module_tensors: sum(full_shape(weight).numel() for _, weight in module_tensors),
+        GATHERED_NUMEL,
     ):
         tensors = dict(itertools.chain.from_iterable(group))
         if sharded:
-            whole = _gathered_copies(tensors)
+            whole_tensors = _gathered_copies(tensors)
         else:
-            whole = {name: tensor.detach() for name, tensor in tensors.items()}
-        yield from convert(whole if prepared is None else prepared(whole)).items()
+            whole_tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        prepared_weights = whole_tensors if prepared is None else prepared(whole_tensors)
+        # names and shapes of checkpoints, which differ where transformers fuses experts, for example
+        yield from revert_weight_conversion(model, prepared_weights).items()
 
 
 def whole_names(actor: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield :func:`full_weights` by the names of the checkpoint with towers that the actor is a part of. Collective."""
-    whole = find_whole(actor)
+    whole_checkpoint = find_whole(actor)
     for name, tensor in weights:
-        yield whole.name_of(name), tensor
+        yield whole_checkpoint.name_of(name), tensor
 
 
-def _layer_of(name: str) -> str:
-    """Return the module of a parameter."""
-    return name.rpartition(".")[0]
-
-
-def _together(
-    parts: Iterable[T],
+def _grouped(
+    items: Iterable[T],
     size: Callable[[T], int],
     limit: int,
 ) -> Iterator[list[T]]:
     """Yield parts in their order, as many as the limit allows, one at least."""
-    held: list[T] = []
-    total = 0
-    for part in parts:
-        if held and total + size(part) > limit:
-            yield held
-            held = []
-            total = 0
-        held.append(part)
-        total += size(part)
-    if held:
-        yield held
+    group: list[T] = []
+    group_size = 0
+    for item in items:
+        if group and group_size + size(item) > limit:
+            yield group
+            group = []
+            group_size = 0
+        group.append(item)
+        group_size += size(item)
+    if group:
+        yield group
 
 
 def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -168,17 +170,10 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies[id(tensor)] for name, tensor in group.items()}
 
 
-def _checkpoint_names(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Map names and shapes in memory to those of checkpoints (transformers fuses experts, for example)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return partial(revert_weight_conversion, model)
-
-
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
     """Return weights in their order, ``BUCKET_BYTES`` together."""
     detached = ((name, tensor.detach()) for name, tensor in weights)
-    return _together(detached, lambda pair: pair[1].nbytes, BUCKET_BYTES)
+    return _grouped(detached, lambda pair: pair[1].nbytes, BUCKET_BYTES)
 
 
 _SHAPES = (
@@ -189,17 +184,17 @@ _SHAPES = (
 
 def architecture(config: Any) -> dict[str, Any]:
     """Return what two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
-    text = config.get_text_config(decoder=True)
-    return {name: value for name in _SHAPES if (value := widest(text, name)) is not None}
+    text_config = config.get_text_config(decoder=True)
+    return {name: value for name in _SHAPES if (value := widest(text_config, name)) is not None}
 
 
 def widest(text_config: Any, name: str) -> Any:
     """Return an entry of a config, its largest value where layers differ (Gemma 4's heads); None: it has none."""
     values = text_config.to_dict()
-    layers = (values.get("per_layer_config") or {}).values()
+    layer_configs = (values.get("per_layer_config") or {}).values()
     # such an entry cannot be read as an attribute
-    if own := [layer[name] for layer in layers if name in layer]:
-        return max([*own, values[name]])
+    if layer_values := [layer[name] for layer in layer_configs if name in layer]:
+        return max([*layer_values, values[name]])
     return getattr(text_config, name, None)
 
 
@@ -223,14 +218,14 @@ def open_transport(engine: EngineConfig, device: torch.device) -> WeightFiles | 
 class WeightFiles:
     """safetensors files, one per bucket, that this user alone can read; "auto" is memory with room for two buckets."""
 
-    def __init__(self, where: str, shared_folder: str | None) -> None:
-        self._where = where
+    def __init__(self, location: str, shared_folder: str | None) -> None:
+        self._where = location
         self._paths = []
         self._numbers = itertools.count()
         has_room = (
             SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
         )
-        in_memory = where == "shm" or (where == "auto" and has_room)
+        in_memory = location == "shm" or (location == "auto" and has_room)
         self._root = SHARED_MEMORY if in_memory else Path(shared_folder or tempfile.gettempdir())
         try:
             _remove_stale(self._root)
@@ -276,10 +271,10 @@ class WeightFiles:
 def _remove_stale(root: Path) -> None:
     """Remove what runs left that were killed in a push: it may be gigabytes of memory."""
     for folder in root.glob(f"{_FOLDER}*"):
-        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        process_id = folder.name.removeprefix(_FOLDER).partition("-")[0]
         with suppress(OSError):  # gone meanwhile, or another user's
-            old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
-            if old and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            is_old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
+            if is_old and process_id.isdigit() and not psutil.pid_exists(int(process_id)):
                 shutil.rmtree(folder)
 
 
@@ -296,25 +291,27 @@ class Broadcasts:
         self._device = device
         self._groups: dict[Any, GlooGroup | NCCLGroup] = {}
 
-    def open(self, server: Any, **more: Any) -> None:
+    def open(self, server: Any, **further: Any) -> None:
         gpus = [gpu_of(self._device), *server.gpus]
         size = len(server.gpus) + 1
-        info = {"size": size, "seconds": self._seconds, **more}
+        message = {"size": size, "seconds": self._seconds, **further}
         if None not in gpus and len(set(gpus)) == size and importlib.util.find_spec("vllm"):
-            info |= {"transport": "nccl", "id": NCCLGroup.new_id()}
-            join = partial(NCCLGroup, info, 0, self._device)
+            message |= {"transport": "nccl", "id": NCCLGroup.new_id()}
+            join_group = partial(NCCLGroup, message, 0, self._device)
         else:
             listener = self._listen()
-            place = {"address": self._address, "port": listener.getsockname()[1]}
+            store_address = {"address": self._address, "port": listener.getsockname()[1]}
             # by its number alone the store would listen on every address; torch 2.6's libuv takes no such listener
             listens = {"master_listen_fd": listener.detach(), "use_libuv": False}
-            store = _store(place, self._seconds, is_master=True, wait_for_workers=False, **listens)
-            info |= {"transport": "gloo", **place, "key": secrets.token_hex(16)}
-            join = partial(GlooGroup, store, info, 0, self._address)
+            store = _store(
+                store_address, self._seconds, is_master=True, wait_for_workers=False, **listens
+            )
+            message |= {"transport": "gloo", **store_address, "key": secrets.token_hex(16)}
+            join_group = partial(GlooGroup, store, message, 0, self._address)
         # both ends wait for each other; if the server fails, gloo's ends at its time-out
-        joined = thread(join)()
-        server.push_step("/init_weight_transfer_engine", {"init_info": info})
-        self._groups[server] = joined.result(_CONNECT_SECONDS)
+        joining = thread(join_group)()
+        server.push_step("/init_weight_transfer_engine", {"init_info": message})
+        self._groups[server] = joining.result(_CONNECT_SECONDS)
 
     def _listen(self) -> socket.socket:
         try:
@@ -349,7 +346,7 @@ class Broadcasts:
 
 
 class BroadcastGroup:
-    """What both kinds of group share: ``begin`` and ``wait`` are theirs."""
+    """Share what both kinds of group do; ``begin`` and ``wait`` are in the subclasses."""
 
     device: torch.device | str = "cpu"  # where they send from, and receive
 
@@ -373,7 +370,7 @@ class BroadcastGroup:
 
 
 class GlooGroup(BroadcastGroup):
-    """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
+    """Broadcast from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
     connection or a time-out is a RuntimeError. ``message`` is what :meth:`Broadcasts.open` tells the server.
@@ -389,9 +386,11 @@ class GlooGroup(BroadcastGroup):
         key = message["key"]
         size = message["size"]
         store.set(str(rank), _proof(key, rank))
-        for other in range(size):
-            if not hmac.compare_digest(store.get(str(other)), _proof(key, other).encode()):
-                raise RuntimeError(f"member {other} of the group came with the key of another push")
+        for member in range(size):
+            if not hmac.compare_digest(store.get(str(member)), _proof(key, member).encode()):
+                raise RuntimeError(
+                    f"member {member} of the group came with the key of another push"
+                )
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, message["seconds"]))
@@ -408,8 +407,8 @@ class GlooGroup(BroadcastGroup):
         with socket.socket(_family(message["address"]), socket.SOCK_DGRAM) as sock:
             # sends nothing; tells this machine's address on the way
             sock.connect((message["address"], message["port"]))
-            own = sock.getsockname()[0]
-        return cls(store, message, rank, own)
+            own_address = sock.getsockname()[0]
+        return cls(store, message, rank, own_address)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Begin to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
@@ -428,16 +427,16 @@ class GlooGroup(BroadcastGroup):
 
     def close(self) -> None:
         """End the group without waiting for what is under way."""
-        held = [self._group, self._under_way]
+        references = [self._group, self._under_way]
         is_hanging = not all(work.is_completed() for work, _ in self._under_way)
         self._group = None
         self._under_way = []
         if is_hanging:  # gloo's end waits for its operations, which end at their time-outs
-            threading.Thread(target=held.clear, name="weight-group", daemon=True).start()
+            threading.Thread(target=references.clear, name="weight-group", daemon=True).start()
 
 
 class NCCLGroup(BroadcastGroup):
-    """The same by vLLM's NCCL communicator, from GPU to GPU. ``message`` is what :meth:`Broadcasts.open` tells the server.
+    """Broadcast by vLLM's NCCL communicator, from GPU to GPU. ``message`` is what :meth:`Broadcasts.open` tells the server.
 
     NCCL has no time-outs: whoever calls ``begin`` need not wait for the others, and ``close`` ends what hangs.
     """
@@ -497,9 +496,11 @@ def gpu_of(device: torch.device) -> str | None:
     return None
 
 
-def _store(place: dict[str, Any], seconds: float, **options: Any) -> Any:
-    limit = timedelta(seconds=min(_CONNECT_SECONDS, seconds))
-    return distributed.TCPStore(place["address"], place["port"], timeout=limit, **options)
+def _store(store_address: dict[str, Any], seconds: float, **options: Any) -> Any:
+    timeout = timedelta(seconds=min(_CONNECT_SECONDS, seconds))
+    return distributed.TCPStore(
+        store_address["address"], store_address["port"], timeout=timeout, **options
+    )
 
 
 def _proof(key: str, rank: int) -> str:
@@ -525,14 +526,14 @@ def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tup
 
     A matrix comes with x W too: some models (GPT-2) have their linear layers the other way round in the checkpoint.
     """
-    prints = {}
+    fingerprints = {}
     for name, weight in weights:
         weight = weight.detach().float()
         matrices = (weight, weight.T) if weight.dim() == 2 else ()
-        prints[name] = tuple((m @ probe_vector(m.shape[-1], m.device)).cpu() for m in matrices) or (
-            weight.cpu(),
-        )
-    return prints
+        fingerprints[name] = tuple(
+            (matrix @ probe_vector(matrix.shape[-1], matrix.device)).cpu() for matrix in matrices
+        ) or (weight.cpu(),)
+    return fingerprints
 
 
 def differing_weights(
@@ -547,26 +548,34 @@ def differing_weights(
     the layers it is made of, in their order; ``dtype``: the type that the engine computes in.
     """
     tolerance = _TOLERANCES[dtype]
-    parts: dict[str, Tensor] = dict(engine)
+    engine_values: dict[str, Tensor] = dict(engine)
     for name, value in engine.items():
         module, _, kind = name.rpartition(".")
         parent, _, leaf = module.rpartition(".")
-        names = [f"{parent}.{part}.{kind}" for part in packed.get(leaf, [])]
-        sizes = [trainer[n][0].shape[0] if n in trainer else -1 for n in names]
+        names = [f"{parent}.{part_name}.{kind}" for part_name in packed.get(leaf, [])]
+        sizes = [
+            trainer[name_of_part][0].shape[0] if name_of_part in trainer else -1
+            for name_of_part in names
+        ]
         if names and min(sizes) > 0 and sum(sizes) == value.shape[0]:
-            parts.update(zip(names, value.split(sizes)))
+            engine_values.update(zip(names, value.split(sizes)))
     differing = []
     unknown = []
     for name, expected in trainer.items():
         # of the same shape, or of a vocabulary that vLLM padded
         comparable = [
-            e
-            for e in expected
-            if name in parts and parts[name].shape[1:] == e.shape[1:] and len(parts[name]) >= len(e)
+            candidate
+            for candidate in expected
+            if name in engine_values
+            and engine_values[name].shape[1:] == candidate.shape[1:]
+            and len(engine_values[name]) >= len(candidate)
         ]
         if not comparable:
             unknown.append(name)
-        elif not any(_close(parts[name][: len(e)], e, tolerance) for e in comparable):
+        elif not any(
+            _close(engine_values[name][: len(candidate)], candidate, tolerance)
+            for candidate in comparable
+        ):
             differing.append(name)
     return differing, unknown
 

@@ -45,7 +45,7 @@ _WRAPPED = ".base_layer."  # in the names of layers that may have adapters
 
 
 class RecordingSampler(Sampler):
-    """Records log softmax(logits / temperature) over the valid vocabulary, before every filter, as training needs it.
+    """Record log softmax(logits / temperature) over the valid vocabulary, before every filter, as training needs it.
 
     vLLM's own log probs are either of the raw logits (no temperature) or of the filtered distribution. Ids from
     ``valid_vocab_size`` on are never sampled, log probs are over ``log_prob_vocab_size`` ids; None: all.
@@ -67,13 +67,13 @@ class RecordingSampler(Sampler):
         self,
         logits: Tensor,
         sampling_metadata: Any,
-        *args: Any,
-        **kwargs: Any,
+        *further_arguments: Any,
+        **options: Any,
     ) -> Any:
         if self.log_prob_vocab_size is not None:
             logits[:, self.log_prob_vocab_size :] = -torch.inf  # (B, V), made anew in every step
         self._temperature = sampling_metadata.temperature  # (B,), None where all rows are greedy
-        output = super().forward(logits, sampling_metadata, *args, **kwargs)
+        output = super().forward(logits, sampling_metadata, *further_arguments, **options)
         if output.logprobs_tensors is not None:
             output.logprobs_tensors.logprobs.masked_fill_(self._undrawable.unsqueeze(1), torch.nan)
         return output
@@ -89,12 +89,12 @@ class RecordingSampler(Sampler):
     def apply_logits_processors(
         self,
         logits: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        *further_arguments: Any,
+        **options: Any,
     ) -> Tensor:
         if self.valid_vocab_size is not None:
             logits[:, self.valid_vocab_size :] = -torch.inf
-        logits = super().apply_logits_processors(logits, *args, **kwargs)
+        logits = super().apply_logits_processors(logits, *further_arguments, **options)
         highest = logits.amax(dim=-1)
         self._undrawable = highest.isnan() | highest.isinf()  # NaN logits, +inf, or every id banned
         return logits
@@ -107,13 +107,13 @@ def install_sampler(
 ) -> None:
     """Put a :class:`RecordingSampler` into a worker of vLLM; a RuntimeError where this vLLM samples in another way."""
     runner = worker.model_runner
-    old = getattr(runner, "sampler", None)
-    if type(old) is not Sampler and not isinstance(old, RecordingSampler):
+    previous_sampler = getattr(runner, "sampler", None)
+    if type(previous_sampler) is not Sampler and not isinstance(previous_sampler, RecordingSampler):
         raise RuntimeError(
-            f"this vLLM samples by {type(old).__module__}.{type(old).__name__}, whose log probs cannot be those of "
-            "the trainer: unset VLLM_USE_V2_MODEL_RUNNER, or use another version of vLLM"
+            f"this vLLM samples by {type(previous_sampler).__module__}.{type(previous_sampler).__name__}, whose log probs "
+            "cannot be those of the trainer: unset VLLM_USE_V2_MODEL_RUNNER, or use another version of vLLM"
         )
-    options = {"use_fp64_gumbel": getattr(old, "use_fp64_gumbel", False)}
+    options = {"use_fp64_gumbel": getattr(previous_sampler, "use_fp64_gumbel", False)}
     runner.sampler = RecordingSampler(valid_vocab_size, log_prob_vocab_size, **options)
 
 
@@ -142,7 +142,7 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
 
 
 class Reload:
-    """Replaces a model's weights by a checkpoint's, in place and layer by layer: ``load_weights`` alone is wrong on a
+    """Replace a model's weights by a checkpoint's, in place and layer by layer: ``load_weights`` alone is wrong on a
     live model, because vLLM may have packed its linear layers in another form."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -172,18 +172,18 @@ class Reload:
 
     def _pushed_names(self) -> set[str]:
         """Return the names of parameters that weights go into, as the whole model calls them."""
-        own = {id(parameter) for parameter in self._part.parameters()}
+        part_parameters = {id(parameter) for parameter in self._part.parameters()}
         return {
             name.replace(_WRAPPED, ".")
             for name, parameter in self._model.named_parameters()
-            if id(parameter) in own
+            if id(parameter) in part_parameters
         }
 
     def _names_of_the_same(self) -> dict[str, str]:
         """Map a parameter's name to its first name; a layer of shared experts has several."""
-        first = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        first_names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         return {
-            name.replace(_WRAPPED, "."): first[id(parameter)].replace(_WRAPPED, ".")
+            name.replace(_WRAPPED, "."): first_names[id(parameter)].replace(_WRAPPED, ".")
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
         }
 
@@ -400,32 +400,30 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
     if has_towers(config.hf_config):
         model = model.get_language_model()
     device = next(model.parameters()).device
-    prints: dict[str, Tensor] = {}
-    for inner, module in model.named_modules(remove_duplicate=False):
-        name = f"{inner}.".replace(_WRAPPED, ".").removesuffix(".")
-        own = dict(module.named_parameters(recurse=False))
+    fingerprints: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        name = f"{module_name}.".replace(_WRAPPED, ".").removesuffix(".")
+        parameters = dict(module.named_parameters(recurse=False))
         method = getattr(module, "quant_method", None)
         # a convolution's weight may be in a linear layer that is never called
-        is_kernel = "weight" in own and own["weight"].dim() == 3
+        is_kernel = "weight" in parameters and parameters["weight"].dim() == 3
         is_linear = isinstance(module, (LinearBase, ParallelLMHead)) and not is_kernel
         if method is not None and is_linear:
             width = module.input_size if isinstance(module, LinearBase) else module.embedding_dim
-            prints[f"{name}.weight"] = method.apply(
+            fingerprints[f"{name}.weight"] = method.apply(
                 module, probe_vector(width, device).to(dtype)[None], None
             )[0]
-            own.pop("weight", None)
-        for key, weight in own.items():
+            parameters.pop("weight", None)
+        for parameter_name, weight in parameters.items():
             weight = weight.detach().float()
-            if weight.dim() < 3:
-                matrix = weight.dim() == 2
-                if matrix:
-                    prints[f"{name}.{key}"] = weight @ probe_vector(weight.shape[-1], device)
-                else:
-                    prints[f"{name}.{key}"] = weight
+            if weight.dim() == 2:
+                weight = weight @ probe_vector(weight.shape[-1], device)
+            if weight.dim() < 2:
+                fingerprints[f"{name}.{parameter_name}"] = weight
     packed = dict(getattr(model, "packed_modules_mapping", None) or {})
     for name, value in added_outputs(worker, model, probe_vector).items():
-        if f"{name}.weight" in prints:
-            prints[f"{name}.weight"] = prints[f"{name}.weight"].float()
-            prints[f"{name}.weight"][: len(value)] += value  # a head's rows may be padded
-    prints = {name: value.float().cpu() for name, value in prints.items()}
-    return prints, packed, str(dtype).removeprefix("torch.")
+        if f"{name}.weight" in fingerprints:
+            fingerprints[f"{name}.weight"] = fingerprints[f"{name}.weight"].float()
+            fingerprints[f"{name}.weight"][: len(value)] += value  # a head's rows may be padded
+    fingerprints = {name: value.float().cpu() for name, value in fingerprints.items()}
+    return fingerprints, packed, str(dtype).removeprefix("torch.")

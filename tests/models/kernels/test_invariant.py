@@ -16,9 +16,9 @@ from lightppo.models.actor import Actor
 from lightppo.models.kernels import invariant
 from lightppo.models.kernels.invariant import BatchInvariant, make_invariant
 from lightppo.models.kernels.linear_log_probs import head_rows
+from lightppo.rollout.decoding_runners import InvariantSteps
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.invariant_decoding import InvariantSteps
 
 CPU = torch.device("cpu")
 VALID = 41  # of 48 ids, so that the head has rows that stand for no token

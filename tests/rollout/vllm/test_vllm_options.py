@@ -164,7 +164,7 @@ def test_sampling_parameters(requests_of):
         max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x", "<unk>"),
         stop_token_ids=(7,), n=2, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
     )  # fmt: skip
-    assert requests_of(sampling, PROMPT).parameters(1) == {
+    assert requests_of(sampling, PROMPT).of_sample(1)[1] == {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
         "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 2, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
         "stop": ["x"], "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
@@ -173,7 +173,7 @@ def test_sampling_parameters(requests_of):
         SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2),
         SamplingParams(temperature=0),
     ):
-        told = requests_of(greedy, PROMPT, max_model_len=5000).parameters(0)
+        told = requests_of(greedy, PROMPT, max_model_len=5000).of_sample(0)[1]
         assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
         assert not told["detokenize"]
 
@@ -197,7 +197,7 @@ class TestAnswers:
 
     def test_a_rollout(self, requests, tokenizer):
         ids = tokenizer.encode("dac")
-        rollout = requests.rollout(1, ids, [-0.5, -1.0, -2.0], "stop")
+        rollout = requests.rollout_of(*requests.samples[1], ids, [-0.5, -1.0, -2.0], "stop")
         assert (rollout.response_ids, rollout.response_text, rollout.finish_reason) == (
             ids,
             "da",
@@ -210,14 +210,14 @@ class TestAnswers:
     @pytest.mark.parametrize("value", [math.nan, -math.inf])
     def test_log_probs_that_are_no_numbers(self, requests, value):
         with pytest.raises(FloatingPointError, match="prompt 5, response token 1"):
-            requests.rollout(0, [4, 5], [-1.0, value], "length")
+            requests.rollout_of(*requests.samples[0], [4, 5], [-1.0, value], "length")
 
     @pytest.mark.parametrize(
         ("reason", "log_probs"), [("abort", [-1.0]), (None, [-1.0]), ("stop", [])]
     )
     def test_a_request_without_a_result(self, requests, reason, log_probs):
         with pytest.raises(RuntimeError, match="prompt 5"):
-            requests.rollout(0, [4], log_probs, reason)
+            requests.rollout_of(*requests.samples[0], [4], log_probs, reason)
 
     @pytest.mark.parametrize(
         "odd", [{"bad_words": ("Ω",)}, {"stop_token_ids": (30,)}, {"first_token_temperature": 2.0}]

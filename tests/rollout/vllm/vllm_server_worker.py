@@ -213,7 +213,7 @@ def push_during_a_request(case):
 
 def engine_request(case):
     """How to sample the first prompt greedily."""
-    return vllm_server.Requests(case.engine, case.share()[:1], GREEDY).parameters(0)
+    return vllm_server.Requests(case.engine, case.share()[:1], GREEDY).of_sample(0)[1]
 
 
 def wait_for(condition, seconds=120):

@@ -240,7 +240,7 @@ def two_adapters_at_once(case):
     """A request that is under way during a push, and one after it in the same batches."""
     engine, inner = case.engine, case.engine.llm.llm_engine
     prompt = [Prompt("", [5, 6, 7])]
-    how = vllm_engine.Requests(engine, prompt, GREEDY).parameters(0)
+    how = vllm_engine.Requests(engine, prompt, GREEDY).of_sample(0)[1]
     names, expected, found = [], [], {}
     for is_new in (False, True):
         if is_new:
