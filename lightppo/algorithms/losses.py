@@ -376,8 +376,11 @@ class PolicyLoss:
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
             entropy_mask: (B, A), weights of 0 and 1 of scripts, which also have it in the place of ``normalizer``.
         """
-        is_of_script = entropy_mask is not None or not isinstance(normalizer, LossNormalizer)
-        if is_of_script or action_mask is None:
+        if (
+            not isinstance(normalizer, LossNormalizer)
+            or action_mask is None
+            or entropy_mask is not None
+        ):
             tensors = (log_probs, old_log_probs, advantages, action_mask)
             return self._loss_of_script(*tensors, normalizer, weights, selected, entropy_mask)
         require_same_shape(

@@ -435,10 +435,11 @@ class ScoreShaper:
     def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return what is logged of each sample's score (B,), by name."""
         numbers = {}
-        scores = self.shape(rollouts)
-        if self.options.reward_clip_range is not None:
-            unclipped_scores = self.shape(rollouts, clip=False)
-            numbers["reward_clip_ratio"] = (unclipped_scores != scores).float()
+        scores = self.shape(rollouts, clip=False)
+        if (limits := self.options.reward_clip_range) is not None:
+            is_clipped = scores != scores.clamp(*limits)
+            numbers["reward_clip_ratio"] = is_clipped.float()
+            scores = scores.clamp(*limits)
         if self.options.use_dense_reward:
             scores = scores + self.token_scores(rollouts).sum(-1)
         prompts = [rollout.prompt.index for rollout in rollouts]
