@@ -437,9 +437,9 @@ class ScoreShaper:
         numbers = {}
         scores = self.shape(rollouts, clip=False)
         if (limits := self.options.reward_clip_range) is not None:
-            is_clipped = scores != scores.clamp(*limits)
-            numbers["reward_clip_ratio"] = is_clipped.float()
-            scores = scores.clamp(*limits)
+            unclipped_scores = scores
+            scores = unclipped_scores.clamp(*limits)
+            numbers["reward_clip_ratio"] = (unclipped_scores != scores).float()
         if self.options.use_dense_reward:
             scores = scores + self.token_scores(rollouts).sum(-1)
         prompts = [rollout.prompt.index for rollout in rollouts]
