@@ -38,7 +38,7 @@ from workloads import SCALES, WORKLOADS, lightppo_flags
 
 NEEDS = (
     "one CUDA GPU of 80 GB, torch with CUDA, transformers, and for ZeRO, LoRA and PPO runs deepspeed, datasets, "
-    "pebble, tyro, peft"
+    "tyro, peft"
 )
 GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
     "training MFU, 1.5B, bf16, packed": ("train", "1.5B", "mfu", 0.45),

@@ -27,7 +27,6 @@ RUN = (
     "dill",
     "hjson",
     "msgpack",
-    "pebble",
     "psutil",
     "pydantic",
     "tyro",

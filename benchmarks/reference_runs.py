@@ -74,7 +74,7 @@ HEAVY = (
         "transformers.integrations.deepspeed",
         "transformers.optimization",
     ),
-    *("deepspeed.module_inject", "setuptools", "pebble"),
+    *("deepspeed.module_inject", "setuptools"),
 )
 # Before a run's own flags: it pads, in whatever version of the code, unless it says --packing_samples.
 DEFAULTS = dict.fromkeys(("train_ppo.py", "train_sft.py"), "--no_packing_samples")

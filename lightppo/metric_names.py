@@ -28,11 +28,11 @@ class MetricTable(Mapping[str, str]):
         if about or namespace not in self.namespaces:
             self.namespaces[namespace] = about
         self._registered.append((namespace, names))
-        self.__dict__.pop("_meanings", None)
+        self.__dict__.pop("_descriptions", None)
         self.__dict__.pop("by_short_name", None)
 
     @functools.cached_property
-    def _meanings(self) -> dict[str, str]:
+    def _descriptions(self) -> dict[str, str]:
         meanings: dict[str, str] = {}
         for namespace, names in self._registered:
             for name, meaning in (load(names)() if isinstance(names, str) else names).items():
@@ -50,13 +50,13 @@ class MetricTable(Mapping[str, str]):
         return {name.split("/", 1)[1]: name for name in named}
 
     def __getitem__(self, name: str) -> str:
-        return self._meanings[name]
+        return self._descriptions[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._meanings)
+        return iter(self._descriptions)
 
     def __len__(self) -> int:
-        return len(self._meanings)
+        return len(self._descriptions)
 
 
 # The metrics that the line of a step shows, and their names there; the length of responses follows. A package may add
@@ -291,7 +291,7 @@ METRICS.register("perf", _PERF, about="times of rank 0, and speeds of all ranks 
 METRICS.register("eval", _EVAL, about="held-out prompts of `--eval_data`")
 METRICS.register(
     "alarm",
-    "lightppo.logging.alarms:meanings",
+    "lightppo.logging.alarms:alarm_descriptions",
     about="1 if the metrics show a problem, otherwise 0; the log says when it starts",
 )
 METRICS.register(

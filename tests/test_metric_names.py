@@ -44,7 +44,7 @@ def test_names_may_come_from_a_function_that_is_called_late():
     ):
         list(table)
     table = MetricTable()
-    table.register("alarm", "lightppo.logging.alarms:meanings", about="alarms")
+    table.register("alarm", "lightppo.logging.alarms:alarm_descriptions", about="alarms")
     assert "alarm/kl_explosion" in table
 
 

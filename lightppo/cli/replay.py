@@ -377,6 +377,7 @@ class ReplayedPPO(Replayed):
     """A replay of ``lightppo ppo``."""
 
     optimizer_steps = 0  # of the step that is shown
+    epoch = 0  # the pass over its samples
 
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
@@ -413,6 +414,10 @@ class ReplayedPPO(Replayed):
                 if (numbers := getattr(experience_row, column)) is not None:
                     sample_lines.append(f"  {column} {_numbers_text(numbers[0])}")
         return "\n".join(sample_lines)
+
+    def minibatches(self, step: int, epoch: int) -> Any:
+        self.epoch = epoch
+        return super().minibatches(step, epoch)
 
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
@@ -556,7 +561,7 @@ def replay(request: argparse.Namespace, config: OptionSet, recorded: OptionSet) 
     same_records = True
     if trainer.strategy.is_rank_0():
         steps = range(start + 1, request.step + 1)
-        lines, same_records = compare_records(request.run, Path(config.checkpoint.save_path), steps)
+        lines, same_records = compare_steps(request.run, Path(config.checkpoint.save_path), steps)
     trainer.strategy.print("\n".join([*lines, *weight_lines]))
     if not trainer.strategy.broadcast_object(same_records and same_weights):
         raise SystemExit(1)
@@ -625,7 +630,7 @@ def check_start(run: Path, start_step: int, trainer: Any) -> None:
         raise ConfigError(f"--{', --'.join(changed)}: other content than {run} had")
 
 
-def compare_records(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], bool]:
+def compare_steps(run: Path, output: Path, steps: Sequence[int]) -> tuple[list[str], bool]:
     """Return what to say of the replayed steps beside the recorded ones, and whether they are equal."""
     recorded = recorded_steps(run)
     repeated = recorded_steps(output)

@@ -126,7 +126,12 @@ def _as_json(dataset: Dataset, columns: list[str], source_name: str) -> Dataset:
             continue
         values = dataset[column]
         try:
-            texts = _json_texts([_without_added_nulls(value, feature) for value in values])
+            # a chat or a list of tools as it was before a table put nulls into it
+            values = [
+                chat_without_nulls(value, feature) if isinstance(value, list) else value
+                for value in values
+            ]
+            texts = _json_texts(values)
             converted = Dataset.from_dict({column: texts}, features=Features({column: ExactJson()}))
         except (TypeError, ValueError) as error:
             raise DataError(
@@ -136,10 +141,3 @@ def _as_json(dataset: Dataset, columns: list[str], source_name: str) -> Dataset:
         parts = [dataset.remove_columns(column), converted]
         dataset = exactly_read(concatenate_datasets(parts, axis=1))
     return dataset
-
-
-def _without_added_nulls(value: Any, feature: Any) -> Any:
-    """Return a chat or a list of tools as it was before a table put nulls into it; other values as they are."""
-    if isinstance(value, list):
-        return chat_without_nulls(value, feature)
-    return value

@@ -117,9 +117,11 @@ def blending_datasets(
     check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)
     sources, weights = _checked_sources(paths, probs, flag)
     limit = int(max_count)
-    parts = [load_source(source, train_split or "train", flag, limit) for source in sources]
-    counts = [len(part) for part in parts]
-    blend = concatenate(parts, sources)
+    source_datasets = [
+        load_source(source, train_split or "train", flag, limit) for source in sources
+    ]
+    counts = [len(dataset) for dataset in source_datasets]
+    blend = concatenate(source_datasets, sources)
     used_counts = counts
     if weights is not None:
         indices, used_counts = interleave_indices(counts, weights, seed, stopping_strategy)
@@ -127,18 +129,13 @@ def blending_datasets(
     if strategy is None or strategy.is_rank_0():
         for source, count, used_count in zip(sources, counts, used_counts):
             level = logging.INFO if used_count == count else logging.WARNING
-            text = "%s %s: %d rows, %d used%s"
-            logger.log(
-                level,
-                text,
-                flag,
-                shown_url(source),
-                count,
-                used_count,
-                " (repeats)" * (used_count > count),
-            )
+            repeats = " (repeats)" * (used_count > count)
+            message = f"{flag} {shown_url(source)}: {count} rows, {used_count} used{repeats}"
+            logger.log(level, "%s", message)
     if return_eval:
-        return blend, held_out_rows(sources, parts, strategy, limit, eval_split or "test", flag)
+        return blend, held_out_rows(
+            sources, source_datasets, strategy, limit, eval_split or "test", flag
+        )
     return blend
 
 
@@ -152,16 +149,16 @@ def held_out_rows(
     """
     from lightppo.data.arrow_tables import concatenate
 
-    parts = []
+    held_out_datasets = []
     for source, rows in zip(sources, train_rows):
         if has_split(source, split, flag):
-            parts.append(load_source(source, split, flag, limit))
+            held_out_datasets.append(load_source(source, split, flag, limit))
             continue
-        parts.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
+        held_out_datasets.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
         if strategy is None or strategy.is_rank_0():
             log_text = "%s %s has no split %r: evaluation is on %d of the rows that are trained on"
-            logger.warning(log_text, flag, shown_url(source), split, len(parts[-1]))
-    return concatenate(parts, sources)
+            logger.warning(log_text, flag, shown_url(source), split, len(held_out_datasets[-1]))
+    return concatenate(held_out_datasets, sources)
 
 
 def has_split(source: str, split: str, flag: str) -> bool:
@@ -171,24 +168,24 @@ def has_split(source: str, split: str, flag: str) -> bool:
 
         hub_name, _, config = source.partition("@")
         return split in datasets.get_dataset_split_names(hub_name, config or None)
-    path = Path(stage_to_local(source)).expanduser()
-    if not path.is_dir() or (path / "state.json").exists():
+    local_path = Path(stage_to_local(source)).expanduser()
+    if not local_path.is_dir() or (local_path / "state.json").exists():
         return False
-    if (splits := path / "dataset_dict.json").exists():
+    if (splits := local_path / "dataset_dict.json").exists():
         return split in json.loads(splits.read_text())["splits"]
-    return bool(_matching_files(_data_files(path), split))
+    return bool(_matching_files(_data_files(local_path), split))
 
 
-def with_metadata(rows: Dataset, path: str | None) -> Dataset:
+def with_metadata(rows: Dataset, metadata_path: str | None) -> Dataset:
     """Add the further columns of the file's row of the same id (``query_id`` or ``id``); DataError if one is missing."""
-    if path is None:
+    if metadata_path is None:
         return rows
     from datasets import concatenate_datasets
 
     from lightppo.data.arrow_tables import exactly_read
 
-    metadata = load_source(path, "train", "--prompt_metadata")
-    option = f"--prompt_metadata {path}"
+    metadata = load_source(metadata_path, "train", "--prompt_metadata")
+    option = f"--prompt_metadata {metadata_path}"
     id_column = _joining_column(rows, metadata, option)
     row_numbers: dict[str, int] = {}
     for number, (row_id, origin) in enumerate(zip(metadata[id_column], metadata[ORIGIN_COLUMN])):
@@ -290,10 +287,10 @@ def _is_hub_name(source: str, flag: str) -> bool:
     if is_url(source):
         check_file_url(source, flag)
         return False
-    path = Path(source.split("://", 1)[-1]).expanduser()
-    if path.is_file():
-        known_format(path, f"{flag} {source}")
-    if path.exists():
+    local_path = Path(source.split("://", 1)[-1]).expanduser()
+    if local_path.is_file():
+        known_format(local_path, f"{flag} {source}")
+    if local_path.exists():
         return False
     if "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source):
         words = source.split()
@@ -314,23 +311,23 @@ def load_source(source: str, split: str, flag: str, limit: int = sys.maxsize) ->
         dataset = _load_hub(source, split, flag)
     else:
         try:
-            path = Path(stage_to_local(source)).expanduser()
+            local_path = Path(stage_to_local(source)).expanduser()
         except StagingError as error:
             raise DataError(f"{flag}: {error}") from error
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            dataset = _load_saved(path, shown_url(source), split, flag)
+        if (local_path / "dataset_dict.json").exists() or (local_path / "state.json").exists():
+            dataset = _load_saved(local_path, shown_url(source), split, flag)
         else:
-            dataset = _load_files(path, shown_url(source), split, flag, limit)
+            dataset = _load_files(local_path, shown_url(source), split, flag, limit)
     if len(dataset) == 0:
         raise DataError(f"{flag} {shown_url(source)} is empty: no rows")
     return exactly_read(dataset.select(range(min(limit, len(dataset)))))
 
 
-def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
+def first_rows(source: str, split: str, flag: str, row_count: int = 20) -> Dataset | None:
     """Read the first rows of a file or folder of this machine; None for URLs and hub names, copied as a whole."""
     if is_url(source) or _is_hub_name(source, flag):
         return None
-    return load_source(source, split, flag, count)
+    return load_source(source, split, flag, row_count)
 
 
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
@@ -349,28 +346,30 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     return with_origins(dataset, f"{source}[{split}]")
 
 
-def _load_saved(path: Path, name: str, split: str, flag: str) -> Dataset:
+def _load_saved(folder: Path, shown_name: str, split: str, flag: str) -> Dataset:
     """Load what is in a folder made by ``save_to_disk``."""
     from datasets import DatasetDict, load_from_disk
 
-    saved = load_from_disk(str(path))
+    saved = load_from_disk(str(folder))
     if not isinstance(saved, DatasetDict):
-        return with_origins(saved, name)
+        return with_origins(saved, shown_name)
     if split not in saved:
-        raise DataError(f"{flag} {name} has no split {split!r}; its splits: {', '.join(saved)}")
-    return with_origins(saved[split], f"{name}[{split}]")
+        raise DataError(
+            f"{flag} {shown_name} has no split {split!r}; its splits: {', '.join(saved)}"
+        )
+    return with_origins(saved[split], f"{shown_name}[{split}]")
 
 
-def _load_files(path: Path, name: str, split: str, flag: str, limit: int) -> Dataset:
+def _load_files(path: Path, shown_name: str, split: str, flag: str, limit: int) -> Dataset:
     """Load a file, or the files of a folder that fit the split."""
     from lightppo.data.arrow_tables import concatenate
 
     if not path.is_dir():
-        return read_file(path, shown_as=name, limit=limit)
-    matching_files = _files_of_split(path, name, split, flag)
+        return read_file(path, shown_as=shown_name, limit=limit)
+    matching_files = _files_of_split(path, shown_name, split, flag)
     rows_by_name: dict[str, Dataset] = {}
     for file in matching_files:
-        file_name = f"{name.rstrip('/')}/{file}"
+        file_name = f"{shown_name.rstrip('/')}/{file}"
         file_rows = read_file(path / file, shown_as=file_name, limit=limit)
         limit -= len(file_rows)
         if len(file_rows):
@@ -378,15 +377,17 @@ def _load_files(path: Path, name: str, split: str, flag: str, limit: int) -> Dat
         if limit == 0:
             break
     if not rows_by_name:
-        raise DataError(f"{flag} {name} is empty: no rows {' '.join(map(str, matching_files))}")
+        raise DataError(
+            f"{flag} {shown_name} is empty: no rows {' '.join(map(str, matching_files))}"
+        )
     return concatenate(list(rows_by_name.values()), list(rows_by_name))
 
 
-def _files_of_split(path: Path, name: str, split: str, flag: str) -> list[Path]:
+def _files_of_split(folder: Path, shown_name: str, split: str, flag: str) -> list[Path]:
     """Return data files with the split's name in their path as a word; for ``train`` else those that name none."""
-    data_files = _data_files(path)
+    data_files = _data_files(folder)
     if not data_files:
-        raise DataError(f"{flag} {name} has no data files ({', '.join(FORMATS)})")
+        raise DataError(f"{flag} {shown_name} has no data files ({', '.join(FORMATS)})")
     matching = _matching_files(data_files, split)
     if not matching and split == "train":
         matching = [
@@ -394,20 +395,25 @@ def _files_of_split(path: Path, name: str, split: str, flag: str) -> list[Path]:
         ]
     if not matching:
         listed = ", ".join(map(str, data_files[:10]))
-        raise DataError(f"{flag} {name} has no file of the split {split!r}; its files: {listed}")
+        raise DataError(
+            f"{flag} {shown_name} has no file of the split {split!r}; its files: {listed}"
+        )
     ignored = [str(data_file) for data_file in data_files if data_file not in matching]
     ignored_text = f"; not {ignored}" if ignored else ""
-    logger.info("%s %s, split %s: %d files%s", flag, name, split, len(matching), ignored_text)
+    logger.info("%s %s, split %s: %d files%s", flag, shown_name, split, len(matching), ignored_text)
     return matching
 
 
 def _data_files(folder: Path) -> list[Path]:
     """Return the data files below a folder, by their paths in it; hidden ones are none."""
-    files = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
+    all_files = [
+        data_file.relative_to(folder) for data_file in folder.rglob("*") if data_file.is_file()
+    ]
     return sorted(
-        file
-        for file in files
-        if file_format(file) and not any(path_part.startswith(".") for path_part in file.parts)
+        data_file
+        for data_file in all_files
+        if file_format(data_file)
+        and not any(path_part.startswith(".") for path_part in data_file.parts)
     )
 
 

@@ -332,12 +332,12 @@ def check_shown(messages: Chat, text: str, tools: Iterable[Any] = ()) -> None:
 
 def check_answer(message: Mapping[str, Any], answer_text: str) -> None:
     """Refuse a rendering without a part of a turn that is trained on, its thinking included."""
-    for part in re.split("</?think>", message.get("content") or ""):
-        if not is_shown(part, answer_text):
-            part_kind = "thinking" if "</think>" in message["content"] else "text"
+    for content_part in re.split("</?think>", message.get("content") or ""):
+        if not is_shown(content_part, answer_text):
+            kind = "thinking" if "</think>" in message["content"] else "text"
             raise BadRowError(
                 "template",
-                f"the chat template drops or changes {part_kind} of the answer: {shown_value(part)}",
+                f"the chat template drops or changes {kind} of the answer: {shown_value(content_part)}",
             )
     for thought_key in THOUGHTS:
         thought = message.get(thought_key)

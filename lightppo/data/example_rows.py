@@ -112,8 +112,8 @@ def read_example(
     row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | Chat | None]:
     """Return prompt and completion of a supervised row; the completion is None for plain text."""
-    prompt, key, chosen = prompt_and_chosen(row, fields)
-    if key is None:
+    prompt, prompt_key, chosen = prompt_and_chosen(row, fields)
+    if prompt_key is None:
         return prompt, chosen
     completion_key, completion = first_value(row, fields.completion)
     if completion_key is None and fields.completion_required:
@@ -125,7 +125,7 @@ def read_example(
         # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
         if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
             return prompt[:-1], prompt[-1:]
-        if key in TEXT_KEYS and fields.documents:
+        if prompt_key in TEXT_KEYS and fields.documents:
             return prompt, None
     if completion_key is None:
         return prompt, None
@@ -136,10 +136,10 @@ def prompt_and_chosen(
     row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | None, str | Chat | None]:
     """Return (prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
-    key, value = first_value(row, fields.prompt)
-    if key is not None:
-        return text_or_chat(value, repr(key)), key, None
-    if not fields.preference or any(row.get(name) is None for name in PREFERENCE_KEYS):
+    prompt_key, prompt_value = first_value(row, fields.prompt)
+    if prompt_key is not None:
+        return text_or_chat(prompt_value, repr(prompt_key)), prompt_key, None
+    if not fields.preference or any(row.get(answer_key) is None for answer_key in PREFERENCE_KEYS):
         raise no_prompt(fields)
     prompt, chosen, _ = pair_of(row)
     return prompt, None, chosen
@@ -149,34 +149,36 @@ def after_prompt(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, st
     """Return prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return prompt, answer
-    chat = as_chat(prompt, "user")
+    prompt_chat = as_chat(prompt, "user")
     answer = as_chat(answer, "assistant")
-    if len(answer) > len(chat) and answer[: len(chat)] == chat:
-        answer = answer[len(chat) :]
-    return chat, answer
+    if len(answer) > len(prompt_chat) and answer[: len(prompt_chat)] == prompt_chat:
+        answer = answer[len(prompt_chat) :]
+    return prompt_chat, answer
 
 
 def read_pair(
     row: Mapping[str, Any], fields: ExampleFields
 ) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Return prompt, chosen and rejected answer of a row; the prompt of two whole chats is their beginning."""
-    for key in fields.pair:
-        if lookup(row, key) is None:
-            raise BadRowError("missing", f"{key!r} is missing or null")
-    chosen, rejected = (text_or_chat(lookup(row, key), repr(key)) for key in fields.pair)
+    for prompt_key in fields.pair:
+        if lookup(row, prompt_key) is None:
+            raise BadRowError("missing", f"{prompt_key!r} is missing or null")
+    chosen, rejected = (
+        text_or_chat(lookup(row, prompt_key), repr(prompt_key)) for prompt_key in fields.pair
+    )
     if chosen == rejected:
         raise BadRowError(
             "equal",
             f"{' and '.join(map(repr, fields.pair))} are the same: there is nothing to prefer",
         )
     answers = (chosen, rejected)
-    key, value = first_value(row, fields.prompt)
+    prompt_key, prompt_value = first_value(row, fields.prompt)
     have_prompts = all(
         isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in answers
     )
-    if key is None or have_prompts:
+    if prompt_key is None or have_prompts:
         return split_pair(chosen, rejected)
-    prompt = text_or_chat(value, repr(key))
+    prompt = text_or_chat(prompt_value, repr(prompt_key))
     if isinstance(prompt, str) and all(
         isinstance(answer, str) and answer.startswith(prompt) for answer in answers
     ):

@@ -47,9 +47,9 @@ def read_file(
     """
     from lightppo.data.arrow_tables import exactly_read
 
-    name = shown_as or str(path)
-    read = FORMATS[known_format(path, name)].fn
-    return exactly_read(with_origins(read(path, name, limit), name))
+    shown_name = shown_as or str(path)
+    read_rows = FORMATS[known_format(path, shown_name)].fn
+    return exactly_read(with_origins(read_rows(path, shown_name, limit), shown_name))
 
 
 def with_origins(dataset: Dataset, name: str) -> Dataset:
@@ -73,8 +73,8 @@ def known_format(path: str | Path, name: str) -> str:
     """Return :func:`file_format`, or raise DataError."""
     if suffix := file_format(path):
         return suffix
-    formats = f"{', '.join(FORMATS)} (files of text also with {', '.join(_COMPRESSED)})"
-    raise DataError(f"{name}: unknown format; the name must end in one of {formats}")
+    known_formats = f"{', '.join(FORMATS)} (files of text also with {', '.join(_COMPRESSED)})"
+    raise DataError(f"{name}: unknown format; the name must end in one of {known_formats}")
 
 
 # -- files of text ---------------------------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ def _read_text(
 def _json_rows(path: str | Path, name: str) -> Rows:
     """Yield rows of a JSON array or of JSON lines."""
     with _open_text(path, name) as json_file:
-        for origin, text, row in _json_values(json_file, name):
+        for origin, json_text, row in _json_values(json_file, name):
             if not isinstance(row, dict):
                 raise DataError(f"{origin}: an object is needed, not {type(row).__name__}")
-            if "\\ud" in text or "\\uD" in text:
+            if "\\ud" in json_text or "\\uD" in json_text:
                 _check_characters(row, origin)
             yield origin, row
 
@@ -142,25 +142,31 @@ def _json_values(json_file: TextIO, name: str) -> Iterator[tuple[str, str, Any]]
     first_character = next((character for character in characters if not character.isspace()), "")
     json_file.seek(0)
     if first_character == "[":
-        text = json_file.read()
-        for number, value in enumerate(_parse_json(text, name, is_array=True), start=1):
-            yield f"{name}, row {number}", text, value
+        json_text = json_file.read()
+        for number, value in enumerate(_parse_json(json_text, name, is_array=True), start=1):
+            yield f"{name}, row {number}", json_text, value
         return
     for number, line in enumerate(json_file, start=1):
-        text = line.rstrip()  # behind a line break json would place the end of an unfinished line
-        if text:
+        json_text = (
+            line.rstrip()
+        )  # behind a line break json would place the end of an unfinished line
+        if json_text:
             origin = f"{name}:{number}"
-            yield origin, text, _parse_json(text, origin)
+            yield origin, json_text, _parse_json(json_text, origin)
 
 
-def _parse_json(text: str, name: str, is_array: bool = False) -> Any:
+def _parse_json(json_text: str, name: str, is_array: bool = False) -> Any:
     try:
-        return json.loads(text, parse_int=_int64, parse_float=_float64, parse_constant=_no_constant)
+        return json.loads(
+            json_text, parse_int=_int64, parse_float=_float64, parse_constant=_no_constant
+        )
     except json.JSONDecodeError as error:
         if is_array:
             name = f"{name}:{error.lineno}"
-        forms = "a file has one object per line, or an array of objects"
-        raise DataError(f"{name}: not JSON: {error.msg} (column {error.colno}); {forms}") from error
+        accepted_forms = "a file has one object per line, or an array of objects"
+        raise DataError(
+            f"{name}: not JSON: {error.msg} (column {error.colno}); {accepted_forms}"
+        ) from error
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
 
@@ -169,15 +175,15 @@ def _check_characters(row: dict[str, Any], name: str) -> None:
     """Raise DataError if a text in a row has half of a surrogate pair, which is no character."""
     values: list[Any] = [row]
     while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            values += [*value, *value.values()]
-        elif isinstance(value, list):
-            values += value
-        elif isinstance(value, str) and (half := _HALF_CHARACTER.search(value)):
+        json_value = values.pop()
+        if isinstance(json_value, dict):
+            values += [*json_value, *json_value.values()]
+        elif isinstance(json_value, list):
+            values += json_value
+        elif isinstance(json_value, str) and (half_character := _HALF_CHARACTER.search(json_value)):
             raise DataError(
-                f"{name}: a text has \\u{ord(half[0]):04x}, half of a character that takes two such escapes; write "
-                "the character itself, or take it out"
+                f"{name}: a text has \\u{ord(half_character[0]):04x}, half of a character that takes two such escapes; "
+                "write the character itself, or take it out"
             )
 
 
@@ -238,17 +244,17 @@ def _check_separator(header: list[str], delimiter: str, name: str) -> None:
 # -- files of tables -------------------------------------------------------------------------------------------------
 
 
-def _read_mapped(kind: str, path: str | Path, name: str, limit: int | None) -> Dataset:
+def _read_mapped(format_name: str, path: str | Path, name: str, limit: int | None) -> Dataset:
     import datasets
 
     bars_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        dataset = datasets.load_dataset(kind, data_files=[str(path)], split="train")
+        dataset = datasets.load_dataset(format_name, data_files=[str(path)], split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
-        cause = error.__cause__ or error
+        root_error = error.__cause__ or error
         raise DataError(
-            f"{name}: not a readable {kind} file: {type(cause).__name__}: {cause}"
+            f"{name}: not a readable {format_name} file: {type(root_error).__name__}: {root_error}"
         ) from error
     finally:
         if not bars_disabled:

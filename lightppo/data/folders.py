@@ -34,7 +34,7 @@ def look(path: str, flag: str, kind: str) -> None:
 
 
 def check_model(
-    path: str,
+    model_path: str,
     flag: str,
     *,
     weights: bool = True,
@@ -46,41 +46,41 @@ def check_model(
         weights: it needs them; random ones need the config alone.
         tokenizer: it needs one of its own.
     """
-    folder = _local_folder(path, flag, "model")
+    folder = _local_folder(model_path, flag, "model")
     if folder is None:
         return
+    has_adapter = (folder / "adapter_config.json").is_file()
     if not (folder / "config.json").is_file():
+        if has_adapter:
+            raise ModelLoadError(
+                f"{flag} {model_path} is an adapter: `lightppo merge {model_path} OUT` makes a model of it"
+            )
+        inner_folders = sorted(config.parent.name for config in folder.glob("*/config.json"))[:3]
+        if inner_folders:
+            raise ModelLoadError(
+                f"{flag} {model_path} has no config.json, but folders in it have one: name one of "
+                f"{', '.join(inner_folders)}"
+            )
         content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
-        if (folder / "adapter_config.json").is_file():
-            raise ModelLoadError(
-                f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it"
-            )
-        if any(folder.glob("*/config.json")):
-            inner_folders = ", ".join(
-                sorted(str(config.parent.name) for config in folder.glob("*/config.json"))[:3]
-            )
-            raise ModelLoadError(
-                f"{flag} {path} has no config.json, but folders in it have one: name one of {inner_folders}"
-            )
         raise ModelLoadError(
-            f"{flag} {path} has no config.json: it is no Hugging Face model; it has {content}"
+            f"{flag} {model_path} has no config.json: it is no Hugging Face model; it has {content}"
         )
-    if weights and (folder / "adapter_config.json").is_file():
+    if weights and has_adapter:
         raise ModelLoadError(
-            f"{flag} {path} has an adapter (adapter_config.json) beside its weights, which would be added to them: if it "
-            "is merged already, remove its files, else move them to a folder of their own and run `lightppo merge`"
+            f"{flag} {model_path} has an adapter (adapter_config.json) beside its weights, which would be added to them: if "
+            "it is merged already, remove its files, else move them to a folder of their own and run `lightppo merge`"
         )
     if weights and (problem := weights_problem(folder)):
-        raise ModelLoadError(f"{flag} {path}: {problem}")
+        raise ModelLoadError(f"{flag} {model_path}: {problem}")
     if tokenizer:
-        _check_tokenizer_files(folder, path, flag)
+        _check_tokenizer_files(folder, model_path, flag)
 
 
-def check_tokenizer(path: str, flag: str) -> None:
+def check_tokenizer(tokenizer_path: str, flag: str) -> None:
     """Refuse a folder without the files of a tokenizer, and names that are neither here nor on the hub."""
-    folder = _local_folder(path, flag, "tokenizer")
+    folder = _local_folder(tokenizer_path, flag, "tokenizer")
     if folder is not None:
-        _check_tokenizer_files(folder, path, flag)
+        _check_tokenizer_files(folder, tokenizer_path, flag)
 
 
 def _local_folder(path: str, flag: str, kind: str) -> Path | None:
@@ -146,24 +146,25 @@ def _weight_files(folder: Path) -> Iterator[Path]:
             return
 
 
-def file_problem(file: Path) -> str | None:
+def file_problem(weight_file: Path) -> str | None:
     """Return what is wrong with one file of weights; None: nothing that its header and size would show."""
-    file_size = file.stat().st_size
-    with file.open("rb") as stream:
+    file_size = weight_file.stat().st_size
+    with weight_file.open("rb") as stream:
         first_bytes = stream.read(len(_LFS))
         if first_bytes == _LFS:
             return "is only a pointer of Git LFS, not the weights: run `git lfs pull` in its folder"
         if file_size == 0:
             return "is empty: download it again"
-        if file.suffix != ".safetensors":
-            is_cut = first_bytes[:2] == b"PK" and not zipfile.is_zipfile(file)
+        if weight_file.suffix != ".safetensors":
+            is_cut = first_bytes[:2] == b"PK" and not zipfile.is_zipfile(weight_file)
             if is_cut:
                 return f"is not complete ({file_size:,} bytes): download it again"
             return None
         header_bytes = int.from_bytes(first_bytes[:8], "little")
         if header_bytes > file_size - 8:
             is_header = file_size > 8 and stream.seek(8) and stream.read(1) == b"{"
-            return f"is {'not complete' if is_header else 'no file of weights'} ({file_size:,} bytes): download it again"
+            problem = "not complete" if is_header else "no file of weights"
+            return f"is {problem} ({file_size:,} bytes): download it again"
         stream.seek(8)
         try:
             tensors = json.loads(stream.read(header_bytes))

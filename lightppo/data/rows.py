@@ -101,9 +101,9 @@ def resolve_fields(
     return RowFields(prompt, label, label_key is not None, prompt_of_pair)
 
 
-def known_keys(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
+def known_keys(candidate_keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
     """Return those that are columns, or fields of one."""
-    return tuple(key for key in dict.fromkeys(keys) if column_of(key, columns))
+    return tuple(key for key in dict.fromkeys(candidate_keys) if column_of(key, columns))
 
 
 def require_column(key: str, columns: Sequence[str], flag: str) -> None:
@@ -131,12 +131,12 @@ def lookup(row: Mapping[str, Any], key: str) -> Any:
     """Return a column, or a field inside one by a dotted key (``reward_model.ground_truth``); None if absent."""
     if key in row:
         return row[key]
-    value: Any = row
+    nested_value: Any = row
     for field_name in key.split("."):
-        if not isinstance(value, Mapping):
+        if not isinstance(nested_value, Mapping):
             return None
-        value = value.get(field_name)
-    return value
+        nested_value = nested_value.get(field_name)
+    return nested_value
 
 
 def first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None, Any]:
@@ -196,83 +196,87 @@ def as_chat(prompt: str | Chat, role: str) -> Chat:
     return [{"role": role, "content": prompt}]
 
 
-def text_or_chat(value: Any, place: str) -> str | Chat:
-    """Return a checked text or chat; errors call it by its ``place`` in the row."""
+def text_or_chat(value: Any, location: str) -> str | Chat:
+    """Return a checked text or chat; errors call it by its ``location`` in the row."""
     if isinstance(value, str):
         if not value.strip():
-            raise BadRowError("empty", f"{place} is empty")
+            raise BadRowError("empty", f"{location} is empty")
         return value
     if isinstance(value, list | tuple):
-        return checked_chat(value, place)
+        return checked_chat(value, location)
     raise BadRowError(
-        "wrong_type", f"{place} is {shown_value(value)}; text or a list of chat messages is needed"
+        "wrong_type",
+        f"{location} is {shown_value(value)}; text or a list of chat messages is needed",
     )
 
 
-def checked_chat(messages: Sequence[Any], place: str) -> Chat:
+def checked_chat(messages: Sequence[Any], location: str) -> Chat:
     """Return checked messages of ``role`` and text ``content``, without the None fields that Arrow adds.
 
     Arguments of calls are objects: OpenAI's form, a text of JSON, would be written as a text in a text.
     """
     if not messages:
-        raise BadRowError("empty", f"{place} is an empty list of messages")
+        raise BadRowError("empty", f"{location} is an empty list of messages")
     chat: Chat = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             needed = "a message has a role (text) and a content"
-            raise BadRowError("wrong_type", f"{place}[{i}] is {shown_value(message)}; {needed}")
+            raise BadRowError("wrong_type", f"{location}[{i}] is {shown_value(message)}; {needed}")
         content = message.get("content")
         calls = message.get("tool_calls")
         if not isinstance(content, str) and not (content is None and calls):
             raise BadRowError(
-                "wrong_type", f"{place}[{i}].content is {shown_value(content)}; only text is read"
+                "wrong_type",
+                f"{location}[{i}].content is {shown_value(content)}; only text is read",
             )
         checked_message = {
             key: value for key, value in message.items() if value is not None or key == "content"
         }
         if calls:
-            checked_message["tool_calls"] = _checked_calls(calls, f"{place}[{i}].tool_calls")
+            checked_message["tool_calls"] = _checked_calls(calls, f"{location}[{i}].tool_calls")
         chat.append(checked_message)
     content = chat[-1].get("content")
     if content is not None and not content.strip() and not chat[-1].get("tool_calls"):
-        raise BadRowError("empty", f"{place}: the last message is empty")
+        raise BadRowError("empty", f"{location}: the last message is empty")
     return chat
 
 
-def _checked_calls(tool_calls: Any, place: str) -> list[dict[str, Any]]:
-    tool_calls = _from_json(tool_calls, place)
+def _checked_calls(tool_calls: Any, location: str) -> list[dict[str, Any]]:
+    tool_calls = _from_json(tool_calls, location)
     if not isinstance(tool_calls, list) or not all(
         isinstance(tool_call, Mapping) for tool_call in tool_calls
     ):
-        raise BadRowError("wrong_type", f"{place} is {shown_value(tool_calls)}; a list is needed")
+        raise BadRowError(
+            "wrong_type", f"{location} is {shown_value(tool_calls)}; a list is needed"
+        )
     checked = []
     for i, tool_call in enumerate(tool_calls):
         tool_call = {key: value for key, value in tool_call.items() if value is not None}
         is_nested = isinstance(tool_call.get("function"), Mapping)
         function = dict(tool_call["function"]) if is_nested else tool_call
         if not isinstance(function.get("name"), str):
-            raise BadRowError("wrong_type", f"{place}[{i}] has no name of a function")
+            raise BadRowError("wrong_type", f"{location}[{i}] has no name of a function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = _from_json(arguments.strip() or "{}", f"{place}[{i}].arguments")
+            arguments = _from_json(arguments.strip() or "{}", f"{location}[{i}].arguments")
         if not isinstance(arguments, Mapping | None):
             raise BadRowError(
                 "wrong_type",
-                f"{place}[{i}].arguments is {shown_value(arguments)}; an object is needed",
+                f"{location}[{i}].arguments is {shown_value(arguments)}; an object is needed",
             )
         function["arguments"] = arguments or {}
         checked.append(tool_call | {"function": function} if is_nested else function)
     return checked
 
 
-def _from_json(value: Any, place: str) -> Any:
+def _from_json(value: Any, location: str) -> Any:
     """Return what a text of JSON means; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except ValueError as error:
-        raise BadRowError("wrong_type", f"{place} is not JSON: {error}") from error
+        raise BadRowError("wrong_type", f"{location} is not JSON: {error}") from error
 
 
 def without_nulls(value: Any, feature: Any) -> Any:
@@ -282,9 +286,9 @@ def without_nulls(value: Any, feature: Any) -> Any:
     """
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
         return {
-            key: without_nulls(field, feature.get(key))
-            for key, field in value.items()
-            if field is not None
+            key: without_nulls(field_value, feature.get(key))
+            for key, field_value in value.items()
+            if field_value is not None
         }
     element_feature = _feature_of_elements(feature)
     if isinstance(value, list) and element_feature is not None:
@@ -298,8 +302,8 @@ def chat_without_nulls(value: Any, feature: Any) -> Any:
     if isinstance(value, list) and isinstance(message_feature, Mapping):
         return [
             {
-                key: without_nulls(field, message_feature.get(key))
-                for key, field in (message or {}).items()
+                key: without_nulls(field_value, message_feature.get(key))
+                for key, field_value in (message or {}).items()
             }
             for message in value
         ]
@@ -327,21 +331,22 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
     """Return the common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
     are_chats = isinstance(chosen, list) and isinstance(rejected, list)
     if not are_chats and not (isinstance(chosen, str) and isinstance(rejected, str)):
-        types = f"{type(chosen).__name__} and {type(rejected).__name__}"
+        type_names = f"{type(chosen).__name__} and {type(rejected).__name__}"
         raise BadRowError(
-            "wrong_type", f"'chosen' and 'rejected' are {types}; both must be text, or both chats"
+            "wrong_type",
+            f"'chosen' and 'rejected' are {type_names}; both must be text, or both chats",
         )
     length = shared_length(chosen, rejected)
     if are_chats and 0 < length < min(len(chosen), len(rejected)):
         return chosen[:length], chosen[length:], rejected[length:]
     if are_chats and length:  # one has no message of its own
-        names = ["chosen", "rejected"]
+        pair_names = ["chosen", "rejected"]
         if length < len(chosen):
-            names.reverse()
+            pair_names.reverse()
         raise BadRowError(
             "missing",
-            f"{names[0]!r} is the beginning of {names[1]!r}, so it has no answer of its own: end both at the answers "
-            "that differ",
+            f"{pair_names[0]!r} is the beginning of {pair_names[1]!r}, so it has no answer of its own: end both at the "
+            "answers that differ",
         )
     if not are_chats:
         marker = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
@@ -355,12 +360,12 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str 
     )
 
 
-def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+def shared_length(sequence: Sequence[Any], other_sequence: Sequence[Any]) -> int:
     """Return the length of the common beginning."""
-    for i, (element, second_element) in enumerate(zip(first, second)):
-        if element != second_element:
+    for i, (element, other_element) in enumerate(zip(sequence, other_sequence)):
+        if element != other_element:
             return i
-    return min(len(first), len(second))
+    return min(len(sequence), len(other_sequence))
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,17 +393,18 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     if tools:
         options = options | {
             "tools": [
-                {key: value for key, value in tool.items() if value is not None} for tool in tools
+                {key: value for key, value in tool_schema.items() if value is not None}
+                for tool_schema in tools
             ]
         }
     return options
 
 
-def name_of_tool(tool: Any) -> str | None:
+def name_of_tool(tool_schema: Any) -> str | None:
     """Return the name in a schema of a tool; None if it has none."""
-    if not isinstance(tool, Mapping):
+    if not isinstance(tool_schema, Mapping):
         return None
-    function = tool.get("function") or tool
+    function = tool_schema.get("function") or tool_schema
     function_name = function.get("name") if isinstance(function, Mapping) else None
     return function_name if isinstance(function_name, str) and function_name else None
 

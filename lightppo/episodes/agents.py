@@ -33,9 +33,9 @@ from lightppo.episodes.env_failures import EnvFailure, Opening, Step
 from lightppo.user_code import error_text, without_copies
 
 _GIVEN = ("base_url", "api_key")
-_MOST_OUTPUT = 16 << 20  # bytes that a program may write
-_LAST_WORDS = 500  # characters of a program's output in an error
-_LAST_WAIT = 10.0  # seconds for the pipe of a killed program to end
+_MAX_OUTPUT_BYTES = 16 << 20  # bytes that a program may write
+_MAX_OUTPUT_END = 500  # characters of a program's output in an error
+_PIPE_SECONDS = 10.0  # seconds for the pipe of a killed program to end
 
 
 def is_program(program: Any) -> bool:
@@ -84,7 +84,7 @@ class AgentEnvironment:
 
     async def step(self, model_turn: dict[str, Any]) -> Step:
         """Give the program the model's turn, and wait for its next request or its end."""
-        self._conversation.answer(self._history.said(model_turn))
+        self._conversation.answer(self._history.add_turn(model_turn))
         request = await self._conversation.next()
         if request is None:
             return Step(None, done=True)
@@ -95,13 +95,13 @@ class AgentEnvironment:
         """Stop the program, wherever it is."""
         await self._stop()
         if hasattr(self._program, "close"):
-            await _called(self._program.close)
+            await _call(self._program.close)
 
     async def _begin(self, columns: Mapping[str, Any]) -> Opening:
         self._conversation = Conversation()
         base_url, self._key = agent_server().open(self._conversation)
         arguments = {"base_url": base_url, "api_key": self._key} | dict(columns)
-        self._running = asyncio.ensure_future(_called(self._program.run, **arguments))
+        self._running = asyncio.ensure_future(_call(self._program.run, **arguments))
         self._running.add_done_callback(self._conversation.program_ended)
         try:
             request = await self._conversation.next()
@@ -115,7 +115,7 @@ class AgentEnvironment:
 
     async def _score(self) -> float:
         await self._stop()  # where a limit has ended the episode, it waits for the model
-        return await _called(self._program.get_reward)
+        return await _call(self._program.get_reward)
 
     def close_access(self) -> None:
         """End the validity of the program's key and its requests. May be called in any thread, and again."""
@@ -172,14 +172,14 @@ async def run_program(
             with contextlib.suppress(ProcessLookupError):
                 kill_program()
             with contextlib.suppress(TimeoutError):  # what left the group may hold the pipe open
-                async with asyncio.timeout(_LAST_WAIT):
+                async with asyncio.timeout(_PIPE_SECONDS):
                     # asyncio waits for the pipe's end too
                     while process.stdout is not None and await process.stdout.read(1 << 16):
                         pass
                     await process.wait()
     output = output_bytes.decode("utf-8", "replace")
     if process.returncode:
-        output_end = output.strip()[-_LAST_WORDS:]
+        output_end = output.strip()[-_MAX_OUTPUT_END:]
         raise EnvFailure(f"{command[0]} ended with code {process.returncode}: {output_end}")
     return output
 
@@ -218,9 +218,9 @@ async def _read(output_stream: asyncio.StreamReader, program_name: str) -> bytes
     output_bytes = bytearray()
     while new_bytes := await output_stream.read(1 << 16):
         output_bytes += new_bytes
-        if len(output_bytes) > _MOST_OUTPUT:
+        if len(output_bytes) > _MAX_OUTPUT_BYTES:
             raise EnvFailure(
-                f"{program_name} wrote more than {_MOST_OUTPUT >> 20} MiB: let it write into a file"
+                f"{program_name} wrote more than {_MAX_OUTPUT_BYTES >> 20} MiB: let it write into a file"
             )
     return bytes(output_bytes)
 
@@ -229,7 +229,7 @@ def _killing_group(process_id: int) -> Callable[[], None]:
     return lambda: os.killpg(process_id, signal.SIGKILL)
 
 
-def _called(function: Callable[..., Any], **arguments: Any) -> Awaitable[Any]:
+def _call(function: Callable[..., Any], **arguments: Any) -> Awaitable[Any]:
     """Return what a function of the program gives; one that is not async has a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return _as_failure(function(**arguments))
@@ -279,7 +279,7 @@ _CONSTRAINTS = (
 )
 _KEY = re.compile(r"\bs[0-9a-f]{24}\b")
 _END_SECONDS = 10.0
-_MOST_BYTES = 16 << 20  # of a request
+_MAX_REQUEST_BYTES = 16 << 20  # of a request
 _REQUEST_SECONDS = 60.0  # until a request has come as a whole; its answer has all the time
 _CONNECTIONS = 16  # of one episode
 _STRANGERS = 100  # connections that have shown no key yet
@@ -326,12 +326,12 @@ class AgentServer:
             connections=self._connections,
             key_of=partial(_key_of, self.registry, extract_api_key),
             unknown="no key of an episode that runs",
-            max_bytes=_MOST_BYTES,
-            too_long=f"the request is longer than {_MOST_BYTES >> 20} MiB",
+            max_bytes=_MAX_REQUEST_BYTES,
+            too_long=f"the request is longer than {_MAX_REQUEST_BYTES >> 20} MiB",
             seconds=_REQUEST_SECONDS,
             error=_error,
         )
-        logging.getLogger("intercept").addFilter(_worth_reading)  # openenv's
+        logging.getLogger("intercept").addFilter(_is_worth_logging)  # openenv's
         server_socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{server_socket.getsockname()[1]}/v1"
         http_protocol: Any = partial(GatedConnection, self._connections)
@@ -387,7 +387,7 @@ def _error(status: int, message: str) -> Any:
     return JSONResponse(_refusal(message), status)
 
 
-def _worth_reading(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Return a filter: openenv names a session by its key, and a program often asks once more when its episode has ended."""
     record.msg = _KEY.sub("an episode", record.getMessage())
     record.args = ()
@@ -395,7 +395,7 @@ def _worth_reading(record: logging.LogRecord) -> bool:
 
 
 class Counting:
-    """Check what openenv's routes that count tokens fail at: they look at messages of any form."""
+    """Answer where openenv's routes that count tokens fail: they look at messages before anything has checked them."""
 
     def __init__(self, application: Any) -> None:
         self._app = application

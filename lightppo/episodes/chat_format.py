@@ -39,8 +39,8 @@ _PROBE = "qzprobe"
 _QUESTION = {"role": "user", "content": "qzquestion"}
 _OUTER_ROLES = ("tool", "user", "system", "developer")
 _NAME = re.compile(r"[\w.:-]{1,64}")
-_SHOWN = 200  # characters of a rendering in messages
-_MOST_KEPT = 256  # formats of rows with template options of their own
+_MAX_EXAMPLE = 200  # characters of a rendering in messages
+_MAX_ROW_FORMATS = 256  # formats of rows with template options of their own
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class ChatFormat:
                 system_prompt=self.system_prompt,
             )
             row_format.check()
-            if len(self._of_rows) >= _MOST_KEPT:
+            if len(self._of_rows) >= _MAX_ROW_FORMATS:
                 self._of_rows.pop(next(iter(self._of_rows)))
             self._of_rows[cache_key] = row_format
         return self._of_rows[cache_key]
@@ -354,7 +354,7 @@ class ChatFormat:
             if self.control.among(ids) != bridge.control:
                 raise ObservationError(
                     "the tokenizer reads control tokens in an observation, and nothing that lightppo does keeps them "
-                    f"out: {messages[-1]['content'][:_SHOWN]!r}"
+                    f"out: {messages[-1]['content'][:_MAX_EXAMPLE]!r}"
                 )
         if bridge.begins_next and turn.end != bridge.end:
             return [bridge.end, *ids]
@@ -695,7 +695,7 @@ class ChatFormat:
         for tool_format in itertools.chain(tool_formats, vllm_formats(written_call or "")):
             if self._reads(tool_format, written_call):
                 return tool_format
-        example = f"; it writes calls as {written_call[:_SHOWN]!r}" if written_call else ""
+        example = f"; it writes calls as {written_call[:_MAX_EXAMPLE]!r}" if written_call else ""
         raise ConfigError(
             f"--tool_format auto: no format of {', '.join(TOOL_FORMATS)} fits the chat template{example}. Name one of "
             "vLLM's parsers, or a function of your own as path.py:name"
@@ -753,7 +753,7 @@ class ChatFormat:
         if (written_call := self._written_call) and not self._reads(self.format, written_call):
             raise ConfigError(
                 f"--tool_format {self.tool_format}: it does not read the calls of the chat template, which writes "
-                f"{written_call[-_SHOWN:]!r}; take another format, or auto"
+                f"{written_call[-_MAX_EXAMPLE:]!r}; take another format, or auto"
             )
 
 

@@ -20,7 +20,7 @@ from lightppo.episodes.env_failures import EnvFailure, Opening
 Message = dict[str, Any]
 Request = Mapping[str, Any]  # "messages" and "tools", as of OpenAI's chat completions
 HAS_ENDED = "the episode has ended"
-_SHOWN = 200  # characters of a message in an error
+_MAX_EXAMPLE = 200  # characters of a message in an error
 
 
 class History:
@@ -47,7 +47,7 @@ class History:
         self._tools = list(request.get("tools") or [])
         return Opening(list(map(dict, messages)), self._tools)
 
-    def said(self, model_turn: Mapping[str, Any]) -> dict[str, Any]:
+    def add_turn(self, model_turn: Mapping[str, Any]) -> dict[str, Any]:
         """Return a turn of the model as the program gets it: each call has an id of its own, arguments are JSON."""
         message = dict(model_turn["message"])
         self._turns += 1
@@ -78,10 +78,10 @@ class History:
         messages = list(map(plain_message, request["messages"]))
         for i, earlier_message in enumerate(self._known):
             if i >= len(messages) or messages[i] != earlier_message:
-                current_message = _shown(messages[i]) if i < len(messages) else "nothing"
+                current_message = _example(messages[i]) if i < len(messages) else "nothing"
                 raise EnvFailure(
                     "the agent program changes what was said before, so its tokens cannot be trained: "
-                    f"message {i} was {_shown(earlier_message)}, it is now {current_message}"
+                    f"message {i} was {_example(earlier_message)}, it is now {current_message}"
                 )
         if list(request.get("tools") or []) != self._tools:
             raise EnvFailure("the agent program changes its tools between two requests")
@@ -109,7 +109,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._came: asyncio.Queue[Request | BaseException | None] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[Request | BaseException | None] = asyncio.Queue()
         self._lock = threading.Lock()
         self._request: Request | None = None  # that waits for its answer
         self._answer: Future[dict[str, Any]] = Future()
@@ -123,17 +123,17 @@ class Conversation:
             if self._request is None:
                 self._request = request
                 self._answer = Future()
-                self._tell(request)
+                self._send(request)
             elif self._request != request:  # the same again: a client whose patience was short
                 problem = "the agent program asks twice at the same time; it must ask in turn"
-                self._tell(EnvFailure(problem))
+                self._send(EnvFailure(problem))
                 raise EnvFailure(problem)
             answer = self._answer
         return await asyncio.shield(asyncio.wrap_future(answer))
 
     async def next(self) -> Request | None:
         """Return the next request; None: the program has ended. Raises what it raised."""
-        arrival = await self._came.get()
+        arrival = await self._arrivals.get()
         if isinstance(arrival, BaseException):
             raise arrival
         return arrival
@@ -164,11 +164,11 @@ class Conversation:
     def program_ended(self, running_program: asyncio.Future[Any]) -> None:
         """Take note of the program's end; a callback, in the loop."""
         if not running_program.cancelled():
-            self._came.put_nowait(running_program.exception())
+            self._arrivals.put_nowait(running_program.exception())
 
-    def _tell(self, arrival: Request | BaseException) -> None:
+    def _send(self, arrival: Request | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._came.put_nowait, arrival)
+            self._loop.call_soon_threadsafe(self._arrivals.put_nowait, arrival)
 
 
 def problem_of(request: Request) -> str:
@@ -227,8 +227,8 @@ def _text_of(message: Mapping[str, Any]) -> str:
         return content or ""
     if all(isinstance(content_part.get("text"), str) for content_part in content):
         return "".join(content_part["text"] for content_part in content)
-    raise EnvFailure(f"the agent program sends a message that is no text: {_shown(message)}")
+    raise EnvFailure(f"the agent program sends a message that is no text: {_example(message)}")
 
 
-def _shown(message: Mapping[str, Any]) -> str:
-    return f"{message!r:.{_SHOWN}}"
+def _example(message: Mapping[str, Any]) -> str:
+    return f"{message!r:.{_MAX_EXAMPLE}}"

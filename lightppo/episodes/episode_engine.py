@@ -141,7 +141,7 @@ class EpisodeEngine:
                 samples of a prompt do not start alike.
         """
         sampling = self._ending(sampling)
-        self._close_kept([])
+        self._close_oldest_sessions([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
         streams = request_streams(prompts, sampling)
         requests = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
@@ -189,7 +189,7 @@ class EpisodeEngine:
     def _keeps_objects(self) -> bool:
         return self.environments.contract == "trl"
 
-    def _close_kept(self, next_sessions: list[Session]) -> None:
+    def _close_oldest_sessions(self, next_sessions: list[Session]) -> None:
         """Close the sessions of the call before the last one."""
         oldest_sessions = self._last_sessions[0]
         self._last_sessions.append(next_sessions)
@@ -312,8 +312,8 @@ class EpisodeEngine:
 
     def _end_episodes(self) -> None:
         try:
-            self._close_kept([])
-            self._close_kept([])
+            self._close_oldest_sessions([])
+            self._close_oldest_sessions([])
             self._done(self.environments.close(), "to end all environments")
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -397,7 +397,7 @@ Key = tuple[int, int]  # of an episode: index of its prompt, number of its strea
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TurnRequest:
     """Hold a turn that waits for the engine, and who waits for its tokens."""
 
     turn: Turn
@@ -418,12 +418,12 @@ class _Stage:
         self._loop = loop
         self._on_finished = on_finished
         # What the episodes' thread sends: turns to sample, and episodes that have ended.
-        self._brought: queue.SimpleQueue[_Asked | tuple[Key, Any]] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[_TurnRequest | tuple[Key, Any]] = queue.SimpleQueue()
         self._futures: dict[int, asyncio.Future[Rollout]] = {}  # by id of the turn
         # What goes to the episodes' thread, and whether the thread has been woken: one call wakes it for all that has
         # come.
         self._sampled: deque[tuple[asyncio.Future[Rollout], Rollout]] = deque()
-        self._is_told = False
+        self._is_woken = False
         # The episodes that have not ended. None: not begun yet.
         self._tasks: dict[Key, asyncio.Task[Rollout] | None] = {}
         self._decoding = 0  # turns that the engine has
@@ -437,17 +437,17 @@ class _Stage:
     def _create_tasks(self, episodes: Mapping[Key, Coroutine[Any, Any, Rollout]]) -> None:
         for episode_key, episode in episodes.items():
             task = self._tasks[episode_key] = self._loop.create_task(episode)
-            task.add_done_callback(partial(self._bring_end, episode_key))
+            task.add_done_callback(partial(self._send_end, episode_key))
 
-    def _bring_end(self, episode_key: Key, task: asyncio.Task[Rollout]) -> None:
+    def _send_end(self, episode_key: Key, task: asyncio.Task[Rollout]) -> None:
         if not task.cancelled():
             task.exception()  # is raised where the episode's end is read, if it still is
-        self._brought.put((episode_key, task))
+        self._arrivals.put((episode_key, task))
 
     async def sample(self, turn: Turn) -> Rollout:
         """Return what the engine samples. In the episodes' thread."""
         future = self._loop.create_future()
-        self._brought.put(_Asked(turn, future))
+        self._arrivals.put(_TurnRequest(turn, future))
         return await future
 
     @property
@@ -473,7 +473,7 @@ class _Stage:
             item = self._next(wait, turns)
             if item is None:
                 break
-            if isinstance(item, _Asked):
+            if isinstance(item, _TurnRequest):
                 self._futures[id(item.turn)] = item.future
                 turns.append(item.turn)
             else:
@@ -483,15 +483,15 @@ class _Stage:
     def _may_come(self, turns: list[Turn]) -> bool:
         """Tell whether an episode is at its environment, or has brought something since."""
         at_environments = len(self._tasks) - self._decoding - len(turns)
-        return at_environments > 0 or not self._brought.empty()
+        return at_environments > 0 or not self._arrivals.empty()
 
-    def _next(self, wait: bool, turns: list[Turn]) -> _Asked | tuple[Key, Any] | None:
+    def _next(self, wait: bool, turns: list[Turn]) -> _TurnRequest | tuple[Key, Any] | None:
         """Return what episodes bring; None: nothing now, and no need to wait for it."""
         while True:
             try:
                 if not wait:
-                    return self._brought.get_nowait()
-                return self._brought.get(timeout=_LINGER_SECONDS if turns else _BEAT_SECONDS)
+                    return self._arrivals.get_nowait()
+                return self._arrivals.get(timeout=_LINGER_SECONDS if turns else _BEAT_SECONDS)
             except queue.Empty:
                 heartbeat.beat()
                 if not wait or turns:
@@ -500,13 +500,13 @@ class _Stage:
     def ended(self, turn: Turn, rollout: Rollout) -> None:
         self._decoding -= 1
         self._sampled.append((self._futures.pop(id(turn)), rollout))
-        if not self._is_told:
-            self._is_told = True
-            self._loop.call_soon_threadsafe(self._bring_sampled)
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._hand_over)
 
-    def _bring_sampled(self) -> None:
+    def _hand_over(self) -> None:
         """Hand over what the engine sampled; in the episodes' thread."""
-        self._is_told = False
+        self._is_woken = False
         while self._sampled:
             future, rollout = self._sampled.popleft()
             if not future.done():

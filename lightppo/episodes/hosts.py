@@ -41,7 +41,7 @@ from lightppo.user_code import error_text, finite, without_copies
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0  # seconds until a loop that does not answer counts as blocked
-_MOST_TEXT = 4000  # characters of a failure's text
+_MAX_MESSAGE = 4000  # characters of a failure's text
 Invoke = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -86,7 +86,7 @@ class Host:
         """Tell whether the object is reset again: in TRL's contract it is made once and reset often."""
         return self.spec.contract == "trl" and self.environment is not None and not self._has_failed
 
-    async def _called(self, function: Callable[[], Any]) -> Any:
+    async def _run(self, function: Callable[[], Any]) -> Any:
         """Return what a function of the user's gives; a process that it forks does not come back."""
 
         def call() -> Any:
@@ -106,7 +106,7 @@ class Host:
         if self.is_reusable or self.spec.make is None:
             return
         self._seed(seed)
-        self.environment = await self._called(self.spec.make)
+        self.environment = await self._run(self.spec.make)
         self._has_failed = False
         if self.spec.kind is None:
             self.spec.look_at(type(self.environment))
@@ -118,7 +118,7 @@ class Host:
         arguments = self.spec.reset_arguments(columns, seed)
         if not self._own_process:  # the other samples of the prompt have the same row
             arguments = {name: _copied(argument) for name, argument in arguments.items()}
-        return self._opening(await self._called(partial(self.environment.reset, **arguments)))
+        return self._opening(await self._run(partial(self.environment.reset, **arguments)))
 
     async def _tool(self, name: str, arguments: Any) -> dict[str, Any]:
         is_trl = self.spec.contract == "trl"
@@ -131,7 +131,7 @@ class Host:
             function = getattr(self.environment, name) if is_method else tool.function
             # TRL hands arguments over as they are
             checked_arguments = dict(arguments) if is_trl else tool.check(arguments)
-            result = await self._called(partial(function, **checked_arguments))
+            result = await self._run(partial(function, **checked_arguments))
         except (BadCall, ToolError) as error:
             return self._refusal(error)
         except EnvFailure:
@@ -147,7 +147,7 @@ class Host:
 
     async def _step(self, model_turn: str | dict[str, Any]) -> dict[str, Any]:
         try:
-            result = await self._called(partial(self.environment.step, model_turn))
+            result = await self._run(partial(self.environment.step, model_turn))
         except ToolError as error:
             result = Step(str(error), metrics={"tool_error": 1.0})
         step = asdict_of(_as_step(result))
@@ -155,13 +155,13 @@ class Host:
         return _checked_numbers(step, "the Step")
 
     async def _get_reward(self) -> float | None:
-        reward = await self._called(self.environment.get_reward)
+        reward = await self._run(self.environment.get_reward)
         if reward is None and self.spec.contract == "trl":  # not scored by the environment
             return None
         return _number(reward, "the reward")
 
     async def _close(self) -> None:
-        await self._called(self.environment.close)
+        await self._run(self.environment.close)
 
     def _refusal(self, error: Exception) -> dict[str, Any]:
         message = str(error)
@@ -277,7 +277,7 @@ def failure_of(
     message = without_secrets(
         plain(f"{environment_spec.where}: {call_kind}{detail and f' {detail}'}: {answer['text']}")
     )
-    return EnvironmentFailed(answer["kind"], call_kind, message[:_MOST_TEXT])
+    return EnvironmentFailed(answer["kind"], call_kind, message[:_MAX_MESSAGE])
 
 
 # --- threads and event loops
@@ -465,7 +465,7 @@ class _ThreadCalls:
             if not goes_on(call_kind, answer):
                 break
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._waiting.call_soon_threadsafe(self._bring, self._answers)
+            self._waiting.call_soon_threadsafe(self._set_answers, self._answers)
 
     def end(self) -> None:
         """Take note that nobody waits any more: a late call is the last one."""
@@ -477,9 +477,9 @@ class _ThreadCalls:
         if deadline > self._waiting.time():  # an earlier call was in time
             self._clock = self._waiting.call_at(deadline, self._check_deadline)
         else:
-            self._bring(self._answers | {self._call_kind: {}})
+            self._set_answers(self._answers | {self._call_kind: {}})
 
-    def _bring(self, answers: Answers) -> None:
+    def _set_answers(self, answers: Answers) -> None:
         """Only the first ones count."""
         if not self.answered.done():
             self.answered.set_result(answers)

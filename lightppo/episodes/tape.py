@@ -32,18 +32,18 @@ from lightppo.episodes.tape_files import (
     HEADER,
     VERSION,
     Entry,
-    Head,
-    Strip,
+    TapeEnd,
     TapeError,
+    TapeFile,
     chained,
+    check_end,
     check_follows,
-    check_head,
     described,
     file_name,
     files_of,
     missing_files,
     numbers_of_ranks,
-    read_strip,
+    read_tape_file,
 )
 from lightppo.errors import RewardError, RolloutError, StorageError
 from lightppo.files import files_in_use, is_url, local_folder
@@ -82,10 +82,10 @@ def wants_tape(config: Any) -> bool:
     return hasattr(config, "tape") and (config.tape.tape_from or config.tape.tape != "off")
 
 
-class KnownEnd(NamedTuple):
+class CheckpointedEnd(NamedTuple):
     """Say where a rank's files ended when a checkpoint was saved."""
 
-    head: Head
+    head: TapeEnd
     run: str  # the name of the run that saved it
     where: str  # the checkpoint, for messages
 
@@ -110,9 +110,9 @@ class Tape:
         self.answered = 0  # entries that were taken in place of a reply
         self.step: int | None = None  # None: not on the way yet, nothing is kept
         self.phase: Phase = "train"
-        self.head: Head | None = None
+        self.head: TapeEnd | None = None
         self._before: str | None = None  # the end of the files of another number of ranks
-        self._strip: Strip | None = None  # of the step
+        self._tape_file: TapeFile | None = None  # of the step
         self._file: Any = None
         self._unsynced: set[Path] = set()
         self._lock = threading.RLock()
@@ -142,7 +142,7 @@ class Tape:
             if step != self.step:
                 self._close()
                 self.step = step
-                self._strip = None
+                self._tape_file = None
                 self._forget()
                 file_path = self.folder / file_name(step, self.rank, self.ranks)
                 if file_path.is_file():
@@ -158,44 +158,44 @@ class Tape:
 
     def _first_header(self) -> Entry:
         for file_path in files_of(self.folder, self.rank, self.ranks).values():
-            if entries := read_strip(file_path).entries:
+            if entries := read_tape_file(file_path).entries:
                 return entries[0]
         raise TapeError(f"{self.folder}: no file of rank {self.rank} of {self.ranks} is whole")
 
     def _take_up(self, file_path: Path) -> None:
-        strip = read_strip(file_path)
-        if strip.torn:
+        tape_file = read_tape_file(file_path)
+        if tape_file.torn:
             logger.warning(
                 "%s ends in the middle of a line, as after a crash: the last %d bytes are left out",
                 file_path,
-                strip.torn,
+                tape_file.torn,
             )
         if self.plays:
-            check_follows(strip, self.head and self.head.hash)
-            if strip.entries:
-                self.head = strip.head
-        elif not self._goes_on_with(strip):
+            check_follows(tape_file, self.head and self.head.hash)
+            if tape_file.entries:
+                self.head = tape_file.head
+        elif not self._goes_on_with(tape_file):
             return
-        self._strip = strip
-        for entry in strip.entries[1:]:
+        self._tape_file = tape_file
+        for entry in tape_file.entries[1:]:
             self._index(entry)
 
-    def _goes_on_with(self, strip: Strip) -> bool:
+    def _goes_on_with(self, tape_file: TapeFile) -> bool:
         """Tell whether this run has written the file, as it stands now; else the file is set aside."""
         if self.head is not None and self.head.step == self.step:
-            follows = bool(strip.entries) and strip.head == self.head
+            follows = bool(tape_file.entries) and tape_file.head == self.head
         else:
-            follows = bool(strip.entries) and strip.before == self._end
+            follows = bool(tape_file.entries) and tape_file.before == self._end
         if follows:
-            self.head = strip.head
-            os.truncate(strip.path, strip.size)
+            self.head = tape_file.head
+            os.truncate(tape_file.path, tape_file.size)
             return True
-        new_path = _free_name(strip.path)
-        files_in_use().rename(strip.path, new_path)
-        if strip.entries:
+        new_path = _free_name(tape_file.path)
+        files_in_use().rename(tape_file.path, new_path)
+        if tape_file.entries:
             logger.warning(
                 "%s follows other replies than this run has had: it is kept as %s, and step %d is played again",
-                strip.path,
+                tape_file.path,
                 new_path.name,
                 self.step,
             )
@@ -255,7 +255,7 @@ class Tape:
         if self._file is None:
             self._open()
         try:
-            lines, hashes = chained(entries, self.head.hash if self._strip else "")
+            lines, hashes = chained(entries, self.head.hash if self._tape_file else "")
         except (TypeError, ValueError) as error:
             raise TapeError(
                 f"the tape cannot hold {described(entries[0])}: {error}; let it return plain values, or set "
@@ -267,8 +267,8 @@ class Tape:
         except OSError as error:
             self._break_off()
             raise self._unwritable(error) from error
-        earlier_records = self.head.records if self._strip else 0
-        self.head = Head(self.step, earlier_records + len(entries), hashes[-1])
+        earlier_records = self.head.records if self._tape_file else 0
+        self.head = TapeEnd(self.step, earlier_records + len(entries), hashes[-1])
 
     def _break_off(self) -> None:
         """Write no more: a line may be torn, and nothing follows it."""
@@ -290,13 +290,13 @@ class Tape:
         except OSError as error:
             raise self._unwritable(error) from error
         self._unsynced.add(file_path)
-        if self._strip is not None:
+        if self._tape_file is not None:
             return
         header = {"kind": HEADER, "version": VERSION, "run": self.run, "step": self.step}
         header |= {"rank": self.rank, "ranks": self.ranks, "before": self._end}
         header |= {"environments": self.environments, "sources": self.sources}
         self._append([header])
-        self._strip = Strip(file_path)
+        self._tape_file = TapeFile(file_path)
 
     @property
     def _end(self) -> str | None:
@@ -321,7 +321,7 @@ class Tape:
             self._unsynced.clear()
             if self._end is None:
                 return None
-            tape_end = self.head or Head(0, 0, self._end)
+            tape_end = self.head or TapeEnd(0, 0, self._end)
             return {**asdict(tape_end), "ranks": self.ranks, "rank": self.rank}
 
     def close(self) -> None:
@@ -343,16 +343,16 @@ class Tape:
         if not saved_end["records"]:  # of another number of ranks, see share_out
             self._before = saved_end["hash"]
             return
-        self.head = Head.of(saved_end)
+        self.head = TapeEnd.of(saved_end)
         file_path = self.folder / file_name(saved_end["step"], self.rank, self.ranks)
         if not file_path.is_file():
             logger.warning(
                 "%s, which %s knows, is missing: the tape begins anew", file_path, checkpoint
             )
             return
-        strip = read_strip(file_path)
-        check_head(strip, self.head, checkpoint)
-        self.head = strip.head
+        tape_file = read_tape_file(file_path)
+        check_end(tape_file, self.head, checkpoint)
+        self.head = tape_file.head
 
     def check_past(self, last_step: int) -> None:
         """Read all files of steps that are done, up to ``last_step``; those that are missing are named in a warning.
@@ -385,23 +385,23 @@ class Tape:
                 if step > last_step:
                     files_in_use().rename(file_path, _free_name(file_path))
 
-    def check(self, last_step: int, known_ends: Sequence[KnownEnd] = ()) -> None:
+    def check(self, last_step: int, known_ends: Sequence[CheckpointedEnd] = ()) -> None:
         """Read all files of later steps; TapeError names the line that is not as it was written."""
         previous_hash = self.head and self.head.hash
         for step, file_path in files_of(self.folder, self.rank, self.ranks).items():
             if step <= last_step:
                 continue
-            strip = read_strip(file_path)
-            check_follows(strip, previous_hash)
+            tape_file = read_tape_file(file_path)
+            check_follows(tape_file, previous_hash)
             for known_end in known_ends:
                 if (
                     known_end.head.step == step
-                    and strip.entries
-                    and known_end.run == strip.entries[0]["run"]
+                    and tape_file.entries
+                    and known_end.run == tape_file.entries[0]["run"]
                 ):
-                    check_head(strip, known_end.head, known_end.where)
-            if strip.entries:
-                previous_hash = strip.head.hash
+                    check_end(tape_file, known_end.head, known_end.where)
+            if tape_file.entries:
+                previous_hash = tape_file.head.hash
 
     # -- answer ------------------------------------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class TapeCallback(Callback):
     def on_start(self, run: Any) -> None:
         self.tape.run = run.strategy.broadcast_object(run.checkpointer.run)
         if self.tape.plays:
-            self.tape.check(run.state.global_step, heads_of(run, self.tape))
+            self.tape.check(run.state.global_step, checkpointed_ends(run, self.tape))
         self.tape.go_to(run.state.global_step, "eval")
 
     def around_step(self, run: Any, step: int) -> AbstractContextManager:
@@ -541,10 +541,10 @@ class TapeCallback(Callback):
         return [self.tape.share_out(states)] * world_size
 
 
-def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
+def checkpointed_ends(run: Any, tape: Tape) -> list[CheckpointedEnd]:
     """Return what each checkpoint of the run whose tape plays knows of the end of this rank's files."""
     checkpoint_folder = Path(part_folder(_checkpoints_of(tape.folder.parent)))
-    known_ends: list[KnownEnd] = []
+    known_ends: list[CheckpointedEnd] = []
     if not checkpoint_folder.is_dir():
         return known_ends
     for tag in list_tags(checkpoint_folder):
@@ -552,7 +552,9 @@ def heads_of(run: Any, tape: Tape) -> list[KnownEnd]:
         rank_ends = state.get("tape") or []
         if len(rank_ends) == tape.ranks and rank_ends[tape.rank] is not None:
             known_ends.append(
-                KnownEnd(Head.of(rank_ends[tape.rank]), state["run"], str(checkpoint_folder / tag))
+                CheckpointedEnd(
+                    TapeEnd.of(rank_ends[tape.rank]), state["run"], str(checkpoint_folder / tag)
+                )
             )
     return known_ends
 

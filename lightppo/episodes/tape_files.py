@@ -36,7 +36,7 @@ class TapeError(UserError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Head:
+class TapeEnd:
     """Hold the end of a tape, for a checkpoint. Of no records: there is none yet."""
 
     step: int  # of the file
@@ -44,13 +44,13 @@ class Head:
     hash: str  # of its last line
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Head:
+    def of(cls, state: Mapping[str, Any]) -> TapeEnd:
         """Return the head in what a checkpoint keeps, which has more beside it."""
         return cls(state["step"], state["records"], state["hash"])
 
 
 @dataclass
-class Strip:
+class TapeFile:
     """Hold the content of one file, whose hashes are right."""
 
     path: Path
@@ -65,8 +65,8 @@ class Strip:
         return self.entries[0]["before"] if self.entries else None
 
     @property
-    def head(self) -> Head:
-        return Head(self.entries[0]["step"], len(self.hashes), self.hashes[-1])
+    def head(self) -> TapeEnd:
+        return TapeEnd(self.entries[0]["step"], len(self.hashes), self.hashes[-1])
 
 
 def file_name(step: int, rank: int, ranks: int) -> str:
@@ -118,7 +118,7 @@ def _hash(previous_hash: str, body: bytes) -> str:
 # -- read ------------------------------------------------------------------------------------------------------------
 
 
-def read_strip(path: Path, whole: bool = True) -> Strip:
+def read_tape_file(path: Path, whole: bool = True) -> TapeFile:
     """Return a file whose hashes are checked. A line that a crash tore, at the end, is left out.
 
     Args:
@@ -127,23 +127,23 @@ def read_strip(path: Path, whole: bool = True) -> Strip:
     Raises:
         TapeError: it names the line that was altered, and which reply it holds.
     """
-    strip = Strip(path)
+    tape_file = TapeFile(path)
     previous_hash = ""
     file_bytes = path.read_bytes()
     lines = file_bytes.split(b"\n")
-    strip.torn = len(lines.pop())
+    tape_file.torn = len(lines.pop())
     for number, line in enumerate(lines, start=1):
         hash_match = _TAIL.search(line)
         body = line[: hash_match.start()] + b"}" if hash_match else line
         if hash_match is None or _hash(previous_hash, body) != hash_match[1].decode():
-            raise TapeError(_altered(path, number, line, strip.entries))
+            raise TapeError(_altered(path, number, line, tape_file.entries))
         previous_hash = hash_match[1].decode()
-        if whole or not strip.entries:
-            strip.entries.append(json.loads(body))
-        strip.hashes.append(previous_hash)
-    strip.size = len(file_bytes) - strip.torn
-    _check_header(strip)
-    return strip
+        if whole or not tape_file.entries:
+            tape_file.entries.append(json.loads(body))
+        tape_file.hashes.append(previous_hash)
+    tape_file.size = len(file_bytes) - tape_file.torn
+    _check_header(tape_file)
+    return tape_file
 
 
 def _altered(path: Path, number: int, line: bytes, earlier_entries: list[Entry]) -> str:
@@ -160,11 +160,11 @@ def _altered(path: Path, number: int, line: bytes, earlier_entries: list[Entry])
     )
 
 
-def _check_header(strip: Strip) -> None:
-    header = strip.entries[0] if strip.entries else {"kind": HEADER, "version": VERSION}
+def _check_header(tape_file: TapeFile) -> None:
+    header = tape_file.entries[0] if tape_file.entries else {"kind": HEADER, "version": VERSION}
     if (header.get("kind"), header.get("version")) != (HEADER, VERSION):
         raise TapeError(
-            f"{strip.path}:1 is not the beginning of a tape of version {VERSION}: it was altered, or "
+            f"{tape_file.path}:1 is not the beginning of a tape of version {VERSION}: it was altered, or "
             "another lightppo wrote it"
         )
 
@@ -177,24 +177,24 @@ def described(entry: Mapping[str, Any]) -> str:
     return f"{entry.get('kind', 'entry')} of {', '.join(named_fields)}"
 
 
-def check_follows(strip: Strip, previous_hash: str | None) -> None:
+def check_follows(tape_file: TapeFile, previous_hash: str | None) -> None:
     """Raise TapeError where a file does not begin where the one before ends; None: there is none."""
-    if None not in (previous_hash, strip.before) and strip.before != previous_hash:
+    if None not in (previous_hash, tape_file.before) and tape_file.before != previous_hash:
         raise TapeError(
-            f"{strip.path}:1 does not follow the end of the file before: lines of one of them were "
+            f"{tape_file.path}:1 does not follow the end of the file before: lines of one of them were "
             "altered or are missing"
         )
 
 
-def check_head(strip: Strip, head: Head, checkpoint: str) -> None:
+def check_end(tape_file: TapeFile, head: TapeEnd, checkpoint: str) -> None:
     """Raise TapeError where a file is not as a ``checkpoint`` knows it; it may have more lines by now."""
-    if len(strip.hashes) < head.records:
+    if len(tape_file.hashes) < head.records:
         raise TapeError(
-            f"{strip.path} has {len(strip.hashes)} lines, and {checkpoint} knows {head.records}: restore the file"
+            f"{tape_file.path} has {len(tape_file.hashes)} lines, and {checkpoint} knows {head.records}: restore the file"
         )
-    if strip.hashes[head.records - 1] != head.hash:
+    if tape_file.hashes[head.records - 1] != head.hash:
         raise TapeError(
-            f"{strip.path}: one of its first {head.records} lines is not as {checkpoint} knows it: restore the file"
+            f"{tape_file.path}: one of its first {head.records} lines is not as {checkpoint} knows it: restore the file"
         )
 
 
@@ -210,24 +210,24 @@ def missing_files(folder: Path, rank: int, ranks: int, last_step: int) -> list[s
         for step in files_of(folder, 0, rank_count)
     }
     gaps: list[str] = []
-    previous_strip: Strip | None = None
+    previous_strip: TapeFile | None = None
     previous_step = -1  # its step
     for step, path in files_of(folder, rank, ranks).items():
         if step > last_step:
             break
-        strip = read_strip(path, whole=False)
-        if not strip.entries:
+        tape_file = read_tape_file(path, whole=False)
+        if not tape_file.entries:
             continue
         previous_hash = None if previous_strip is None else previous_strip.hashes[-1]
         # Between two numbers of ranks a file begins with the ends of all.
-        if strip.before not in (None, previous_hash) and not any(
+        if tape_file.before not in (None, previous_hash) and not any(
             previous_step < other_step < step for other_step in other_steps
         ):
             if previous_strip is not None and previous_step == step - 1:
-                check_follows(strip, previous_hash)
+                check_follows(tape_file, previous_hash)
             beginning = "" if previous_strip is None else f"behind step {previous_step} and "
             gaps.append(f"{beginning}before step {step}")
-        previous_strip = strip
+        previous_strip = tape_file
         previous_step = step
     return gaps
 

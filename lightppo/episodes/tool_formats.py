@@ -15,7 +15,7 @@ from lightppo.suggestions import nearest
 from lightppo.table import Entry, Table
 
 TEMPLATE_FORMAT = "response_template"
-_SHOWN = 300  # characters of another parser's message
+_MAX_REASON = 300  # characters of another parser's message
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read_by_template(
     try:
         message = tokenizer.parse_response(text + end, prefix="", tools=list(tools) or None)
     except Exception as error:
-        return "", [_unreadable(" ".join(str(error).split())[:_SHOWN])]
+        return "", [_unreadable(" ".join(str(error).split())[:_MAX_REASON])]
     tool_calls = [
         make_call(
             parsed_call.get("function", parsed_call).get("name"),
@@ -123,7 +123,7 @@ def read_by_vllm(
         parser = ToolParserManager.get_tool_parser(name)(tokenizer, chat_request.tools)
         extraction = parser.extract_tool_calls(text, request=chat_request)
     except Exception as error:
-        return "", [_unreadable(" ".join(str(error).split())[:_SHOWN])]
+        return "", [_unreadable(" ".join(str(error).split())[:_MAX_REASON])]
     tool_calls = [
         make_call(parsed_call.function.name, parsed_call.function.arguments)
         for parsed_call in extraction.tool_calls

@@ -19,7 +19,7 @@ from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.user_code import error_text
 
 _BASIC = (int, float, str, bool, type(None), list, tuple, dict, Any)
-_MOST_SHOWN = 80  # characters of a wrong argument
+_MAX_EXAMPLE = 80  # characters of a wrong argument
 _SECTIONS = r"(?:Args|Arguments|Parameters|Returns|Raises|Yields|Examples?)"
 
 
@@ -182,8 +182,8 @@ class Tool:
         first_error = validation_error.errors(include_url=False, include_context=False)[0]
         error_place = ".".join(map(str, (parameter_name, *first_error["loc"])))
         argument_text = repr(argument)
-        if len(argument_text) > _MOST_SHOWN:
-            argument_text = f"{argument_text[:_MOST_SHOWN]}…"
+        if len(argument_text) > _MAX_EXAMPLE:
+            argument_text = f"{argument_text[:_MAX_EXAMPLE]}…"
         raise BadCall(
             f"{self.name}: argument {error_place}: {first_error['msg']}, got {argument_text}"
         )

@@ -65,7 +65,7 @@ class VerifiersEnvironment:
         """Give the model's turn to the agent program."""
         if self._is_over:
             raise EnvFailure("the episode is over")
-        self._process.write({"say": self._id} | self._history.said(model_turn))
+        self._process.write({"say": self._id} | self._history.add_turn(model_turn))
         answer = self._next()
         if "reward" in answer:
             self._is_over = True

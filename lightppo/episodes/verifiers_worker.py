@@ -58,7 +58,7 @@ def rows(env: Any) -> Iterator[dict[str, Any]]:
         yield {"prompt": opening_messages, "task": task_number}
 
 
-class Desk:
+class Episodes:
     """Keep the episodes of this process, and the turns that they wait for."""
 
     def __init__(self, env: Any, write: Any) -> None:
@@ -148,8 +148,8 @@ def _outcome(episode: Any) -> dict[str, Any]:
     return {"reward": trace.reward, "metrics": reward_parts | metrics}
 
 
-def attach(desk: Desk) -> None:
-    """Let verifiers ask the desk where it would ask a server."""
+def attach(episodes: Episodes) -> None:
+    """Let verifiers ask the episodes where it would ask a server."""
     from verifiers.v1.clients import Client
     from verifiers.v1.clients.train import serialize_completion, tool_to_wire
     from verifiers.v1.dialects.chat import message_to_wire
@@ -162,7 +162,7 @@ def attach(desk: Desk) -> None:
         ):
             request = turn if turn is not None else dialect.parse_request(body)
             messages = turn.prompt if turn is not None else request.messages
-            model_turn = await desk.turn(
+            model_turn = await episodes.turn(
                 session_id,
                 messages=[message_to_wire(item) for item in messages],
                 tools=[tool_to_wire(item) for item in request.tools or ()],
@@ -199,15 +199,15 @@ def attach(desk: Desk) -> None:
 
 async def serve(env: Any, write: Any) -> None:
     """Play what is asked for until the input ends."""
-    desk = Desk(env, write)
-    attach(desk)
+    episodes = Episodes(env, write)
+    attach(episodes)
     reader = asyncio.StreamReader(limit=2**26)
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     async with env.serving():
         while line := await reader.readline():
-            desk.read(json.loads(line))
-        await desk.end()
+            episodes.read(json.loads(line))
+        await episodes.end()
 
 
 def main() -> None:

@@ -215,7 +215,7 @@ ALARMS |= {
 }
 
 
-def meanings() -> dict[str, str]:
+def alarm_descriptions() -> dict[str, str]:
     """Return what each alarm looks at, when it rings, and what to do."""
     return {
         alarm_name: f"{alarm.metrics[0]}: {alarm.condition}. Try: {alarm.remedy}"

@@ -16,7 +16,7 @@ from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.files import explained, local_folder
 from lightppo.logging.metrics_page import renamed
 from lightppo.logging.run_folder import (
-    RecordSums,
+    RunFileSums,
     cut_samples,
     hold,
     is_at,
@@ -26,8 +26,8 @@ from lightppo.logging.run_folder import (
     run_name,
     save_run_config,
     set_aside,
-    set_records_aside,
-    upload_records,
+    set_run_files_aside,
+    upload_run_files,
 )
 from lightppo.logging.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
 
@@ -149,7 +149,7 @@ class Recorder(Callback):
         self.sinks: list[Sink] = []
         self.locks: dict[Path, str] = {}  # of the folders of the run
         self.path = metrics_file(run.config)
-        self.records = RecordSums(run.config.checkpoint.save_path, self.path)
+        self.records = RunFileSums(run.config.checkpoint.save_path, self.path)
         self.sums: dict[str, tuple[int, str]] = {}  # what is recorded until the last checkpoint
 
     def state_dict(self) -> dict[str, tuple[int, str]]:
@@ -174,7 +174,9 @@ class Recorder(Callback):
         folder = config.checkpoint.save_path
         self.locks = locks_of([folder, config.checkpoint.ckpt_path])
         if step == 0:
-            strategy.on_rank_0(lambda: set_records_aside(config), f"keep apart what is in {folder}")
+            strategy.on_rank_0(
+                lambda: set_run_files_aside(config), f"keep apart what is in {folder}"
+            )
         if run.owns_parts:
             save_run_config(run.asked if run.keeps else config, strategy)
             total_steps = None if run.only_evaluates else run.count_steps()
@@ -243,7 +245,7 @@ class Recorder(Callback):
 
     def upload(self) -> None:
         if self.run.strategy.is_rank_0():
-            upload_records(self.run.config.checkpoint.save_path)
+            upload_run_files(self.run.config.checkpoint.save_path)
 
     @property
     def tensorboard_writer(self) -> Any | None:

@@ -230,10 +230,10 @@ class RunSummary(Callback):
         if error is not None or not run.keeps or run.only_evaluates or not run.strategy.is_rank_0():
             return
         from lightppo.logging.recorder import metrics_file
-        from lightppo.logging.run_folder import upload_records
+        from lightppo.logging.run_folder import upload_run_files
 
         run.strategy.print(summary(metrics_file(run.config)))
-        upload_records(run.config.checkpoint.save_path)
+        upload_run_files(run.config.checkpoint.save_path)
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
@@ -432,10 +432,8 @@ def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_
         "differing": {},
     }
     if len(runs) > 1:
-        for sample_kind in ("options", "facts"):
-            data["differing"][sample_kind] = _differing(
-                [content[sample_kind] for content in contents]
-            )
+        for part in ("options", "facts"):
+            data["differing"][part] = _differing([content[part] for content in contents])
     data_blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
     data_blocks.append(_block("plotly", _packed(get_plotlyjs())))
     title = html.escape(", ".join(content["name"] for content in contents))
@@ -448,17 +446,11 @@ def _run(metrics_path: Path) -> dict[str, Any]:
     metric_rows = read_metrics(metrics_path)
     run_folder = metrics_path.parent
     curves = {}
-    for metric_name in sorted(
-        {metric_name for metric_row in metric_rows for metric_name in metric_row} - {"step", "time"}
-    ):
-        steps, values = series(metric_rows, metric_name)
-        if steps and not metric_name.startswith("alarm/"):
-            curves[metric_name] = (steps, [float(f"{number:.6g}") for number in values])
-    times = [
-        metric_row["time"]
-        for metric_row in metric_rows
-        if isinstance(metric_row.get("time"), float)
-    ]
+    for metric in sorted({metric for row in metric_rows for metric in row} - {"step", "time"}):
+        steps, values = series(metric_rows, metric)
+        if steps and not metric.startswith("alarm/"):
+            curves[metric] = (steps, [float(f"{value:.6g}") for value in values])
+    times = [row["time"] for row in metric_rows if isinstance(row.get("time"), float)]
     options = options_of(run_folder)
     set_options = dict(options_of(run_folder, "run_config.yaml") or options)
     command = command_of(set_options)
@@ -478,9 +470,7 @@ def _run(metrics_path: Path) -> dict[str, Any]:
         "starts": [recorded_start["step"] for recorded_start in starts_of(run_folder)],
         "series": curves,
         "alarms": list(_alarms(metric_rows)),
-        "options": {
-            metric_name: number for metric_name, number in options.items() if number is not None
-        },
+        "options": {name: value for name, value in options.items() if value is not None},
         "set": list(set_options),
         "facts": facts_of(run_folder),
         "samples": {},
@@ -607,13 +597,13 @@ def main(arguments: Sequence[str], program: str = "lightppo report") -> None:
                         "there are more, steps are left out evenly; default: %(default)g")  # fmt: skip
     options = parser.parse_args(arguments)
     runs = options.runs
-    for flag_name, metrics_path, kind, endings in (
+    for flag_name, output_path, kind, endings in (
         ("--out", options.out, "a page of HTML", (".html", ".htm")),
         ("--picture", options.picture, "a PNG picture", (".png",)),
     ):
-        if metrics_path is not None and metrics_path.suffix.lower() not in endings:
+        if output_path is not None and output_path.suffix.lower() not in endings:
             parser.error(
-                f"{flag_name} {metrics_path}: it is {kind}: give a name that ends in {endings[0]}"
+                f"{flag_name} {output_path}: it is {kind}: give a name that ends in {endings[0]}"
             )
     if options.picture is not None and len(runs) > 1:
         parser.error("--picture shows one run: name one, or leave it out")

@@ -282,7 +282,7 @@ def set_aside(*paths: Path) -> None:
         )
 
 
-def set_records_aside(config: OptionSet) -> None:
+def set_run_files_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
     folder = config.checkpoint.save_path
     record_paths = [local_folder(folder).absolute() / record_name for record_name in RECORDS]
@@ -297,10 +297,10 @@ def set_records_aside(config: OptionSet) -> None:
         record_paths += [rollouts] if has_steps_alone or rollouts in record_paths else steps
     set_aside(*record_paths)
     upload(folder, *RECORDS)  # what is no longer here goes there, too
-    upload_records(folder)
+    upload_run_files(folder)
 
 
-class RecordSums:
+class RunFileSums:
     """Sizes and sums of what a run has recorded. A checkpoint keeps them; the next start says what of it is lost.
 
     Args:
@@ -346,7 +346,7 @@ class RecordSums:
         return [change_text for change_text in changes if change_text is not None]
 
 
-def upload_records(folder: str) -> None:
+def upload_run_files(folder: str) -> None:
     """Send what the run has recorded since it was last sent, where the folder is a URL."""
     prefixes = [record_name.partition(".")[0] for record_name in RECORDS]
     local = local_folder(folder)
@@ -539,7 +539,7 @@ def write_run_config(config: OptionSet) -> None:
             del values["config"]
             yaml_text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
             write_text(local / f"{file_name}.yaml", yaml_text)
-        upload_records(folder)
+        upload_run_files(folder)
     except OSError as error:
         raise ConfigError(
             f"--save_path {folder}: cannot be written ({error.strerror or error})"
@@ -578,7 +578,7 @@ def record_start(
         }
         with (local_folder(folder) / METADATA).open("a") as file:
             file.write(json.dumps(start_row) + "\n")
-        upload_records(folder)
+        upload_run_files(folder)
 
     ranks.on_rank_0(write, f"write {METADATA} in {folder}")
 

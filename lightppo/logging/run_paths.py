@@ -72,7 +72,7 @@ class Place:
             host = ""
         return cls(shown_url(text), f"{protocol}://{host}", path)
 
-    def shown(self) -> str:
+    def description(self) -> str:
         """Return as it was given, and where links lead from there."""
         if self.server or os.path.abspath(local_folder(self.text)) == str(self.path):
             return self.text
@@ -145,7 +145,7 @@ def overlap(flag: str, text: str, names: Iterable[str], read_flag: str, read: Pl
     if is_url(text):  # and the folder of this machine that stands for it
         places.append(Place.of(str(local_folder(text))))
     for written in filter(None, places):
-        subject = f"{flag} {written.shown()}"
+        subject = f"{flag} {written.description()}"
         inside = read.below(written)
         if inside == ():
             return f"{subject} is also {read_flag} {read.text}, and the run would write over it: {remedy}"

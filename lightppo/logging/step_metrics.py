@@ -332,10 +332,8 @@ def optimizer_status(
     for name_index, metric in enumerate(names):
         for step_index, step_statuses in enumerate(steps):
             values = [status[metric] for status in step_statuses if metric in status]
-            totals[name_index, step_index, 0], totals[name_index, step_index, 1] = (
-                sum(values),
-                len(values),
-            )
+            totals[name_index, step_index, 0] = sum(values)
+            totals[name_index, step_index, 1] = len(values)
     means = {}
     for metric, sums_and_counts in zip(names, ranks.all_reduce(totals, "sum").tolist()):
         step_means = [

@@ -185,7 +185,7 @@ class WorkerPool:
             self._idle.append(worker)
         self._free_place()
 
-    def start(self) -> Server:
+    def _running_server(self) -> Server:
         """Return the server, started if there is none."""
         with self._lock:
             if not self._closer.alive:
@@ -251,7 +251,7 @@ class WorkerPool:
 
     async def _start_worker(self) -> Worker:
         for _ in range(_START_TRIES):
-            server = self.start()
+            server = self._running_server()
             problem = await server.wait_until_ready()
             if problem:
                 continue

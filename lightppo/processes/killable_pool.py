@@ -102,11 +102,11 @@ class KillablePool:
                 self._pool.give_back(worker)
             if not answer.get("unread"):
                 break
-        if self._pool.is_closed:
-            raise RewardError("the pool of worker processes is closed")
         heartbeat.beat()
         if "value" in answer:
             return Outcome(answer["value"])
+        if self._pool.is_closed:
+            raise RewardError("the pool of worker processes is closed")
         if answer["kind"] == "timeout":
             return late(self.timeout)
         if self.cpu_seconds is not None and worker.exit_code == -signal.SIGPROF:

@@ -128,9 +128,3 @@ class Balancing(Callback):
             run.strategy,
             prompt_once=in_groups and run.experience_maker.layout.shares_prompts,
         )
-
-
-def balancing(run: Any) -> Balancing | None:
-    """Make the callback of a PPO run of several ranks with ``--balance_ranks``."""
-    is_wanted = run.config.flat().get("balance_ranks") and run.strategy.world_size > 1
-    return Balancing() if is_wanted else None

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from pebble.concurrent import thread
 from torch import Tensor
 
 from lightppo.algorithms.advantages import reward_to_go
@@ -33,6 +32,7 @@ from lightppo.experience.maker import RolloutPass
 from lightppo.http_client import HTTPClient, read_token
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.batches import real_actions
+from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import Ranks
 from lightppo.trainer.training_losses import Metrics, ScoreTerm
 
@@ -307,7 +307,9 @@ class TeacherServers:
             rank_share = _REQUESTS_OF_SERVER * len(self.servers) // self.ranks.world_size
             count = max(1, min(_REQUESTS_OF_RANK, rank_share, len(rows)))
             rank = self.ranks.get_rank()
-            requests = [thread(self._score)(rank + k, rows[k::count]) for k in range(count)]
+            requests = [
+                in_daemon_thread(self._score, rank + k, rows[k::count]) for k in range(count)
+            ]
             for k, request in enumerate(requests):
                 answers[k::count] = request.result()
             for row, action_mask, scores in zip(numbers, is_real.cpu(), answers):

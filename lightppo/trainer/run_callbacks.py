@@ -20,10 +20,10 @@ from lightppo.logging.samples import keep_samples
 from lightppo.logging.skipped_batches import skipped_in_a_row
 from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
-from lightppo.rollout.balancing import balancing
+from lightppo.rollout.balancing import Balancing
 from lightppo.rollout.sampler import keep_surplus
-from lightppo.rollout.vllm.lora_adapters import pushed_bytes
-from lightppo.rollout.vllm.offload_optimizer import sleep_after_evaluation
+from lightppo.rollout.vllm.lora_adapters import PushedBytes
+from lightppo.rollout.vllm.offload_optimizer import SleepAfterEvaluation
 from lightppo.trainer.due_times import TimedSaves
 from lightppo.trainer.evaluation import Evaluation
 from lightppo.trainer.exports import Exports
@@ -42,9 +42,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         prompt_filter(run),
         followers(run),
         keep_surplus(run),
-        balancing(run),
-        sleep_after_evaluation(run),
-        pushed_bytes(run),
+        *of_rollouts(run),
         watch(run),
         *_of_episodes(run),
         Exports(run),
@@ -66,6 +64,19 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
     ]
     callbacks = (*early_callbacks, *user_callbacks, *late_callbacks)
     return [callback for callback in callbacks if callback is not None]
+
+
+def of_rollouts(run: Any) -> list[Callback]:
+    """Make the callbacks of a run's rollouts: ranks that balance their tokens, and what a copy of the weights needs."""
+    callbacks: list[Callback] = []
+    if run.config.flat().get("balance_ranks") and run.strategy.world_size > 1:
+        callbacks.append(Balancing())
+    engine = getattr(run, "rollout_engine", None)  # training on data has none
+    if getattr(engine, "room", None) is not None:
+        callbacks.append(SleepAfterEvaluation())
+    if "sync_bytes" in getattr(engine, "last_stats", {}):
+        callbacks.append(PushedBytes())
+    return callbacks
 
 
 def _of_episodes(run: Any) -> list[Callback | None]:

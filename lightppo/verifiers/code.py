@@ -20,7 +20,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.rows import first_value, lookup
+from lightppo.data.rows import first_value
 from lightppo.errors import RewardError
 from lightppo.ranks import heartbeat
 from lightppo.rewards.function import OnFailure, check_failure_options
@@ -33,10 +33,13 @@ logger = logging.getLogger(__name__)
 CodeScore = Literal["all", "share"]
 COMPARISONS = ("exact", "lines", "float", "set")  # each also accepts what the ones before it accept
 
+_TEST_COLUMNS = ("input_output", "reward_model.ground_truth", "ground_truth", "label")
 _METRICS = ("pass_share", "timeouts", "compile_errors", "no_code", "failures")
 _PYTHON_TAGS = ("python", "py", "python3")
 # digits; longer integers, which Python may refuse to convert, are compared as text
 _LONGEST_INT = 4000
+# Relative to the expected number. A thousandth of it is the absolute tolerance beside that.
+_FLOAT_TOLERANCE = 1e-5
 _VALUE = '{"value":'  # the start of an answer to a call
 _SET = "lightppo.set"  # the key of what a sandbox answers for a set
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
@@ -64,18 +67,12 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
 
     A row without usable ones is a ``ValueError`` that says what is missing.
     """
-    extra = prompt.extra
-    columns = {
-        "input_output": extra.get("input_output"),
-        "reward_model.ground_truth": lookup(extra, "reward_model.ground_truth"),
-        "ground_truth": extra.get("ground_truth"),
-        "label": prompt.label,
-    }
-    column, test_table = first_value(columns, columns)
+    column, test_table = first_value({**prompt.extra, "label": prompt.label}, _TEST_COLUMNS)
     if column is None:
-        raise ValueError(f"no test cases: the row has none of {', '.join(columns)}")
+        raise ValueError(f"no test cases: the row has none of {', '.join(_TEST_COLUMNS)}")
     try:
-        test_table = _load(test_table) if isinstance(test_table, str) else test_table
+        if isinstance(test_table, str):
+            test_table = _load(test_table)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{column} is not JSON: {error}") from None
     if not isinstance(test_table, Mapping) or not all(
@@ -173,17 +170,11 @@ class Comparison:
     """When an output is right; docs/rewards.md says what each of :data:`COMPARISONS` accepts."""
 
     code_compare: str = "float"
-    # Relative to the expected number. A thousandth of it is the absolute tolerance beside that.
-    code_float_tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
         if self.code_compare not in COMPARISONS:
             raise ValueError(
                 f"--code_compare must be one of {', '.join(COMPARISONS)}, got {self.code_compare!r}"
-            )
-        if not 0 <= self.code_float_tolerance < 1:
-            raise ValueError(
-                f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}"
             )
 
     def most_bytes(self, test_case: CodeCase) -> int:
@@ -243,9 +234,7 @@ class Comparison:
     def _close(self, number: float, expected_number: float) -> bool:
         if not (math.isfinite(number) and math.isfinite(expected_number)):
             return number == expected_number or (math.isnan(number) and math.isnan(expected_number))
-        tolerance = (
-            self.code_float_tolerance * abs(expected_number) + self.code_float_tolerance / 1000
-        )
+        tolerance = _FLOAT_TOLERANCE * abs(expected_number) + _FLOAT_TOLERANCE / 1000
         return abs(number - expected_number) <= tolerance
 
     def _equal(self, value: Any, expected_value: Any) -> bool:
@@ -333,17 +322,15 @@ class SandboxVerifier:
     pool: SandboxPool
     comparison: Comparison = field(default_factory=Comparison)
     # tests of a program that do not begin within these seconds count as timed out
-    code_total_timeout: float = 60.0
+    total_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.code_total_timeout > 0:
-            raise ValueError(f"--code_total_timeout must be > 0, got {self.code_total_timeout}")
         self.concurrency = self.pool.size
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Run the program on all tests; raises :class:`SandboxError` if the sandbox failed twice."""
         verdict = CodeVerdict()
-        seconds_left = self.code_total_timeout
+        seconds_left = self.total_seconds
         while len(verdict.passed) < len(tests.cases) and seconds_left > 0:
             heartbeat.beat()
             remaining_cases = tests.cases[len(verdict.passed) :]

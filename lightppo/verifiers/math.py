@@ -38,11 +38,11 @@ def math_reward(request: RewardRequest) -> MathReward:
     return MathReward(thinking=Thinking(request.tokenizer), **request.options_of(MathReward))
 
 
-def check_prompt(prompt: Prompt) -> None:
-    """Raise ValueError for a row without a label, or with one that is no answer."""
+def check_prompt(prompt: Prompt) -> list[str]:
+    """Return the right answers of a row; ValueError if it has no label, or one that is no answer."""
     if prompt.label is None:
         raise ValueError(NO_LABELS)
-    gold_answers(prompt.label)
+    return gold_answers(prompt.label)
 
 
 @dataclass(eq=False)
@@ -72,10 +72,14 @@ class MathReward:
                 "rewards for mathematics need latex2sympy2_extended: pip install 'lightppo[math]'"
             )
         seconds = _TIMEOUT if self.reward_timeout is None else self.reward_timeout
-        limits = {"cpu_seconds": seconds, "timeout": _CLOCK * seconds, "memory_mb": _MEMORY_MB}
-        options = limits | {"workers": self.reward_workers}
         self._pool = KillablePool(
-            f"{equal.__module__}:{equal.__name__}", **options, preload=(_LIBRARY,), quiet=True
+            f"{equal.__module__}:{equal.__name__}",
+            cpu_seconds=seconds,
+            timeout=_CLOCK * seconds,
+            memory_mb=_MEMORY_MB,
+            workers=self.reward_workers,
+            preload=(_LIBRARY,),
+            quiet=True,
         )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
@@ -122,11 +126,8 @@ class MathReward:
         self._pool.close()
 
     def _golds(self, rollouts: list[Rollout], i: int) -> list[str]:
-        label = rollouts[i].prompt.label
         try:
-            if label is None:
-                raise ValueError(NO_LABELS)
-            return gold_answers(label)
+            return check_prompt(rollouts[i].prompt)
         except ValueError as error:
             raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
 

@@ -299,16 +299,16 @@ def _intervals(region: Any, variable: str = "") -> list[Interval] | None:
     import sympy
 
     intervals: list[Interval] = []
-    for part in region.args if isinstance(region, sympy.Union) else [region]:
-        if isinstance(part, sympy.Interval):
-            opening = "(" if part.left_open else "["
-            closing = ")" if part.right_open else "]"
-            intervals.append(Interval(part.start, part.end, opening + closing, variable))
-        elif isinstance(part, sympy.FiniteSet):
-            intervals += [Interval(point, point, "[]", variable) for point in part.args]
-        elif part is sympy.S.Reals:
+    for component in region.args if isinstance(region, sympy.Union) else [region]:
+        if isinstance(component, sympy.Interval):
+            opening = "(" if component.left_open else "["
+            closing = ")" if component.right_open else "]"
+            intervals.append(Interval(component.start, component.end, opening + closing, variable))
+        elif isinstance(component, sympy.FiniteSet):
+            intervals += [Interval(point, point, "[]", variable) for point in component.args]
+        elif component is sympy.S.Reals:
             intervals.append(Interval(-sympy.oo, sympy.oo, "()", variable))
-        elif part is not sympy.S.EmptySet:
+        elif component is not sympy.S.EmptySet:
             return None
     return intervals
 
@@ -417,8 +417,8 @@ def _same_ratio(gold: str, answer: str, gold_parts: list[str], answer_parts: lis
     if {len(gold_parts), len(answer_parts)} == {1, 2}:  # 2:3 is 2/3
         gold_parts = [*gold_parts, "1"][:2]
         answer_parts = [*answer_parts, "1"][:2]
-    gold_values = [_value(part) for part in gold_parts]
-    answer_values = [_value(part) for part in answer_parts]
+    gold_values = [_value(term_notation) for term_notation in gold_parts]
+    answer_values = [_value(term_notation) for term_notation in answer_parts]
     if len(gold_values) != len(answer_values) or None in (*gold_values, *answer_values):
         return False
     return all(
@@ -452,10 +452,10 @@ def _value(notation: Any) -> Any:
 def _matrix(rows: Listing) -> Any:
     from sympy import Matrix
 
-    entries = [[_value(entry) for entry in row.parts] for row in rows.parts]
+    entries = [[_value(matrix_entry) for matrix_entry in row.parts] for row in rows.parts]
     if len({len(row) for row in entries}) != 1:
         return None
-    if any(entry is None for row in entries for entry in row):
+    if any(matrix_entry is None for row in entries for matrix_entry in row):
         return None
     return Matrix(entries)
 
@@ -588,16 +588,17 @@ def _approximate(value: Any, digits: int) -> Any:
     import mpmath
 
     parts = value.evalf(digits).as_real_imag()
-    if not all(part.is_Number and part.is_finite for part in parts):
+    if not all(component.is_Number and component.is_finite for component in parts):
         return None
     with mpmath.workdps(digits + 5):
         # precision 1: all digits have cancelled
-        real, imaginary = (
-            mpmath.mpf(0 if part.is_Float and part._prec == 1 else str(part)) for part in parts
+        real_part, imaginary_part = (
+            mpmath.mpf(0 if component.is_Float and component._prec == 1 else str(component))
+            for component in parts
         )
-        if abs(imaginary) <= abs(real) * mpmath.mpf(10) ** (-digits + 5):  # noise
-            imaginary = 0
-        return mpmath.mpc(real, imaginary)
+        if abs(imaginary_part) <= abs(real_part) * mpmath.mpf(10) ** (-digits + 5):  # noise
+            imaginary_part = 0
+        return mpmath.mpc(real_part, imaginary_part)
 
 
 def _close(gold: Any, answer: Any, digits: int) -> bool:
@@ -626,7 +627,7 @@ def _same_constant(gold: Any, answer: Any) -> bool:
 @_if_possible
 def _constant_ratio(*sides: str) -> Any:
     """Divide (left - right) of the first relation by that of the second; ``None`` if that is no constant."""
-    values = [_value(side) for side in sides]
+    values = [_value(side_notation) for side_notation in sides]
     if any(value is None for value in values):
         return None
     differences = _same_case(values[0] - values[1], values[2] - values[3])

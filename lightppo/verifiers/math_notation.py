@@ -289,16 +289,16 @@ def _latex_word(match: re.Match[str]) -> str:
     if word is None:
         return match.group()
     lowered = word.lower()
-    before = match.string[: match.start()][-2:]
+    previous = match.string[: match.start()][-2:]
     if lowered in ("and", "or"):
         return rf" \text{{{lowered}}} "
-    if word.isupper() and not before.strip()[-1:].isdigit():  # points: AM is no unit, but in 5 AM
+    if word.isupper() and not previous.strip()[-1:].isdigit():  # points: AM is no unit, but in 5 AM
         return word
     if lowered in _COMMANDS:
         return f"\\{_COMMANDS[lowered]} "
     if word[:-1] in _FUNCTIONS and not is_unit(word):  # sinx
         return f"\\{word[:-1]} {word[-1]}"
-    if is_unit(word, attached=before[-1:].isdigit()):
+    if is_unit(word, attached=previous[-1:].isdigit()):
         return rf" \text{{{word}}} "
     return word
 
@@ -360,9 +360,9 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 
 def _mixed_number(match: re.Match[str]) -> str:
-    whole, numerator, denominator = (
+    integer, numerator, denominator = (
         match[name] or match[f"{name}2"] for name in ("whole", "top", "bottom")
     )
     if len(numerator + denominator) < 20 and int(numerator) < int(denominator):
-        return rf"({whole}+\frac{{{numerator}}}{{{denominator}}})"
-    return rf"{whole} \cdot \frac{{{numerator}}}{{{denominator}}}"
+        return rf"({integer}+\frac{{{numerator}}}{{{denominator}}})"
+    return rf"{integer} \cdot \frac{{{numerator}}}{{{denominator}}}"

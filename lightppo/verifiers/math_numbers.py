@@ -107,9 +107,9 @@ def as_number(answer: str) -> Number | None:
     return Number(value * factor, decimals, digits, percent, words)
 
 
-def _fraction(whole: str | None, numerator: str, denominator: str) -> Fraction | None:
+def _fraction(integer_part: str | None, numerator: str, denominator: str) -> Fraction | None:
     """Return a fraction or a mixed number; ``None`` where it is neither."""
-    integer = int(whole or 0)
+    integer = int(integer_part or 0)
     dividend, divisor = (int(re.sub("[, ]", "", digits)) for digits in (numerator, denominator))
     if divisor == 0 or (integer and dividend >= divisor):
         return None

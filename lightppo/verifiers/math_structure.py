@@ -178,9 +178,9 @@ def _joined_thousands(notation: str) -> str:
     is_spaced = ", " in notation
 
     def joined(number: re.Match[str]) -> str:
-        before = notation[: number.start()].rstrip()[-1:]
-        after = notation[number.end() :].lstrip()[:1]
-        in_list = before in ("(", "[", "{", ",") or after in (")", "]", "}", ",")
+        previous = notation[: number.start()].rstrip()[-1:]
+        following = notation[number.end() :].lstrip()[:1]
+        in_list = previous in ("(", "[", "{", ",") or following in (")", "]", "}", ",")
         if in_list and not is_spaced and ",0" not in number.group():
             return number.group()
         return number.group().replace(",", "")
@@ -312,12 +312,12 @@ def _bracketed(notation: str) -> Any:
             return read(content[separators[0].end() :])
         if notation[0] == "{":  # group of LaTeX
             return read(content)
-    parts = [part for part in split_outside(content, re.compile("[,;]"))[0] if part]
-    if len(parts) == 1 and brackets == "()":
-        return read(parts[0])
+    elements = [element for element in split_outside(content, re.compile("[,;]"))[0] if element]
+    if len(elements) == 1 and brackets == "()":
+        return read(elements[0])
     if brackets == "{}":
-        parts = [value for part in parts for value in _both_signs(part)]
-    return Listing(brackets, tuple(map(read, parts)))
+        elements = [value for element in elements for value in _both_signs(element)]
+    return Listing(brackets, tuple(map(read, elements)))
 
 
 def _quantities(notation: str) -> Any:

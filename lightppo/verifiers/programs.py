@@ -9,7 +9,7 @@ import inspect
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from lightppo.errors import RequestError, RewardError
@@ -36,6 +36,7 @@ from lightppo.verifiers.thinking import Thinking
 Answer = TypeVar("Answer")
 
 _MOST_BYTES = 64 << 20
+_MEMORY_MB = 1024  # of a program
 
 
 def code_reward(request: RewardRequest) -> CodeReward:
@@ -63,16 +64,18 @@ def _verifier(request: RewardRequest) -> CodeVerifier:
     )
 
 
+@dataclass(eq=False, kw_only=True)
 class _Service:
     """Ask a service that runs programs."""
 
-    wait_seconds = 30.0  # beyond a program's own limits: the service's queue and the network
-    concurrency: int
-    sleep: Callable[[float], None] | None
+    wait_seconds: ClassVar[float] = 30.0  # beyond a program's own limits: the queue and the network
 
-    def _connect(
-        self, flag: str, url: str, default_path: str, seconds: float, retries: int
-    ) -> None:
+    code_timeout: float = 6.0  # seconds of a test
+    concurrency: int = 64  # requests at a time
+    retries: int = 3
+    sleep: Callable[[float], None] | None = None
+
+    def _connect(self, flag: str, url: str, default_path: str, seconds: float) -> None:
         """Make the client; ``default_path`` is added to an address without one."""
         url_parts = urlsplit(url)
         if url_parts.path in ("", "/"):
@@ -80,7 +83,7 @@ class _Service:
         self._client = HTTPClient(
             url,
             flag,
-            retries=retries,
+            retries=self.retries,
             max_concurrent=self.concurrency,
             timeout=seconds + self.wait_seconds,
             max_bytes=_MOST_BYTES,
@@ -126,29 +129,13 @@ class SandboxFusionVerifier(_Service):
 
     sandbox_fusion_url: str  # http://host:port/run_code; a missing path is added
     comparison: Comparison = field(default_factory=Comparison)
-    sandbox_fusion_max_concurrent: int = 64  # requests at a time
-    sandbox_fusion_memory_limit_mb: int = 1024
-    sandbox_fusion_language: str = "python"  # functions are called in python only
-    sandbox_fusion_retries: int = 3
-    code_timeout: float = 6.0  # seconds of compiling, and of running
-    sleep: Callable[[float], None] | None = None
 
     def __post_init__(self) -> None:
-        self.concurrency = self.sandbox_fusion_max_concurrent
-        self._connect(
-            "--sandbox_fusion_url",
-            self.sandbox_fusion_url,
-            "/run_code",
-            2 * self.code_timeout,
-            self.sandbox_fusion_retries,
-        )
+        seconds = 2 * self.code_timeout  # of compiling, and of running
+        self._connect("--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds)
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Run the program on all tests; raise :class:`RewardError` if the service gave no usable answer."""
-        if tests.function is not None and self.sandbox_fusion_language != "python":
-            raise RewardError(
-                f"tests that call {tests.function}() need --sandbox_fusion_language python"
-            )
         verdict = CodeVerdict()
         for test_case in tests.cases:
             self._judge(code, tests.function, test_case, verdict)
@@ -161,14 +148,16 @@ class SandboxFusionVerifier(_Service):
     ) -> None:
         output_mark = f"SANDBOX_FUSION_MARK{secrets.token_hex(8)}:"
         source = code if function is None else _caller(code, function, output_mark)
-        program = {
+        request = {
             "code": source,
             "stdin": test_case.program_input,
-            "language": self.sandbox_fusion_language,
+            "language": "python",
+            "compile_timeout": self.code_timeout,
+            "run_timeout": self.code_timeout,
+            "memory_limit_MB": _MEMORY_MB,
+            "files": {},
+            "fetch_files": [],
         }
-        limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
-        limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
-        request = program | limits | {"files": {}, "fetch_files": []}
         ended_well, timed_out, verdict.compile_error, stdout = self._ask(request, _read_run)
         verdict.timeouts += timed_out
         if function is None:
@@ -211,6 +200,7 @@ _AREAL = {
     "isFastFail": True,
     "isRemote": False,
     "query_index": 0,
+    "memory": 0,  # the service's own limit
 }
 
 
@@ -219,45 +209,25 @@ class FunctionCallVerifier(_Service):
     """Let AReaL's function-call service run programs and compare outputs."""
 
     function_call_url: str  # /apis/functioncalls is added if it has no path
-    function_call_max_concurrent: int = 64  # requests at a time
-    # Tests per request where the first failure ends a program; otherwise each test is a request.
-    function_call_batch_size: int = 1
-    function_call_memory_limit_mb: int = 0  # rounded up to 256; 0: the service's own limit
-    function_call_retries: int = 3
-    code_timeout: float = 6.0  # seconds per test
-    sleep: Callable[[float], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.function_call_batch_size < 1:
-            raise ValueError(
-                f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}"
-            )
-        self.concurrency = self.function_call_max_concurrent
-        seconds = self.function_call_batch_size * self.code_timeout
-        retries = self.function_call_retries
-        self._connect(
-            "--function_call_url", self.function_call_url, "/apis/functioncalls", seconds, retries
-        )
+        url = self.function_call_url
+        self._connect("--function_call_url", url, "/apis/functioncalls", self.code_timeout)
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Let the service judge the program on all tests; raise :class:`RewardError` if it gave no usable answer."""
         verdict = CodeVerdict()
-        batch_size = self.function_call_batch_size if first_failure_ends else 1
-        for start in range(0, len(tests.cases), batch_size):
-            test_cases = tests.cases[start : start + batch_size]
+        for number, test_case in enumerate(tests.cases):
+            test_input, output = test_case.raw
             request = _AREAL | {
-                "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(test_cases)}",
+                "uid": f"lightppo-{secrets.token_hex(8)}-case-{number}-{number + 1}",
                 "code": code,
                 "entryFunction": tests.function or "",
-                "testcases": [
-                    {"input": test_case.raw[0].strip(), "expectedOutput": test_case.raw[1].strip()}
-                    for test_case in test_cases
-                ],
+                "testcases": [{"input": test_input.strip(), "expectedOutput": output.strip()}],
                 "timeout": self.code_timeout,
-                "memory": -(-self.function_call_memory_limit_mb // 256) * 256,
             }
             passed, timed_out = self._ask(request, _read_verdict)
-            verdict.passed += [passed] * len(test_cases)
+            verdict.passed.append(passed)
             verdict.timeouts += timed_out
             if first_failure_ends and not passed:
                 break

@@ -564,7 +564,7 @@ def test_forms_of_a_message_that_are_the_same():
     ]
     opening = history.first({"messages": first, "tools": None})
     assert opening.messages == [user("ab")]
-    said = history.said(turn_of("", 5))["message"]
+    said = history.add_turn(turn_of("", 5))["message"]
     assert said["tool_calls"][0]["function"] == {"name": "guess", "arguments": '{"x": 5}'}
     said["tool_calls"][0]["function"]["arguments"] = '{"x":5}'
     echo = {"role": "assistant", "content": None, "tool_calls": said["tool_calls"], "refusal": None}
@@ -973,7 +973,7 @@ def test_a_program_does_not_outlive_a_killed_trainer(tmp_path):
     ],
 )
 def test_ends_of_programs(script, text, monkeypatch):
-    monkeypatch.setattr(agents, "_MOST_OUTPUT", 1 << 16)
+    monkeypatch.setattr(agents, "_MAX_OUTPUT_BYTES", 1 << 16)
     with pytest.raises(EnvFailure, match=re.escape(text)):
         asyncio.run(run_program(["sh", "-c", script], base_url="", api_key=""))
 
@@ -982,7 +982,7 @@ def test_a_program_that_is_stopped_while_it_writes_is_waited_for(monkeypatch):
     """Output that nobody reads any more must not keep the wait for its end from ending."""
     start = functools.partial(asyncio.create_subprocess_exec, limit=1024)  # soon full
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    monkeypatch.setattr(agents, "_MOST_OUTPUT", 1 << 12)
+    monkeypatch.setattr(agents, "_MAX_OUTPUT_BYTES", 1 << 12)
 
     async def run() -> None:
         async with asyncio.timeout(60):

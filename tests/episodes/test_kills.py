@@ -20,7 +20,7 @@ from support.killer import Killer
 from support.ranks import WITH_SUPPORT, RanksResult, run_ranks
 from support.tiny import sums, write_jsonl
 
-from lightppo.episodes.tape_files import TapeError, read_strip
+from lightppo.episodes.tape_files import TapeError, read_tape_file
 
 SCRIPT = Path(__file__).parents[1] / "faults" / "faulty.py"
 LATE = Path(__file__).with_name("late.py")
@@ -142,7 +142,7 @@ def check_replay(run: Killed) -> None:
 def whole_episodes(path: Path) -> Iterator[tuple[Any, ...]]:
     """The ends of episodes that did not fail: a run that failures ended asks these again."""
     place, failed = ("phase", "batch", "prompt", "sample"), set()
-    for entry in read_strip(path).entries:
+    for entry in read_tape_file(path).entries:
         episode = (path.name, *(entry.get(name) for name in place))
         if entry["kind"] == "call" and "failure" in entry:
             failed.add((episode, entry["take"], entry["try"] + 1))
@@ -170,7 +170,7 @@ def check_altered(run: Killed, what: str) -> str:
     path.write_bytes(b"".join(lines))
     named = f"{path}:{number + 1} was altered"
     with pytest.raises(TapeError, match=re.escape(named)) as error:
-        read_strip(path)
+        read_tape_file(path)
     place = f"step 3, prompt {entry['prompt']}, sample {entry['sample']}, try {entry['try']}"
     assert f"{place}, turn {entry['turn']}" in str(error.value)
     text = str(error.value)

@@ -19,7 +19,7 @@ from support.tiny import sums, write_jsonl
 from lightppo import Callback, PPOTrainer
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
-from lightppo.episodes.tape_files import TapeError, read_strip
+from lightppo.episodes.tape_files import TapeError, read_tape_file
 from lightppo.errors import ConfigError, RewardError, RolloutError
 
 LATE = Path(__file__).with_name("late.py")
@@ -155,14 +155,14 @@ def test_a_resume_plays_again_what_broke_off(late, calls, tmp_path, monkeypatch,
     crashed(config, 2)
     calls()
     path = Path(config.checkpoint.save_path, "tape", "step2_rank0of1.jsonl")
-    entries = read_strip(path).entries
+    entries = read_tape_file(path).entries
     last = max(i for i, entry in enumerate(entries) if entry["kind"] == "end")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:last]) + lines[last][:20])
     monkeypatch.setenv("LIGHTPPO_TEST_START", "1")
     crashed(config, 3)
     assert "the last 20 bytes are left out" in caplog.text
-    takes = [entry for entry in read_strip(path).entries if entry.get("take") == 2]
+    takes = [entry for entry in read_tape_file(path).entries if entry.get("take") == 2]
     assert {entry["prompt"] for entry in takes} == {entries[last]["prompt"]}
     recorded = fitted(config)
     shutil.rmtree(tmp_path / "world")

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from lightppo.episodes.calls import EpisodeTape, packed, unpacked
-from lightppo.episodes.tape import REWARD, KnownEnd, Tape, first_difference
-from lightppo.episodes.tape_files import Head, TapeError, file_name, read_strip
+from lightppo.episodes.tape import REWARD, CheckpointedEnd, Tape, first_difference
+from lightppo.episodes.tape_files import TapeEnd, TapeError, file_name, read_tape_file
 from lightppo.errors import StorageError
 
 KEY = (0, 5, 1)  # batch, prompt, sample
@@ -120,11 +120,11 @@ def test_what_took_long_is_written_at_once_and_the_rest_at_the_end(folder):
     assert not folder.exists()
     episode_tape.write("call", 1, place="step", seconds=0.5)
     path = folder / file_name(1, 0, 1)
-    assert [entry["kind"] for entry in read_strip(path).entries[1:]] == ["turn", "call"]
+    assert [entry["kind"] for entry in read_tape_file(path).entries[1:]] == ["turn", "call"]
     episode_tape.write("call", 1, place="get_reward", seconds=0.001)
-    assert len(read_strip(path).entries) == 3
+    assert len(read_tape_file(path).entries) == 3
     episode_tape.end()
-    assert [entry["kind"] for entry in read_strip(path).entries[3:]] == ["call", "end"]
+    assert [entry["kind"] for entry in read_tape_file(path).entries[3:]] == ["call", "end"]
 
 
 def test_nothing_is_read_of_what_this_process_wrote(folder):
@@ -202,7 +202,7 @@ def test_a_torn_line_is_told_and_cut(folder, caplog):
     assert "ends in the middle of a line, as after a crash" in caplog.text
     assert not EpisodeTape(tape, KEY, 1).answers
     play(tape, word="ho")
-    assert [entry.get("take") for entry in read_strip(path).entries] == [None, 1, 1, 2, 2, 2]
+    assert [entry.get("take") for entry in read_tape_file(path).entries] == [None, 1, 1, 2, 2, 2]
 
 
 def ended(folder, last: int, rank: int = 0, ranks: int = 1, before: str | None = None) -> dict:
@@ -282,7 +282,7 @@ def test_a_full_disk_is_one_error_and_nothing_follows_a_torn_line(folder):
     assert "ckpt" not in str(full.value)
     tape.give_up()
     tape.close()  # no second error
-    assert len(read_strip(folder / file_name(1, 0, 1)).entries) == 4
+    assert len(read_tape_file(folder / file_name(1, 0, 1)).entries) == 4
 
 
 def test_what_json_cannot_hold_is_named(folder):
@@ -304,8 +304,8 @@ class TestCheckpoint:
         assert EpisodeTape(resumed, KEY, 1).answers
         resumed.go_to(2, "train")
         play(resumed)
-        last = read_strip(folder / file_name(1, 0, 1)).hashes[-1]
-        assert read_strip(folder / file_name(2, 0, 1)).before == last
+        last = read_tape_file(folder / file_name(1, 0, 1)).hashes[-1]
+        assert read_tape_file(folder / file_name(2, 0, 1)).before == last
 
     def test_a_file_that_was_altered_since(self, folder):
         tape = tape_at(folder)
@@ -326,7 +326,7 @@ class TestCheckpoint:
         assert "step1_rank0of1.jsonl, which global_step1 knows, is missing" in caplog.text
         resumed.go_to(2, "train")
         play(resumed)
-        assert read_strip(folder / file_name(2, 0, 1)).before == end["hash"]
+        assert read_tape_file(folder / file_name(2, 0, 1)).before == end["hash"]
 
     def test_a_later_step_that_followed_other_replies_is_set_aside(self, folder, caplog):
         tape = tape_at(folder)
@@ -360,13 +360,13 @@ class TestCheckpoint:
         tape = tape_at(folder)
         play(tape)
 
-        head = Head.of(tape.settle())
+        head = TapeEnd.of(tape.settle())
         path = folder / file_name(1, 0, 1)
         path.unlink()
         play(tape_at(folder), word="ho")
-        Tape(folder, 0, 1).check(0, [KnownEnd(head, "another run", "global_step1")])
+        Tape(folder, 0, 1).check(0, [CheckpointedEnd(head, "another run", "global_step1")])
         with pytest.raises(TapeError, match="is not as global_step1 knows it"):
-            Tape(folder, 0, 1).check(0, [KnownEnd(head, "a", "global_step1")])
+            Tape(folder, 0, 1).check(0, [CheckpointedEnd(head, "a", "global_step1")])
 
     def test_another_number_of_ranks_begins_behind_the_ends_of_all(self, folder):
         tapes = [Tape(folder, rank, 2) for rank in (0, 1)]
@@ -385,7 +385,7 @@ class TestCheckpoint:
         assert again.settle() == alone.settle()
         alone.go_to(2, "train")
         play(alone)
-        own = read_strip(folder / file_name(2, 0, 1))
+        own = read_tape_file(folder / file_name(2, 0, 1))
         assert own.before == alone.share_out(ends)["hash"]
         assert sorted(path.name for path in folder.iterdir() if "step2" in path.name) == [
             "aside1_step2_rank0of2.jsonl",

@@ -9,8 +9,9 @@ from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.balancing import Balancing, Group, balance_ranks, balancing, swapped
+from lightppo.rollout.balancing import Balancing, Group, balance_ranks, swapped
 from lightppo.rollout.sampler import CollectedStep
+from lightppo.trainer.run_callbacks import of_rollouts
 
 
 def loads(ranks: list[list[Group]]) -> list[int]:
@@ -144,6 +145,7 @@ def test_groups_are_balanced_by_all_ranks_or_by_none() -> None:
 
 
 def test_only_several_ranks_are_balanced() -> None:
-    assert balancing(run_of(FakeStrategy())) is None
-    assert isinstance(balancing(run_of(FakeStrategy(0, 2))), Balancing)
-    assert balancing(run_of(FakeStrategy(0, 2), balance_ranks=False)) is None
+    assert of_rollouts(run_of(FakeStrategy())) == []
+    (callback,) = of_rollouts(run_of(FakeStrategy(0, 2)))
+    assert isinstance(callback, Balancing)
+    assert of_rollouts(run_of(FakeStrategy(0, 2), balance_ranks=False)) == []

@@ -48,40 +48,17 @@ CODE = {
     "code_timeout": 2.0,
 }
 
-COMPARISON = {"code_compare": "lines", "code_float_tolerance": 0.01}
+COMPARISON = {"code_compare": "lines"}
 
-LIMITS = {
-    "code_memory_limit_mb": 300,
-    "code_file_limit_mb": 3,
-    "code_output_limit_mb": 4,
-    "code_max_processes": 5,
-}
-
-LOCAL = {"code_total_timeout": 9.0, "code_processes": 3, "allow_unsafe_code_execution": True}
-
-FUSION = {
-    "sandbox_fusion_url": "http://h:1",
-    "sandbox_fusion_max_concurrent": 3,
-    "sandbox_fusion_memory_limit_mb": 200,
-    "sandbox_fusion_language": "cpp",
-    "sandbox_fusion_retries": 1,
-}
-
-CALLS = {
-    "function_call_url": "http://h:2",
-    "function_call_max_concurrent": 3,
-    "function_call_batch_size": 4,
-    "function_call_memory_limit_mb": 256,
-    "function_call_retries": 1,
-}
+LOCAL = {"code_memory_limit_mb": 300, "code_processes": 3, "allow_unsafe_code_execution": True}
 
 
 @pytest.mark.parametrize(
     ("options", "verifier"),
     [
-        (LIMITS | LOCAL | COMPARISON, "SandboxVerifier"),
-        (FUSION | COMPARISON, "SandboxFusionVerifier"),
-        (CALLS, "FunctionCallVerifier"),
+        (LOCAL | COMPARISON, "SandboxVerifier"),
+        ({"sandbox_fusion_url": "http://h:1"} | COMPARISON, "SandboxFusionVerifier"),
+        ({"function_call_url": "http://h:2"}, "FunctionCallVerifier"),
     ],
 )
 def test_options_of_programs(made, options, verifier):

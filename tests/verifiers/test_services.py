@@ -78,12 +78,10 @@ def fusion(service, **options):
 
 def test_fusion_request(serve):
     service = serve(lambda path, request: fusion_answer())
-    verifier = fusion(
-        service, sandbox_fusion_memory_limit_mb=512, code_timeout=4.0, sandbox_fusion_language="cpp"
-    )
+    verifier = fusion(service, code_timeout=4.0)
     verifier.verify("code", cases_of(ADD), first_failure_ends=False)
-    first = {"code": "code", "stdin": "1 2\n", "language": "cpp", "compile_timeout": 4.0, "run_timeout": 4.0,
-             "memory_limit_MB": 512, "files": {}, "fetch_files": []}  # fmt: skip
+    first = {"code": "code", "stdin": "1 2\n", "language": "python", "compile_timeout": 4.0, "run_timeout": 4.0,
+             "memory_limit_MB": 1024, "files": {}, "fetch_files": []}  # fmt: skip
     assert service.requests == [("/run_code", first), ("/run_code", first | {"stdin": "3 4\n"})]
 
 
@@ -129,14 +127,12 @@ def test_fusion_no_python(serve, tests):
     assert (verdict.passed, verdict.compile_error) == ([False], True)
 
 
-def test_fusion_compile_error_of_other_languages(serve):
+def test_fusion_compile_error_without_a_run(serve):
     compiled = {"status": "Finished", "return_code": 1, "stderr": "expected ';'"}
     service = serve(
         lambda path, request: fusion_answer("Failed", compile_result=compiled, run_result=None)
     )
-    verdict = fusion(service, sandbox_fusion_language="cpp").verify(
-        "x", cases_of(ADD), first_failure_ends=False
-    )
+    verdict = fusion(service).verify("x", cases_of(ADD), first_failure_ends=False)
     assert (verdict.passed, verdict.compile_error) == ([False], True)
 
 
@@ -163,12 +159,6 @@ def test_fusion_is_asked_for_every_test_until_one_is_too_late(serve, answer, ask
     assert len(service.requests) == asked
 
 
-def test_fusion_functions_are_python_only():
-    verifier = fusion("http://127.0.0.1:9", sandbox_fusion_language="cpp")
-    with pytest.raises(RewardError, match="--sandbox_fusion_language python"):
-        verifier.verify("x", cases_of(ADD_CALLS), first_failure_ends=True)
-
-
 BAD_ANSWERS = {
     "sandbox error": (
         fusion_answer("SandboxError", message="no disk"),
@@ -193,24 +183,20 @@ def test_bad_answers_are_tried_again(serve, name):
     reply, problem = BAD_ANSWERS[name]
     recovered = serve(sequence(reply, reply, fusion_answer()))
     assert (
-        fusion(recovered, sandbox_fusion_retries=2)
-        .verify("x", cases_of(ADD), first_failure_ends=True)
-        .passed[0]
+        fusion(recovered, retries=2).verify("x", cases_of(ADD), first_failure_ends=True).passed[0]
     )
     service = serve(lambda path, request: reply)
     with pytest.raises(
         RewardError, match=rf"--sandbox_fusion_url {service.url}/run_code: .*{problem}.*3 of 3"
     ):
-        fusion(service, sandbox_fusion_retries=2).verify(
-            "x", cases_of(ADD), first_failure_ends=True
-        )
+        fusion(service, retries=2).verify("x", cases_of(ADD), first_failure_ends=True)
     assert len(service.requests) == 3
 
 
 def test_a_dead_service_is_an_error_that_names_it(serve):
     service = serve(lambda path, request: (503, b""))
     waits = []
-    verifier = SandboxFusionVerifier(service.url, sandbox_fusion_retries=2, sleep=waits.append)
+    verifier = SandboxFusionVerifier(service.url, retries=2, sleep=waits.append)
     rollout = Rollout(
         Prompt("p", [1], extra={"input_output": ADD}), 0, [1], "```python\nprint(3)\n```", "stop"
     )
@@ -223,7 +209,7 @@ def test_a_slow_service(serve, monkeypatch):
     monkeypatch.setattr(SandboxFusionVerifier, "wait_seconds", 0.2)
     release = threading.Event()
     service = serve(lambda path, request: (release.wait(600), fusion_answer())[1])
-    verifier = fusion(service, code_timeout=0.1, sandbox_fusion_retries=0)
+    verifier = fusion(service, code_timeout=0.1, retries=0)
     try:
         with pytest.raises(RewardError, match="not complete after"):
             verifier.verify("x", cases_of(ADD), first_failure_ends=True)
@@ -242,7 +228,7 @@ def test_requests_at_a_time(serve):
         return fusion_answer()
 
     service = serve(reply)
-    reward = CodeReward(fusion(service, sandbox_fusion_max_concurrent=2), code_max_tests=1)
+    reward = CodeReward(fusion(service, concurrency=2), code_max_tests=1)
     prompt = Prompt("p", [1], extra={"input_output": ADD})
     rollouts = [Rollout(prompt, i, [1], "```\nx\n```", "stop") for i in range(6)]
     assert reward.score(rollouts).scores == [1.0] * 6
@@ -283,41 +269,28 @@ def calls(service, **options):
 
 
 @pytest.mark.parametrize(
-    ("tests", "function", "testcases"),
-    [
-        (
-            ADD,
-            "",
-            [{"input": "1 2", "expectedOutput": "3"}, {"input": "3 4", "expectedOutput": "7"}],
-        ),
-        (
-            ADD_CALLS,
-            "add",
-            [{"input": "1\n2", "expectedOutput": "3"}, {"input": "3\n4", "expectedOutput": "7"}],
-        ),
-    ],
+    ("tests", "function", "inputs"),
+    [(ADD, "", ["1 2", "3 4"]), (ADD_CALLS, "add", ["1\n2", "3\n4"])],
 )
-def test_function_call_request(serve, tests, function, testcases):
+def test_function_call_request(serve, tests, function, inputs):
     service = serve(lambda path, request: ok(uid=request["uid"], success=True, results=[]))
-    verifier = calls(
-        service, code_timeout=5.0, function_call_memory_limit_mb=300, function_call_batch_size=2
-    )
+    verifier = calls(service, code_timeout=5.0)
     assert verifier.verify("code", cases_of(tests), first_failure_ends=True).passed == [True, True]
-    ((path, request),) = service.requests
-    assert path == "/apis/functioncalls"
-    assert request.pop("uid").startswith("lightppo-")
-    assert request == {
-        "language": "PYTHON",
-        "runtime": "python-default",
-        "code": "code",
-        "entryFunction": function,
-        "isFastFail": True,
-        "isRemote": False,
-        "testcases": testcases,
-        "timeout": 5.0,
-        "memory": 512,  # 300 rounded up to 256's
-        "query_index": 0,
-    }
+    for (path, request), given, output in zip(service.requests, inputs, ("3", "7"), strict=True):
+        assert path == "/apis/functioncalls"
+        assert request.pop("uid").startswith("lightppo-")
+        assert request == {
+            "language": "PYTHON",
+            "runtime": "python-default",
+            "code": "code",
+            "entryFunction": function,
+            "isFastFail": True,
+            "isRemote": False,
+            "testcases": [{"input": given, "expectedOutput": output}],
+            "timeout": 5.0,
+            "memory": 0,
+            "query_index": 0,
+        }
 
 
 def test_function_call_verdicts(serve):
@@ -366,20 +339,5 @@ def test_function_call_failures(serve, reply, problem):
     ]
     service = serve(lambda path, request: reply)
     with pytest.raises(RewardError, match=rf"{service.url}/apis/functioncalls: .*{problem}"):
-        calls(service, function_call_retries=1).verify(
-            "code", cases_of(ADD), first_failure_ends=True
-        )
+        calls(service, retries=1).verify("code", cases_of(ADD), first_failure_ends=True)
     assert len(service.requests) == 2
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"function_call_batch_size": 0},
-        {"function_call_max_concurrent": 0},
-        {"function_call_retries": -1},
-    ],
-)
-def test_function_call_options_out_of_range(options):
-    with pytest.raises(ValueError, match="--function_call"):
-        FunctionCallVerifier("http://127.0.0.1:9", **options)

@@ -205,14 +205,14 @@ class Requests:
             raise ValueError(
                 "vLLM has one temperature for all tokens: first_token_temperature must be None"
             )
+        self.longest = longest_sequence(engine.config)
         # vLLM would cut a longer response without a word
-        check_lengths(prompts, sampling, longest_sequence(engine.config), "--max_model_len leaves")
+        check_lengths(prompts, sampling, self.longest, "--max_model_len leaves")
         # The sample of each request.
         self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         self.sampling = sampling
         self._tokenizer = engine.tokenizer
         model = engine.hf_model
-        self.longest = longest_sequence(engine.config)
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # This stops at the end-of-text ids, too, which vLLM is told to ignore.
@@ -247,10 +247,10 @@ class Requests:
         parameters = {
             "max_tokens": sampling.max_new_tokens,
             "min_tokens": sampling.min_new_tokens,
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": 1.0 if sampling.greedy else sampling.top_p,
-            "top_k": 0 if sampling.greedy else max(sampling.top_k, 0),
-            "min_p": 0.0 if sampling.greedy else sampling.min_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
@@ -259,6 +259,8 @@ class Requests:
             "logprobs": 0,  # of the sampled token alone
             "detokenize": bool(self._stop.strings),
         }
+        if sampling.greedy:
+            parameters |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         if self._stop.strings:
             parameters["stop"] = list(self._stop.strings)
         if sampling.bad_words:
@@ -838,8 +840,9 @@ def engine_arguments(
         "gpu_memory_utilization",
         "max_num_seqs",
         "enable_prefix_caching",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
     )
-    option_names += ("max_num_batched_tokens", "kv_cache_memory_bytes")
     arguments = {
         name: getattr(requested, name)
         for name in option_names
@@ -858,18 +861,15 @@ def engine_arguments(
         return arguments
     # vLLM takes a token back that it drew at the end of a piece of a prompt, and its seed with it; on a CPU it cannot
     # (torch's generator has no position there), and fails. So no prompt comes in pieces.
-    if (
-        requested.max_num_batched_tokens is not None
-        and requested.max_num_batched_tokens < sequence_limit
-    ):
+    batched_tokens = requested.max_num_batched_tokens
+    if batched_tokens is not None and batched_tokens < sequence_limit:
         raise ConfigError(
-            f"--max_num_batched_tokens {requested.max_num_batched_tokens} is less than the longest sequence of "
+            f"--max_num_batched_tokens {batched_tokens} is less than the longest sequence of "
             f"{sequence_limit} tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
         )
     return arguments | {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": requested.max_num_batched_tokens
-        or max(_CPU_BATCHED_TOKENS, sequence_limit),
+        "max_num_batched_tokens": batched_tokens or max(_CPU_BATCHED_TOKENS, sequence_limit),
         "kv_cache_memory_bytes": requested.kv_cache_memory_bytes
         or cpu_kv_cache_bytes(model_config, requested.max_num_seqs, sequence_limit),
     }

@@ -89,13 +89,6 @@ class PushedBytes(Callback):
         return {"perf/sync_megabytes": run.rollout_engine.last_stats["sync_bytes"] / 1e6}
 
 
-def pushed_bytes(run: Any) -> PushedBytes | None:
-    """Make the callback of runs whose engine counts what it sends."""
-    engine = getattr(run, "rollout_engine", None)  # training on data has none
-    counts = "sync_bytes" in getattr(engine, "last_stats", {})
-    return PushedBytes() if counts else None
-
-
 # -- on a server -------------------------------------------------------------------------------------------------------
 
 

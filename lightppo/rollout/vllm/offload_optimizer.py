@@ -102,11 +102,3 @@ class SleepAfterEvaluation(Callback):
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         run.rollout_engine.sleep()
-
-
-def sleep_after_evaluation(run: Any) -> SleepAfterEvaluation | None:
-    """Make the callback of a run with ``--offload_during_rollout``."""
-    engine = getattr(run, "rollout_engine", None)  # training on data has none
-    if getattr(engine, "room", None) is None:
-        return None
-    return SleepAfterEvaluation()

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pebble.concurrent import thread
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -24,6 +23,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
 from lightppo.http_client import HTTPClient, read_token
+from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.vllm.colocated import (
@@ -215,9 +215,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Ask a server in a thread of its own; ``answers`` gets (server, key, future)."""
         token_ids, parameters = request
         vocab_size = vocab_size_of(self.hf_model)
-        answer = thread(self.servers[server].complete)(
-            parameters, token_ids, vocab_size, self.version, self.adapter
-        )
+        complete = self.servers[server].complete
+        arguments = (parameters, token_ids, vocab_size, self.version, self.adapter)
+        answer = in_daemon_thread(complete, *arguments)
         answer.add_done_callback(lambda answer: answers.put((server, key, answer)))
 
     def completion_of(self, server: int, answer: Future) -> tuple[Any, ...] | None:
@@ -496,7 +496,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         step: Callable[[VLLMServer], object],
     ) -> dict[int, Future]:
         """Have several servers do something at the same time, in threads that do not keep a process from ending."""
-        return {i: thread(step)(self.servers[i]) for i in indices}
+        return {i: in_daemon_thread(step, self.servers[i]) for i in indices}
 
     def _failures(self, futures: Mapping[int, Future]) -> dict[int, str]:
         """Wait; return which servers failed and why."""

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
-from pebble.concurrent import thread
 from torch import Tensor, distributed, nn
 
 from lightppo.errors import RolloutError
+from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.zero3 import (
     find_adapters,
     find_engine,
@@ -309,7 +309,7 @@ class Broadcasts:
             message |= {"transport": "gloo", **store_address, "key": secrets.token_hex(16)}
             join_group = partial(GlooGroup, store, message, 0, self._address)
         # both ends wait for each other; if the server fails, gloo's ends at its time-out
-        joining = thread(join_group)()
+        joining = in_daemon_thread(join_group)
         server.push_step("/init_weight_transfer_engine", {"init_info": message})
         self._groups[server] = joining.result(_CONNECT_SECONDS)
 
@@ -474,7 +474,7 @@ class NCCLGroup(BroadcastGroup):
             # until they are computed, or free
             self._stream.wait_stream(torch.cuda.current_stream())
         # in a thread: at its first broadcast NCCL connects, and waits for the others
-        self._under_way = thread(self._broadcast)(list(self.contents(tensors)))
+        self._under_way = in_daemon_thread(self._broadcast, list(self.contents(tensors)))
 
     def _broadcast(self, contents: list[Tensor]) -> None:
         with torch.cuda.device(self.device):

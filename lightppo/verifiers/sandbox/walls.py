@@ -360,14 +360,14 @@ def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
     }
     _mount("sandbox", base, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     for i, (path, descriptor) in enumerate(opened.items()):
-        place = path
+        inner_path = path
         if path.startswith(f"{_WORK}/"):  # an environment below /tmp: shown in every new one
-            place = _beneath[path] = f"/below/{i}"
-        _show(descriptor, base + place)
+            inner_path = _beneath[path] = f"/below/{i}"
+        _show(descriptor, base + inner_path)
         os.close(descriptor)
-    for place, target in links.items():
-        os.makedirs(os.path.dirname(base + place), exist_ok=True)
-        os.symlink(target, base + place)
+    for inner_path, target in links.items():
+        os.makedirs(os.path.dirname(base + inner_path), exist_ok=True)
+        os.symlink(target, base + inner_path)
     for folder in (_WORK, "/proc"):
         os.makedirs(base + folder, exist_ok=True)
     with contextlib.suppress(OSError):  # parts of the outer /proc are hidden, as in most containers
@@ -380,36 +380,38 @@ def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
     _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
-def _make_place(source: str, place: str) -> None:
+def _make_place(source: str, mount_point: str) -> None:
     """Make the file or folder that ``source`` is mounted on."""
     if os.path.isdir(source):
-        os.makedirs(place, exist_ok=True)
+        os.makedirs(mount_point, exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+        os.makedirs(os.path.dirname(mount_point), exist_ok=True)
+        os.close(os.open(mount_point, os.O_CREAT | os.O_WRONLY, 0o644))
 
 
-def _show(descriptor: int, place: str) -> None:
+def _show(descriptor: int, mount_point: str) -> None:
     source = f"/proc/self/fd/{descriptor}"
-    _make_place(source, place)
+    _make_place(source, mount_point)
     try:
-        _mount(source, place, None, _MS_BIND)
+        _mount(source, mount_point, None, _MS_BIND)
     except OSError:  # it has mounts below that may not be uncovered, nor be written to
-        _mount(source, place, None, _MS_BIND | _MS_REC)
+        _mount(source, mount_point, None, _MS_BIND | _MS_REC)
         attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-        _call("syscall", _MOUNT_SETATTR, -1, place, _AT_RECURSIVE, attributes, len(attributes))
+        _call(
+            "syscall", _MOUNT_SETATTR, -1, mount_point, _AT_RECURSIVE, attributes, len(attributes)
+        )
     # What the outer mount forbids must stay forbidden, otherwise the kernel refuses.
     flags = os.fstatvfs(descriptor).f_flag & (_MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     flags |= _MS_NOSUID
-    if not place.endswith(DEVICES):
+    if not mount_point.endswith(DEVICES):
         flags |= _MS_NODEV | _MS_RDONLY
-    _mount("none", place, None, _MS_REMOUNT | _MS_BIND | flags)
+    _mount("none", mount_point, None, _MS_REMOUNT | _MS_BIND | flags)
 
 
 def _show_beneath() -> None:
-    for place, source in _beneath.items():
-        _make_place(source, place)
-        _mount(source, place, None, _MS_BIND | _MS_REC)  # read-only, like its source
+    for mount_point, source in _beneath.items():
+        _make_place(source, mount_point)
+        _mount(source, mount_point, None, _MS_BIND | _MS_REC)  # read-only, like its source
 
 
 def _renew_work_folder(byte_limit: int) -> None:

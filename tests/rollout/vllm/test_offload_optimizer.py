@@ -17,8 +17,8 @@ from lightppo.rollout import hf
 from lightppo.rollout.vllm.offload_optimizer import (
     Room,
     SleepAfterEvaluation,
-    sleep_after_evaluation,
 )
+from lightppo.trainer.run_callbacks import of_rollouts
 from lightppo.zero3 import AWAY, get_engine
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -112,9 +112,11 @@ def test_whoever_needs_the_states_gets_them(trained, action):
 def test_an_evaluation_ends_with_the_engine_asleep():
     slept = []
     engine = SimpleNamespace(room=object(), sleep=lambda: slept.append(True))
-    callback = sleep_after_evaluation(SimpleNamespace(rollout_engine=engine))
+    parts = {"config": SimpleNamespace(flat=dict), "strategy": None}
+    run = SimpleNamespace(rollout_engine=engine, **parts)
+    (callback,) = of_rollouts(run)
     assert isinstance(callback, SleepAfterEvaluation)
-    callback.on_evaluation(SimpleNamespace(rollout_engine=engine), 1, {})
+    callback.on_evaluation(run, 1, {})
     assert slept == [True]
     for other in (SimpleNamespace(), SimpleNamespace(room=None)):
-        assert sleep_after_evaluation(SimpleNamespace(rollout_engine=other)) is None
+        assert of_rollouts(SimpleNamespace(rollout_engine=other, **parts)) == []
