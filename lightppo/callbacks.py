@@ -176,16 +176,25 @@ def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, flo
     """Return what a callback gives to be logged; ConfigError where it is not numbers by name."""
     if result is None or is_of_lightppo(callback):
         return result or {}
-    where = f"the callback {place_of(callback)}: {method}"
     if not isinstance(result, Mapping):
         got = type(result).__name__
-        raise ConfigError(f"{where} must return numbers by name, or None, not {got}")
+        raise ConfigError(
+            f"{_place(callback, method)} must return numbers by name, or None, not {got}"
+        )
     for name, value in result.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{where} returns {name!r}, which is no text, as a name")
+            raise ConfigError(
+                f"{_place(callback, method)} returns {name!r}, which is no text, as a name"
+            )
         if finite(value) is None and not is_non_finite(value):
-            raise ConfigError(f"{where} returns {value!r:.100} as {name!r}: return a number")
+            raise ConfigError(
+                f"{_place(callback, method)} returns {value!r:.100} as {name!r}: return a number"
+            )
     return {name: _number(value) for name, value in result.items()}
+
+
+def _place(callback: Callback, method: str) -> str:
+    return f"the callback {place_of(callback)}: {method}"
 
 
 def _number(value: Any) -> float:
