@@ -141,31 +141,33 @@ def load_callbacks(specs: Iterable[str]) -> list[Callback]:
 def _check_methods(callback: Callback) -> None:
     """Raise ConfigError for a method that no run calls, or that cannot be called."""
     kind = type(callback)
-    where = f"the callback {place_of(callback)}"
+    place = f"the callback {place_of(callback)}"
     for name in dir(kind):
         if name.startswith("_") or name in _OWN or not callable(getattr(kind, name)):
             continue
-        meant = get_close_matches(name, _TIMES, n=1, cutoff=0.88)
-        if meant or name.startswith("on_"):
-            known = f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(_TIMES)}"
+        suggestions = get_close_matches(name, _TIMES, n=1, cutoff=0.88)
+        if suggestions or name.startswith("on_"):
+            advice = f"known: {', '.join(_TIMES)}"
+            if suggestions:
+                advice = f"did you mean {suggestions[0]!r}?"
             raise ConfigError(
-                f"{where} has a method {name!r}, which no run calls ({known}); begin the name "
+                f"{place} has a method {name!r}, which no run calls ({advice}); begin the name "
                 "of a helper with _"
             )
     for name in _TIMES:
         method = getattr(callback, name)
         if getattr(kind, name, None) is getattr(Callback, name):
             continue
-        asked = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+        parameters = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
         try:
-            inspect.signature(method).bind(*asked)
+            inspect.signature(method).bind(*parameters)
         except TypeError as error:
-            raise ConfigError(f"{where}: {name}({', '.join(asked)}): {error}") from error
+            raise ConfigError(f"{place}: {name}({', '.join(parameters)}): {error}") from error
         if inspect.iscoroutinefunction(method):
-            raise ConfigError(f"{where}: {name} is async, and nothing would await it: write def")
+            raise ConfigError(f"{place}: {name} is async, and nothing would await it: write def")
         if inspect.isgeneratorfunction(method):
-            more = ": put @contextmanager above it" if name == "around_step" else ""
-            raise ConfigError(f"{where}: {name} has a yield, so its lines would never run{more}")
+            remedy = ": put @contextmanager above it" if name == "around_step" else ""
+            raise ConfigError(f"{place}: {name} has a yield, so its lines would never run{remedy}")
 
 
 _OWN = frozenset(dir(Callback))
@@ -176,25 +178,16 @@ def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, flo
     """Return what a callback gives to be logged; ConfigError where it is not numbers by name."""
     if result is None or is_of_lightppo(callback):
         return result or {}
+    place = f"the callback {place_of(callback)}: {method}"
     if not isinstance(result, Mapping):
-        got = type(result).__name__
-        raise ConfigError(
-            f"{_place(callback, method)} must return numbers by name, or None, not {got}"
-        )
+        type_name = type(result).__name__
+        raise ConfigError(f"{place} must return numbers by name, or None, not {type_name}")
     for name, value in result.items():
         if not isinstance(name, str):
-            raise ConfigError(
-                f"{_place(callback, method)} returns {name!r}, which is no text, as a name"
-            )
+            raise ConfigError(f"{place} returns {name!r}, which is no text, as a name")
         if finite(value) is None and not is_non_finite(value):
-            raise ConfigError(
-                f"{_place(callback, method)} returns {value!r:.100} as {name!r}: return a number"
-            )
+            raise ConfigError(f"{place} returns {value!r:.100} as {name!r}: return a number")
     return {name: _number(value) for name, value in result.items()}
-
-
-def _place(callback: Callback, method: str) -> str:
-    return f"the callback {place_of(callback)}: {method}"
 
 
 def _number(value: Any) -> float:

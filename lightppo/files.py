@@ -179,12 +179,12 @@ def _settle(path: Path) -> Digest:
     return digest(path)
 
 
-def digest(path: Path, first: float = math.inf) -> Digest:
-    """Return size and sum of the ``first`` bytes of a file."""
+def digest(path: Path, length: float = math.inf) -> Digest:
+    """Return size and sum of a file, or of its first ``length`` bytes."""
     total = hashlib.sha256()
     size = 0
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(int(min(_CHUNK, first - size))):
+        while chunk := file.read(int(min(_CHUNK, length - size))):
             total.update(chunk)
             size += len(chunk)
     return Digest(size, total.hexdigest())
@@ -241,9 +241,9 @@ def damage(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     if isinstance(files, list):
         return []
     written = {name: Digest(*files[name]) for name in files}
-    mine = sorted(written, key=lambda name: (-written[name].size, name))[share::shares]
+    own_share = sorted(written, key=lambda name: (-written[name].size, name))[share::shares]
     with ThreadPoolExecutor(_THREADS) as pool:
-        changes = pool.map(lambda name: change(folder, name, written[name]), mine)
+        changes = pool.map(lambda name: change(folder, name, written[name]), own_share)
         return [text for text in changes if text is not None]
 
 
@@ -273,29 +273,30 @@ def check_writable(folder: str | os.PathLike[str], flag: str) -> None:
     if "://" in os.fspath(folder):
         return
     path = Path(folder).expanduser().absolute()
-    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
-    if os.path.exists(there) and not there.is_dir():
-        raise ConfigError(f"{flag} {folder}: {there} is a file, not a folder: name another one")
-    made: list[Path] = []
-    times = os.stat(there) if os.path.exists(there) else None
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if os.path.exists(existing) and not existing.is_dir():
+        raise ConfigError(f"{flag} {folder}: {existing} is a file, not a folder: name another one")
+    new_folders: list[Path] = []
+    file_times = os.stat(existing) if os.path.exists(existing) else None
     try:
-        for missing in reversed([p for p in (path, *path.parents) if not os.path.exists(p)]):
+        missing_folders = [parent for parent in (path, *path.parents) if not os.path.exists(parent)]
+        for missing in reversed(missing_folders):
             missing.mkdir()
-            made.append(missing)
+            new_folders.append(missing)
         with tempfile.TemporaryFile(dir=path):
             pass
     except FileExistsError:  # made by another process meanwhile
         return
     except OSError as error:
         raise ConfigError(
-            f"{flag} {folder}: {there} cannot be written to ({error.strerror}): name another folder"
+            f"{flag} {folder}: {existing} cannot be written to ({error.strerror}): name another folder"
         ) from error
     finally:
         with suppress(OSError):  # another process may have written into it
-            for folder_of_ours in reversed(made):
-                folder_of_ours.rmdir()
-            if times is not None:
-                os.utime(there, ns=(times.st_atime_ns, times.st_mtime_ns))
+            for new_folder in reversed(new_folders):
+                new_folder.rmdir()
+            if file_times is not None:
+                os.utime(existing, ns=(file_times.st_atime_ns, file_times.st_mtime_ns))
 
 
 # -- errors of a disk ------------------------------------------------------------------------------------------------

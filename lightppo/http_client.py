@@ -133,8 +133,8 @@ class HTTPClient:
     def close(self) -> None:
         """End idle connections and waits between tries; nothing is tried again."""
         self._closed.set()
-        if "_kept" in vars(self):
-            self._kept.close()
+        if "_shared_session" in vars(self):
+            self._shared_session.close()
 
     def _try(self, path: str, content: bytes, read: Read[T], timeout: float) -> T:
         """Send one request. Failures are raised outside ``except``: a chained error would show what is cleaned here."""
@@ -149,15 +149,15 @@ class HTTPClient:
             with self._places:
                 status, answer = self._send(path, content, timeout)
             if status == 200:
-                return read(_parsed(answer))
+                return read(_parse(answer))
             reason = f"HTTP {status}: {answer.decode(errors='replace')}"
             if 300 <= status < 400:
                 reason = f"HTTP {status}: redirects are not followed, give the final URL"
             if 300 <= status < 500 and status not in _PASSING_STATUS:
                 kind = RefusedError
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-            reason = _said(error)
-            timed_out = _by_time_out(error)
+            reason = _innermost_reason(error)
+            timed_out = _is_time_out(error)
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
             if isinstance(error, requests.ConnectTimeout):
                 reason = f"no connection within {min(self.connect_timeout, timeout):g} s"
@@ -179,7 +179,7 @@ class HTTPClient:
 
         with (
             deadline(timeout),
-            nullcontext(self._kept) if self.keep_alive else self._session() as session,
+            nullcontext(self._shared_session) if self.keep_alive else self._session() as session,
             session.post(
                 self.url + path,
                 data=content,
@@ -212,7 +212,7 @@ class HTTPClient:
         return session
 
     @cached_property
-    def _kept(self) -> requests.Session:
+    def _shared_session(self) -> requests.Session:
         session = self._session(connections=self.max_concurrent or 1024)
         # Without cookies, threads can share the session.
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
@@ -239,35 +239,35 @@ class HTTPClient:
         error = state.outcome.exception()
         wait = state.next_action.sleep
         now = time.monotonic()
-        says = (type(error), error.status, wait)
-        quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
-        if not quiet:
-            self._warned_at[says] = now
+        warning_key = (type(error), error.status, wait)
+        is_quiet = now - self._warned_at.get(warning_key, float("-inf")) < _QUIET_SECONDS
+        if not is_quiet:
+            self._warned_at[warning_key] = now
         logger.log(
-            logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait
+            logging.DEBUG if is_quiet else logging.WARNING, "%s; next try in %.0f s", error, wait
         )
 
 
-def _said(error: BaseException) -> str:
+def _innermost_reason(error: BaseException) -> str:
     """Return what the network says: requests and urllib3 wrap it in the names of their own objects."""
-    first = error
+    outermost = error
     while (deeper := error.__cause__ or error.__context__) is not None:
         error = deeper
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if error is first and f"{error}":
+    if error is outermost and f"{error}":
         return f"{error}"
     return f"{type(error).__name__}: {error}"
 
 
-def _by_time_out(error: BaseException | None) -> bool:
+def _is_time_out(error: BaseException | None) -> bool:
     """Return whether a time-out is the cause; of sending, requests says only that the connection was aborted."""
     while error is not None and not isinstance(error, TimeoutError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _parsed(answer: bytes) -> dict[str, Any]:
+def _parse(answer: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(answer or b"{}")  # some routes of vLLM answer with nothing
     except (ValueError, RecursionError) as error:
@@ -333,7 +333,7 @@ def secret_texts(token: str | None, url: str = "") -> list[str]:
     """Return the texts that must not be shown, in every form in which an error may hold them; longest first."""
     secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
     query = urlsplit(url).query
-    values = [part.partition("=")[2] or part for part in query.split("&")]
+    values = [assignment.partition("=")[2] or assignment for assignment in query.split("&")]
     # one or two characters are no secret, and would blank half the text
     secrets |= {text for text in [query, *values, *map(unquote, values)] if len(text) > 2}
     return sorted(secrets, key=len, reverse=True)

@@ -26,7 +26,7 @@ _deadline: ContextVar[float] = ContextVar("deadline")  # of the exchange that th
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """What is sent and read within, by sessions with a :class:`DeadlineAdapter`, ends in time: else a TimeoutError."""
+    """End in time what is sent and read within, by sessions with a :class:`DeadlineAdapter`: else a TimeoutError."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -35,11 +35,11 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def _limit(sock: socket.socket) -> None:
-    """Lets the next call of the socket take what is left of the time."""
-    left = _deadline.get() - time.monotonic()
-    if left <= 0:
+    """Let the next call of the socket take what is left of the time."""
+    seconds_left = _deadline.get() - time.monotonic()
+    if seconds_left <= 0:
         raise TimeoutError("the answer was not complete in time")
-    sock.settimeout(left)
+    sock.settimeout(seconds_left)
 
 
 class _Reader(io.RawIOBase):
@@ -64,8 +64,8 @@ class _Reader(io.RawIOBase):
 class _Response(HTTPResponse):
     """Status line, headers and body, of interim answers and of a proxy too: all are read from ``fp``."""
 
-    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
         self.fp = io.BufferedReader(_Reader(sock, self.fp.detach()))
 
 
@@ -106,11 +106,11 @@ def _limit_pools(manager: PoolManager) -> PoolManager:
 class DeadlineAdapter(HTTPAdapter):
     """requests' adapter, with connections that look at :func:`deadline`; also through proxies."""
 
-    def init_poolmanager(self, *args: Any, **options: Any) -> None:
-        super().init_poolmanager(*args, **options)
+    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
+        super().init_poolmanager(*arguments, **options)
         _limit_pools(self.poolmanager)
 
     def proxy_manager_for(self, proxy: str, **options: Any) -> PoolManager:
-        known = proxy in self.proxy_manager
+        has_manager = proxy in self.proxy_manager
         manager = super().proxy_manager_for(proxy, **options)
-        return manager if known else _limit_pools(manager)
+        return manager if has_manager else _limit_pools(manager)

@@ -56,17 +56,17 @@ class Option:
 
     @functools.cached_property
     def bounds(self) -> dict[str, float]:
-        """The given ones of ge, gt, le and lt."""
+        """Return the given ones of ge, gt, le and lt."""
         return {key: getattr(self, key) for key in _BOUNDS if getattr(self, key) is not None}
 
     @functools.cached_property
     def kind(self) -> Any:
-        """The type of a value that is not None."""
+        """Return the type of a value that is not None."""
         return next(kind for kind in alternatives(self.type) if kind is not type(None))
 
     @functools.cached_property
     def takes_several(self) -> bool:
-        """Whether a value is a tuple."""
+        """Tell whether a value is a tuple."""
         return get_origin(self.kind) is tuple
 
     @property
@@ -75,20 +75,20 @@ class Option:
 
     @functools.cached_property
     def may_be_object(self) -> bool:
-        """Whether a function or an object may stand in place of its path."""
+        """Tell whether a function or an object may stand in place of its path."""
         return self.takes_object or (self.names is not None and self.names.takes_files)
 
     @functools.cached_property
     def _adapter(self) -> Any:
-        """pydantic's validator of its values."""
+        """Return pydantic's validator, as strict as YAML and code need: true and NaN are no numbers."""
         return _adapter(self.type, **self.bounds)
 
     def is_set(self, value: Any) -> bool:
-        """Whether a value asks for something that the default does not."""
+        """Tell whether a value asks for something that the default does not."""
         return value != self.default and value not in self.off
 
     def conform(self, value: Any) -> Any:
-        """The value in the option's type: a list as a tuple, a path as text; a ConfigError names the flag."""
+        """Return the value in the option's type: a list as a tuple, a path as text; a ConfigError names the flag."""
         try:
             return self._conformed(value)
         except ValueError as error:
@@ -97,18 +97,20 @@ class Option:
 
     def _wrong_value(self, value: Any) -> str:
         choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
-        wanted = " ".join(filter(None, (type_text(self), range_text(self))))
+        expected = " ".join(filter(None, (type_text(self), range_text(self))))
         if self.may_be_object:
             path = ": path.py:name" if self.names is None else ""
-            wanted += f"{path}, or in Python the function or object itself"
-        shown = f"{value!r}{nearest(str(value), choices, self.name)}"
-        return f"--{self.name} must be {wanted}, not {'another value' if self.secret else shown}"
+            expected += f"{path}, or in Python the function or object itself"
+        shown_value = f"{value!r}{nearest(str(value), choices, self.name)}"
+        return f"--{self.name} must be {expected}, not {'another value' if self.secret else shown_value}"
 
     def _conformed(self, value: Any) -> Any:
         if self.may_be_object and is_object(value):
             value = (value,) if self.takes_several else value
         elif self.takes_object and isinstance(value, list | tuple) and any(map(is_object, value)):
-            return tuple(one if is_object(one) else self.conform([one])[0] for one in value)
+            return tuple(
+                element if is_object(element) else self.conform([element])[0] for element in value
+            )
         else:
             try:
                 value = self._adapter.validate_python(value)
@@ -122,16 +124,21 @@ class Option:
 
 
 def is_object(value: Any) -> bool:
-    """Whether this is a function or an object of the user's own: nothing that a file of options may hold."""
+    """Tell whether this is a function or an object of the user's own: nothing that a file of options may hold."""
     return not isinstance(value, str | os.PathLike | int | float | list | tuple | dict | set | None)
 
 
+def definition_of(value: Any) -> Any:
+    """Return a function or class itself, and the class of any other object."""
+    return value if hasattr(value, "__qualname__") else type(value)
+
+
 def shown_object(value: Any) -> Any:
-    """A function or object of the user's own as a text, the same in every run; other values as they are."""
+    """Write a function or object of the user's own as a text, the same in every run; other values as they are."""
     if value is None or isinstance(value, str | bool | int | float | dict):
         return value
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"<{named.__qualname__} of {named.__module__}>"
+    definition = definition_of(value)
+    return f"<{definition.__qualname__} of {definition.__module__}>"
 
 
 def option(
@@ -143,7 +150,7 @@ def option(
     also: str = "",
     **more: Any,
 ) -> Any:
-    """The declaration of an option in a :class:`Section`; ``more`` as in :class:`Option`.
+    """Declare an option of a :class:`Section`; ``more`` as in :class:`Option`.
 
     ``needs`` has conditions with " and " between; ``also`` adds to those of a partial of this function.
     """
@@ -192,23 +199,25 @@ class Section(types.SimpleNamespace):
         cls._own = own
         cls.of = of or cls.of
         for name, kind in get_type_hints(cls).items():
-            one = cls.__dict__.get(name)
-            if not isinstance(one, Option):  # of the section that is extended, or no option
+            declaration = cls.__dict__.get(name)
+            if not isinstance(declaration, Option):  # of the section that is extended, or no option
                 continue
-            safe = resume_safe if one.resume_safe is None else one.resume_safe
-            one = replace(one, name=name, type=kind, owner=cls._owner, resume_safe=safe)
-            cls._declared[name] = one
+            safe = resume_safe if declaration.resume_safe is None else declaration.resume_safe
+            declaration = replace(
+                declaration, name=name, type=kind, owner=cls._owner, resume_safe=safe
+            )
+            cls._declared[name] = declaration
             delattr(cls, name)
 
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options by name, with those that packages add."""
-        own = {} if cls._own is None else cls._own
-        added = [part.options() for part in additions_to(cls._owner)] if cls._is_open else []
-        sources = [cls._declared, *own.items(), *added]
+        own_table = cls._own or {}
+        added = [section.options() for section in additions_to(cls._owner)] if cls._is_open else []
+        sources = [cls._declared, *own_table.items(), *added]
         if vars(cls).get("_sources") != sources:  # else what was made of them last is true still
             cls._sources, cls._options = sources, dict(cls._declared)
-            for options in (own.flag_options(cls._owner) if own else {}, *added):
+            for options in (own_table.flag_options(cls._owner) if own_table else {}, *added):
                 cls._options |= options
         return cls._options
 
@@ -234,17 +243,17 @@ class Section(types.SimpleNamespace):
 
     @staticmethod
     def facts(config: Any) -> Mapping[str, bool]:
-        """Which of its ``conditions`` hold."""
+        """Return which of its ``conditions`` hold."""
         return {}
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        """What None stands for, by option."""
+        """Return what None stands for, by option."""
         return {}
 
     @staticmethod
     def problems(options: Any) -> Iterable[str]:
-        """What cannot work, a line for each, which begins with the option.
+        """Return what cannot work, a line for each, which begins with the option.
 
         Args:
             options: every option by name, with what None stands for; and ``config``, ``ranks``, ``by_hand``, whether a
@@ -254,41 +263,41 @@ class Section(types.SimpleNamespace):
 
     @staticmethod
     def passes(options: Any) -> Iterable[str]:
-        """Why log probs that were recorded while sampling would not do; ``options`` as of :meth:`problems`."""
+        """Return why log probs that were recorded while sampling would not do; ``options`` as of :meth:`problems`."""
         return ()
 
     @staticmethod
     def trains(config: Any) -> bool:
-        """False: these options ask for a run that trains nothing."""
+        """Return False where these options ask for a run that trains nothing."""
         return True
 
     @staticmethod
     def sources(config: Any) -> Iterable[str]:
-        """Names of the sources of rewards that they ask for."""
+        """Return names of the sources of rewards that they ask for."""
         return ()
 
     @staticmethod
     def without_effect(config: Any, given: Iterable[str]) -> Iterable[str]:
-        """Why options that were ``given`` on the command line do nothing in this run, a line for each."""
+        """Return why options that were ``given`` on the command line do nothing in this run, a line for each."""
         return ()
 
     @staticmethod
     def is_stale(config: Any) -> bool:
-        """Whether an older policy may have sampled what a step trains on: what it recorded is not the present one's."""
+        """Tell whether an older policy may have sampled, and recorded, what a step trains on."""
         return False
 
     @staticmethod
     def places(config: Any) -> Iterable[str]:
-        """Where a run writes to, in words, as its options ask."""
+        """Return where a run writes to, in words, as its options ask."""
         return ()
 
     def missing(self) -> list[str]:
-        """One message per required option without a value."""
+        """Return one message per required option without a value."""
         required = [option for option in self.options().values() if option.required]
         return [
-            f"--{one.name} is required: {one.help}"
-            for one in required
-            if not getattr(self, one.name)
+            f"--{declaration.name} is required: {declaration.help}"
+            for declaration in required
+            if not getattr(self, declaration.name)
         ]
 
 
@@ -332,12 +341,14 @@ def additions_to(owner: str) -> list[type[Section]]:
 
 
 @functools.cache
-def _additions_among(places: tuple[SectionPlace, ...], owner: str) -> list[type[Section]]:
-    return [place.kind for place in places if place.adds_to == owner]
+def _additions_among(section_places: tuple[SectionPlace, ...], owner: str) -> list[type[Section]]:
+    return [
+        section_place.kind for section_place in section_places if section_place.adds_to == owner
+    ]
 
 
 def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterator[str]:
-    """One message per option that is not ``below`` the other one."""
+    """Yield one message per option that is not ``below`` the other one."""
     for option in options:
         low = values.get(option.name)
         high = values.get(option.below)
@@ -346,7 +357,7 @@ def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterat
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """``int | None`` → ``(int, NoneType)``; a type that is no union is its only alternative."""
+    """Split ``int | None`` into ``(int, NoneType)``; a type that is no union is its only alternative."""
     if get_origin(kind) in (Union, types.UnionType):
         return get_args(kind)
     return (kind,)
@@ -354,14 +365,17 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _adapter(kind: Any, **bounds: float) -> Any:
-    """pydantic's validator of a type, as strict as YAML and code need: true and NaN are no numbers."""
+    """Return pydantic's validator, as strict as YAML and code need: true and NaN are no numbers."""
     from pydantic import BeforeValidator, Field, StrictBool, TypeAdapter
 
     def annotated(kind: Any) -> Any:
         if len(kinds := alternatives(kind)) > 1:
             return Union[tuple(map(annotated, kinds))]  # noqa: UP007
         if get_origin(kind) is tuple:
-            inner = tuple(k if k is Ellipsis else annotated(k) for k in get_args(kind))
+            inner = tuple(
+                argument_kind if argument_kind is Ellipsis else annotated(argument_kind)
+                for argument_kind in get_args(kind)
+            )
             if Ellipsis in inner:
                 return Annotated[tuple[inner], BeforeValidator(_listed)]
             return tuple[inner]
@@ -379,7 +393,7 @@ def _listed(value: Any) -> Any:
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """Numbers may be text: YAML reads 1e6 so."""
+    """Read text as a number where one is wanted, as YAML gives 1e6."""
     if kind in (int, float) and isinstance(value, str):
         value = int(value) if value.strip("+-").isdigit() else float(value)
     if isinstance(value, bool) or value != value:
@@ -403,12 +417,12 @@ _MANY_OF_TYPE = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def range_text(option: Option) -> str:
-    """Such as ``≥0 ≤1``."""
+    """Write the range, such as ``≥0 ≤1``."""
     return " ".join(f"{_SIGNS[key]}{_shown_bound(bound)}" for key, bound in option.bounds.items())
 
 
 def _shown_bound(bound: float) -> str:
-    """A number, or the power of two that it is."""
+    """Write a number, or the power of two that it is."""
     power = bound.bit_length() - 1 if isinstance(bound, int) else 0
     if power > 20 and bound == 2**power:
         return f"2^{power}"
@@ -416,7 +430,7 @@ def _shown_bound(bound: float) -> str:
 
 
 def choices(option: Option) -> list[Any]:
-    """The values to choose from, or the names; none: any of its type."""
+    """Return the values to choose from, or the names; none: any of its type."""
     if option.names is None:
         if get_origin(option.kind) is Literal:
             return [*get_args(option.kind)]
@@ -428,7 +442,7 @@ def choices(option: Option) -> list[Any]:
 
 
 def type_text(option: Option) -> str:
-    """The type in words: ``a list of texts or None``."""
+    """Write the type in words: ``a list of texts or None``."""
     if option.names is None:
         return _in_words(option.type)
     names = choices(option) + ["path.py:name"] * option.names.takes_files
@@ -450,7 +464,7 @@ def _in_words(kind: Any) -> str:
 
 
 def shown_default(value: Any) -> str:
-    """A default as ``--help`` and docs/flags.md write it."""
+    """Write a default as ``--help`` and docs/flags.md show it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) if value else "none"
     if isinstance(value, bool):

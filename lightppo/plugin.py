@@ -274,12 +274,12 @@ error of the user's ends it before anything takes long."""
 
 
 def trained_by() -> dict[str, Any]:
-    """The options of each command that trains: its name → a :class:`lightppo.config.options.OptionSet`."""
+    """Return the options of each command that trains: its name → a :class:`lightppo.config.options.OptionSet`."""
     return {name: load(command.config) for name, command in COMMANDS.items() if command.config}
 
 
 def public(name: str) -> Any:
-    """What ``from lightppo import NAME`` gives."""
+    """Import what ``from lightppo import NAME`` gives."""
     return getattr(importlib.import_module(PUBLIC[name]), name)
 
 
@@ -309,8 +309,10 @@ def load_plugins() -> None:
             ) from error
 
 
-def _tell_in_one_line(before: Callable, kind: type[BaseException], error: Any, trace: Any) -> None:
-    """As ``sys.excepthook``: nothing of lightppo is imported, so that no command can tell the error."""
+def _tell_in_one_line(
+    previous_hook: Callable, kind: type[BaseException], error: Any, trace: Any
+) -> None:
+    """Stand for ``sys.excepthook``: nothing of lightppo is imported, so that no command can tell the error."""
     if kind is not PluginError:
-        return before(kind, error, trace)
+        return previous_hook(kind, error, trace)
     print(f"lightppo: error: {error}", file=sys.stderr)

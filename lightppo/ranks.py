@@ -99,13 +99,13 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before = self.phase
+        previous_phase = self.phase
         self.phase = phase
         self.phases += 1
         try:
             yield
         finally:
-            self.phase = before
+            self.phase = previous_phase
             self.beats += 1
 
 
@@ -115,7 +115,7 @@ stop_signs: list[Callable[[], object]] = []  # each says whether this process is
 
 
 def asked_to_stop() -> bool:
-    """Whether something, such as a signal, asks this process to stop."""
+    """Tell whether something, such as a signal, asks this process to stop."""
     return any(sign() for sign in stop_signs)
 
 

@@ -28,7 +28,7 @@ _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems na
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
+    """Tell whether a path is on no file system of this machine; ``file:///folder`` is."""
     text = os.fspath(path)
     return "://" in text and not text.startswith(("file://", "local://"))
 
@@ -57,7 +57,7 @@ def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None
 
 
 def made_once(
-    target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0
+    target: Path, make: Callable[[Path], object], description: str, timeout_s: float = 3600.0
 ) -> Path:
     """Make a file or folder by the first process that comes, whole or not at all; others wait. It stays."""
     from filelock import FileLock, Timeout
@@ -72,7 +72,9 @@ def made_once(
                 make(target)
     except Timeout as error:
         waited = f"another process on this node has been at it for over {timeout_s:g} s"
-        raise TimeoutError(f"{what}: {waited}; see its log (lock {lock.lock_file})") from error
+        raise TimeoutError(
+            f"{description}: {waited}; see its log (lock {lock.lock_file})"
+        ) from error
     return target
 
 
@@ -94,15 +96,15 @@ def stage_to_local(
 
     check_scheme(url)
     try:
-        fs, remote = fsspec.core.url_to_fs(url, **_as_given(url))
-        info = fs.info(remote)
+        file_system, remote = fsspec.core.url_to_fs(url, **_as_given(url))
+        info = file_system.info(remote)
         is_folder = info["type"] == "directory"
         # find() is for folders only: over HTTP, it would read a file in search of links.
         remote_files: dict[str, dict[str, Any]] = (
-            fs.find(remote, detail=True) if is_folder else {remote: info}
+            file_system.find(remote, detail=True) if is_folder else {remote: info}
         )
     except Exception as error:  # each file system raises its own errors
-        raise StagingError(f"{shown_url(url)} cannot be read: {_said(error)}") from error
+        raise StagingError(f"{shown_url(url)} cannot be read: {_reason(error)}") from error
     if not remote_files:
         raise StagingError(f"{shown_url(url)} is an empty folder, or does not exist")
     versions = ("ETag", "etag", "md5Hash", *_TIMES)  # the first that the file system knows
@@ -118,7 +120,7 @@ def stage_to_local(
     else:
         key = url
     target = in_cache("staged", [key, files], _name_of(remote), cache_dir)
-    copy = partial(_copy, fs, remote, url=url, is_folder=is_folder, size=size)
+    copy = partial(_copy, file_system, remote, url=url, is_folder=is_folder, size=size)
     return str(made_once(target, copy, url, timeout_s))
 
 
@@ -135,7 +137,7 @@ def _name_of(remote: str) -> str:
     return posixpath.basename(path.rstrip("/")) or "root"
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {without_secrets(str(error))}"
 
 
@@ -144,27 +146,29 @@ def check_scheme(url: str, flag: str = "the URL") -> Any:
     from fsspec import available_protocols, get_filesystem_class
 
     scheme = url.split("://")[0]
-    shown = shown_url(url)
+    address = shown_url(url)
     if is_cut(url):
         raise StagingError(f"{flag} {url}: {GIVE_WHOLE}")
     try:
         return get_filesystem_class(scheme)
     except ValueError as error:
-        known = ", ".join(sorted(available_protocols()))
-        raise StagingError(f"{flag} {shown}: unknown scheme {scheme!r}; known: {known}") from error
+        schemes = ", ".join(sorted(available_protocols()))
+        raise StagingError(
+            f"{flag} {address}: unknown scheme {scheme!r}; known: {schemes}"
+        ) from error
     except ImportError as error:
-        raise StagingError(f"{flag} {shown}: {error}") from error
+        raise StagingError(f"{flag} {address}: {error}") from error
 
 
 def is_in_memory(url: str | os.PathLike[str]) -> bool:
-    """Whether a URL leads into the memory of this process, and ends with it: ``memory://``."""
+    """Tell whether a URL leads into the memory of this process, and ends with it: ``memory://``."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     return is_url(url) and issubclass(check_scheme(os.fspath(url)), MemoryFileSystem)
 
 
 def _copy(
-    fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None
+    file_system: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None
 ) -> None:
     """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
     temporary = target.with_name(f".{target.name}.partial")
@@ -175,16 +179,18 @@ def _copy(
     try:
         # get() would take the ? of a query for a pattern.
         if not is_folder and any(sign in remote for sign in "*?["):
-            fs.get_file(remote, str(temporary))
+            file_system.get_file(remote, str(temporary))
         else:
-            fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
-        got = sum(p.stat().st_size for p in (temporary, *temporary.rglob("*")) if p.is_file())
-        if size is not None and got != size:
-            raise OSError(f"got {got} bytes of {size}")
+            file_system.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
+        copied_bytes = sum(
+            path.stat().st_size for path in (temporary, *temporary.rglob("*")) if path.is_file()
+        )
+        if size is not None and copied_bytes != size:
+            raise OSError(f"got {copied_bytes} bytes of {size}")
     except Exception as error:  # each file system raises its own errors
         _remove(temporary)
         raise StagingError(
-            f"copying {shown_url(url)} to {target.parent} failed: {_said(error)}"
+            f"copying {shown_url(url)} to {target.parent} failed: {_reason(error)}"
         ) from error
     os.replace(temporary, target)
 
@@ -202,8 +208,8 @@ def content_folder(kind: str, fill: Callable[[Path], object]) -> Path:
     root = cache_folder() / kind
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=root) as held:
-            (written := Path(held) / "content").mkdir()
+        with tempfile.TemporaryDirectory(prefix=".", dir=root) as temporary_folder:
+            (written := Path(temporary_folder) / "content").mkdir()
             fill(written)
             target = root / _content_key(written)
             if target.exists() and _content_key(target) != target.name:
@@ -270,24 +276,24 @@ def upload(
     if not is_url(folder):
         return
 
-    def send(fs: Any, root: str) -> None:
-        stale = [path for path in (fs.ls(root, detail=False) if instead_of and _exists(fs, root) else ())
-                 if any(fnmatch.fnmatch(posixpath.basename(path), p) for p in instead_of)]  # fmt: skip
+    def send(file_system: Any, root: str) -> None:
+        stale = [path for path in (file_system.ls(root, detail=False) if instead_of and _exists(file_system, root) else ())
+                 if any(fnmatch.fnmatch(posixpath.basename(path), pattern) for pattern in instead_of)]  # fmt: skip
         for name in (
             *names,
             *(base for path in stale if (base := posixpath.basename(path)) not in names),
         ):
             source = local_folder(folder) / name
             target = f"{root}/{name}"
-            if not source.is_file() and _exists(fs, target):
-                fs.rm(target, recursive=True)
+            if not source.is_file() and _exists(file_system, target):
+                file_system.rm(target, recursive=True)
             files = [path for path in (source, *source.rglob("*")) if path.is_file()]
             for is_last in (False, True):
                 chosen = [path for path in files if (path.name == last) == is_last]
                 if chosen:
                     targets = [target + str(path)[len(str(source)) :] for path in chosen]
                     changed = [path.stat().st_mtime_ns for path in chosen]
-                    fs.put([str(path) for path in chosen], targets)
+                    file_system.put([str(path) for path in chosen], targets)
                     for path, when in zip(chosen, changed):
                         _stamp_sent(path, when)
 
@@ -299,10 +305,10 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
     if not is_url(folder):
         return
 
-    def bring(fs: Any, root: str) -> None:
-        fs.invalidate_cache()
-        if _exists(fs, root):
-            remote_files = {info["name"]: info for info in _files(fs, root)}
+    def bring(file_system: Any, root: str) -> None:
+        file_system.invalidate_cache()
+        if _exists(file_system, root):
+            remote_files = {info["name"]: info for info in _files(file_system, root)}
         else:
             remote_files = {}
         names = {path: path[len(root) :].lstrip("/") for path in sorted(remote_files)}
@@ -310,7 +316,7 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
             if wanted(name):
                 target = local_folder(folder) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                fs.get_file(path, str(target))
+                file_system.get_file(path, str(target))
                 changed = next(
                     (remote_files[path][key] for key in _TIMES if remote_files[path].get(key)), None
                 )
@@ -335,8 +341,8 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
     if not all(map(_is_sent, files)) or (files and is_forgotten(folder)):
         aside = next(
             path
-            for n in itertools.count(1)
-            if not (path := base.with_name(f"{base.name}.{n}")).exists()
+            for number in itertools.count(1)
+            if not (path := base.with_name(f"{base.name}.{number}")).exists()
         )
     for path in files:
         if aside is not None:
@@ -348,13 +354,13 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
 
 
 def is_forgotten(folder: str | os.PathLike[str]) -> bool:
-    """Whether nothing is at a URL because it ended with the process that sent it."""
+    """Tell whether nothing is at a URL because it ended with the process that sent it."""
     import fsspec
 
     if not is_in_memory(folder):
         return False
-    fs, root = fsspec.core.url_to_fs(os.fspath(folder))
-    return not fs.find(root)
+    file_system, root = fsspec.core.url_to_fs(os.fspath(folder))
+    return not file_system.find(root)
 
 
 def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
@@ -387,10 +393,10 @@ def _stamp_sent(path: Path, changed: int) -> None:
 def probe(folder: str | os.PathLike[str]) -> None:
     """Raise StagingError if nothing can be written to the URL."""
 
-    def write(fs: Any, root: str) -> None:
-        fs.makedirs(root, exist_ok=True)
-        fs.pipe_file(f"{root}/.lightppo", b"")
-        fs.rm(f"{root}/.lightppo")
+    def write(file_system: Any, root: str) -> None:
+        file_system.makedirs(root, exist_ok=True)
+        file_system.pipe_file(f"{root}/.lightppo", b"")
+        file_system.rm(f"{root}/.lightppo")
 
     if is_url(folder):
         _remotely(folder, write)
@@ -402,34 +408,34 @@ def _remotely(
     """Call ``action`` with the file system of a URL and the path on it; a StagingError if the last try fails too."""
     import fsspec
 
-    file_system = check_scheme(url := os.fspath(folder))
+    file_system_class = check_scheme(url := os.fspath(folder))
     for wait in (*_WAITS, None):
         try:
-            fs, root = fsspec.core.url_to_fs(url)
-            return action(fs, root.rstrip("/"))
+            file_system, root = fsspec.core.url_to_fs(url)
+            return action(file_system, root.rstrip("/"))
         except Exception as error:  # each file system raises its own errors
             if wait is None or isinstance(
                 error, (FileNotFoundError, NotADirectoryError, PermissionError)
             ):
-                raise StagingError(f"{shown_url(url)}: {_said(error)}{hint}") from error
-            logger.warning("%s: %s; next try in %g s", shown_url(url), _said(error), wait)
-        file_system.clear_instance_cache()  # a server ends connections that were idle
+                raise StagingError(f"{shown_url(url)}: {_reason(error)}{hint}") from error
+            logger.warning("%s: %s; next try in %g s", shown_url(url), _reason(error), wait)
+        file_system_class.clear_instance_cache()  # a server ends connections that were idle
         time.sleep(wait)
 
 
-def _exists(fs: Any, path: str) -> bool:
-    """Whether a path is there. ``fs.exists`` says no where the server cannot be reached: a run would begin anew."""
+def _exists(file_system: Any, path: str) -> bool:
+    """Tell whether a path is there; ``fs.exists`` says no where the server cannot be reached: runs would begin anew."""
     try:
-        fs.info(path)
+        file_system.info(path)
     except FileNotFoundError:
         return False
     return True
 
 
-def _files(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
+def _files(file_system: Any, folder: str) -> Iterator[dict[str, Any]]:
     """Yield all files below a folder. ``fs.find`` leaves out what it cannot list."""
-    for info in fs.ls(folder, detail=True):
+    for info in file_system.ls(folder, detail=True):
         if info["type"] != "directory":
             yield info
         elif info["name"].rstrip("/") != folder:
-            yield from _files(fs, info["name"].rstrip("/"))
+            yield from _files(file_system, info["name"].rstrip("/"))

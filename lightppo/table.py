@@ -31,7 +31,7 @@ class Entry:
 
     @functools.cached_property
     def fn(self) -> Callable:
-        """The function, imported on first use."""
+        """Import the function, on first use."""
         function = self.function
         if self.home and isinstance(function, str) and ":" not in function:
             function = f"{self.home}:{function}"
@@ -39,14 +39,14 @@ class Entry:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Its own options by name, with what they are where the flag says nothing; ``None``: off."""
+        """Return its own options by name, with what they are where the flag says nothing; ``None``: off."""
         return {option.name: option.default for option in self.options}
 
     def completed(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Its own options, checked: those given, and the defaults of those left out or ``None``."""
+        """Check its own options: those given, and the defaults of those left out or ``None``."""
         if unknown := given.keys() - self.defaults.keys():
-            known = ", ".join(self.defaults) or "none"
-            raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {known}")
+            option_names = ", ".join(self.defaults) or "none"
+            raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {option_names}")
         values = self.defaults | {name: value for name, value in given.items() if value is not None}
         values = {option.name: option.conform(values[option.name]) for option in self.options}
         for problem in out_of_order(self.options, values):
@@ -96,32 +96,34 @@ class Table(dict[str, E]):
         self[name] = entry
 
     def find(self, name: str | Callable) -> E:
-        """The entry of a name, of ``path.py:name`` or of a function itself; ConfigError for what is none of these."""
+        """Find the entry of a name, of ``path.py:name`` or of a function itself; ConfigError for anything else."""
         if not isinstance(name, str):
             return self.entry_of(name)
         if name not in self and self.takes_files and ".py" in name:
             return declared_entry(name, self)
         if name in self:
             return self[name]
-        meant = nearest(str(name), self, self.flag.lstrip("-"))
-        raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
+        suggestion = nearest(str(name), self, self.flag.lstrip("-"))
+        raise ConfigError(
+            f"{self.flag}: unknown name {name!r}{suggestion}; known: {', '.join(self)}"
+        )
 
     def made(self, *arguments: Any) -> dict[str, Any]:
-        """What the functions of the entries return, by name, without None."""
-        found = {name: entry.fn(*arguments) for name, entry in self.items()}
-        return {name: one for name, one in found.items() if one is not None}
+        """Return what the functions of the entries return, by name, without None."""
+        results = {name: entry.fn(*arguments) for name, entry in self.items()}
+        return {name: result for name, result in results.items() if result is not None}
 
     def first(self, *arguments: Any) -> Any | None:
-        """The first of what they return that is not None."""
+        """Return the first of what they return that is not None."""
         return next(iter(self.made(*arguments).values()), None)
 
     @property
     def last(self) -> Callable:
-        """The function of the entry that was registered last."""
+        """Return the function of the entry that was registered last."""
         return next(reversed(self.values())).fn
 
     def entry_of(self, function: Any) -> E:
-        """The entry of a function or class that stands in place of a path, with what its decorator says."""
+        """Return the entry of a function or class that stands in place of a path, with what its decorator says."""
         if not callable(function) or not self.takes_files:
             also = ", path.py:name, or a function" if self.takes_files else ""
             raise ConfigError(
@@ -130,12 +132,12 @@ class Table(dict[str, E]):
         return self.kind(function, **getattr(function, "traits", {}))
 
     def flag_options(self, owner: str = "") -> dict[str, Option]:
-        """The own options of all entries as flags of a section: None means what the entry says."""
-        found: dict[str, Option] = {}
+        """Return the own options of all entries as flags of a section: None means what the entry says."""
+        flags: dict[str, Option] = {}
         for own in (option for entry in self.values() for option in entry.options):
             users = [name for name, entry in self.items() if own.name in entry.defaults]
             default = "" if own.default is None else f" None: {own.default}."
-            found[own.name] = replace(
+            flags[own.name] = replace(
                 own,
                 type=own.type | None,
                 default=None,
@@ -144,20 +146,20 @@ class Table(dict[str, E]):
                 off=() if own.default is None else (own.default,),
                 owner=owner,
             )
-        return found
+        return flags
 
 
 def load(function: str | Callable) -> Callable:
-    """The function of ``"module:name"`` or ``"path.py:name"``; a function is itself."""
+    """Load the function of ``"module:name"`` or ``"path.py:name"``; a function is itself."""
     if not isinstance(function, str):
         return function
-    where, _, name = function.rpartition(":")
-    if where.endswith(".py"):
+    module, _, name = function.rpartition(":")
+    if module.endswith(".py"):
         return load_python_function(function, name)
     try:
-        return getattr(importlib.import_module(where), name)
+        return getattr(importlib.import_module(module), name)
     except BaseException as error:
-        if where.startswith(f"{__package__}.") or not is_users_fault(error):
+        if module.startswith(f"{__package__}.") or not is_users_fault(error):
             raise
         raise ConfigError(
             f"{function}, of a plugin, cannot be loaded: {error_text(error)}"

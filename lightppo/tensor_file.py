@@ -64,9 +64,9 @@ def read_deepspeed(path: str | os.PathLike[str]) -> Any:
 def explained(path: str | os.PathLike[str], error: Exception) -> str:
     """Say why a file was not loaded, in one line, out of the error of a ``torch.load`` with ``weights_only``."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
-    if isinstance(error, pickle.UnpicklingError) and (named := _NAMED.search(text)):
+    if isinstance(error, pickle.UnpicklingError) and (match := _NAMED.search(text)):
         return (
-            f"{path} is not loaded: it names {named[1]}, which is no tensor and no plain value, and loading it could "
+            f"{path} is not loaded: it names {match[1]}, which is no tensor and no plain value, and loading it could "
             "run code. lightppo did not write this file like that: use a copy that you trust"
         )
     reason = next(filter(None, text.splitlines()), "no reason given")
@@ -85,11 +85,13 @@ def _allowed(classes: Iterable[type]) -> Iterator[None]:
 @contextmanager
 def others_read_safely(classes: Iterable[type] = ()) -> Iterator[None]:
     """Keep a library's own ``torch.load`` inside from running code either, whatever it asks for."""
-    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    previous_values = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:
         with _allowed(classes):
             yield
     finally:
         del os.environ[_FORCE]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        os.environ.update(
+            {name: value for name, value in previous_values.items() if value is not None}
+        )

@@ -21,6 +21,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from lightppo.errors import ConfigError
+from lightppo.option import definition_of
 from lightppo.redaction import plain
 
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
@@ -36,7 +37,7 @@ _ROOT = "lightppo_file_"  # what the names of modules of the user's files begin 
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
-    """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
+    """Load a function from ``path.py`` or ``path.py:name``; the file runs anew, from exactly that path.
 
     A ConfigError names the flag ``option``, and says what is missing and what is there, or how the file failed.
     """
@@ -47,19 +48,20 @@ def load_python_function(spec: str, default_name: str, *, option: str = "") -> C
 
 
 def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
-    """Like :func:`load_python_function`, for any object, e.g. a reward source.
+    """Load any object, e.g. a reward source, as :func:`load_python_function` does.
 
     If ``spec`` has no name, takes the first of ``default_names`` that the module has.
     """
     path, name = split_python_spec(spec, default_names[0], option=option)
     module = _run_file(path, option)
     if name == default_names[0]:
-        name = next((known for known in default_names if hasattr(module, known)), name)
+        defined = (default_name for default_name in default_names if hasattr(module, default_name))
+        name = next(defined, name)
     return _object_of(module, path, name, option)
 
 
 def load_python_objects(path: Path, names: Sequence[str], *, option: str = "") -> list[Any]:
-    """Several objects of one file, which runs once. Errors as of :func:`load_python_function`."""
+    """Load several objects of one file, which runs once. Errors as of :func:`load_python_function`."""
     module = _run_file(path, option)
     return [_object_of(module, path, name, option) for name in names]
 
@@ -67,36 +69,36 @@ def load_python_objects(path: Path, names: Sequence[str], *, option: str = "") -
 def _object_of(module: ModuleType, path: Path, name: str, option: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
-    own = [
+    names_of_file = [
         key
         for key, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
     ]
-    raise no_such_name(path, name, own, option)
+    raise no_such_name(path, name, names_of_file, option)
 
 
 def error_place(error: BaseException) -> str:
-    """File, line and code of the user's own file that an error came from, as `` (reward.py:3 in f: code)``; else empty.
+    """Return where in the user's own file an error came from, as `` (reward.py:3 in f: code)``; else an empty text.
 
     Its file is the first one that a flag names, or else the first one below the frames that called it. The last calls
     inside it are named, outermost first.
     """
     frames = traceback.extract_tb(error.__traceback__)
     loaded = (_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
-    first = next((i for i, is_users in enumerate(loaded) if is_users), None)
-    if first is None:
+    first_of_user = next((i for i, is_users in enumerate(loaded) if is_users), None)
+    if first_of_user is None:
         frames = list(dropwhile(lambda f: f.filename.startswith(_CALLERS), frames))
     else:
-        frames = frames[first:]
-    own = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
-    places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
+        frames = frames[first_of_user:]
+    frames_of_file = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
+    places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames_of_file]
     if isinstance(error, SyntaxError) and error.filename and error.text:
         places.append(f"{error.filename}:{error.lineno}: {error.text.strip()}")
     return f" ({' → '.join(places)})" if places else ""
 
 
 def error_text(error: BaseException) -> str:
-    """Type, text and place of an error of the user's code; its ``__str__`` is the user's code too, and may raise."""
+    """Return type, text and place of an error of the user's code, whose ``__str__`` may raise too."""
     try:
         text = f"{error}"
         text = text and f": {text}"
@@ -106,14 +108,14 @@ def error_text(error: BaseException) -> str:
 
 
 def is_users_fault(error: BaseException) -> bool:
-    """Whether the user's code raised it: ``sys.exit`` is its own, Ctrl-C and what a signal's handler raises are not."""
+    """Tell whether the user's code raised it: ``sys.exit`` is its own, Ctrl-C and a signal's handler are not."""
     if isinstance(error, SystemExit):
         return type(error) is SystemExit
     return not isinstance(error, KeyboardInterrupt)
 
 
 def is_from_users_file(error: BaseException) -> bool:
-    """Whether code in a file of the user's raised it, or called what did."""
+    """Tell whether code in a file of the user's raised it, or called what did."""
     return any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -122,21 +124,21 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def is_of_lightppo(function: Any) -> bool:
-    """Whether a function or an object is lightppo's own, and not the user's."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return str(named.__module__).partition(".")[0] == __package__
+    """Tell whether a function or an object is lightppo's own, and not the user's."""
+    definition = definition_of(function)
+    return str(definition.__module__).partition(".")[0] == __package__
 
 
 def place_of(function: Any) -> str:
     """Name, file and line of a function, or of the class of an object."""
     function = inspect.unwrap(function)
-    named = function if hasattr(function, "__qualname__") else type(function)
+    definition = definition_of(function)
     try:
-        file = inspect.getsourcefile(named)
-        line = inspect.getsourcelines(named)[1]
+        file = inspect.getsourcefile(definition)
+        line = inspect.getsourcelines(definition)[1]
     except (OSError, TypeError):
-        return f"{named.__qualname__} of {named.__module__}"
-    return f"{named.__qualname__} ({file}:{line})"
+        return f"{definition.__qualname__} of {definition.__module__}"
+    return f"{definition.__qualname__} ({file}:{line})"
 
 
 class Checked:
@@ -157,9 +159,9 @@ class Checked:
         self.called_with = called_with
         self.is_known = False
 
-    def __call__(self, *args: Any, **given: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
-            result = self.function(*args, **given)
+            result = self.function(*arguments, **options)
         except TypeError as error:
             if error.__traceback__.tb_next is not None:  # it began, and failed later
                 raise
@@ -167,27 +169,27 @@ class Checked:
                 f"{self.option}: {place_of(self.function)} cannot be called: {error}; {self.called_with}"
             ) from error
         if not self.is_known:
-            if problem := self.problem_of(result, *args, **given):
+            if problem := self.problem_of(result, *arguments, **options):
                 raise ConfigError(f"{self.option}: {place_of(self.function)} {problem}")
             self.is_known = True
         return result
 
 
 @contextlib.contextmanager
-def without_copies(what: str) -> Iterator[None]:
+def without_copies(description: str) -> Iterator[None]:
     """End a process that the user's code forks within, when it comes back: it would go on as a second one of this."""
     process = os.getpid()
     try:
         yield
     finally:
         if os.getpid() != process:
-            told = f"{what}: a process that it has forked came back, and is ended: end it with os._exit\n"
-            os.write(2, plain(told).encode())
+            message = f"{description}: a process that it has forked came back, and is ended: end it with os._exit\n"
+            os.write(2, plain(message).encode())
             os._exit(1)
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
-    """Splits ``path.py[:name]`` and checks that the file exists; a ConfigError names its neighbours if not."""
+    """Split ``path.py[:name]`` and check that the file exists; a ConfigError names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
         head = spec
@@ -199,8 +201,9 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
         return path, name
     if not path.parent.is_dir():
         raise _error(option, f"no file {path}; there is no directory {path.parent}")
-    found = ", ".join(sorted(p.name for p in path.parent.glob("*.py"))) or "no Python file"
-    raise _error(option, f"no file {path}; {path.parent} has {found}")
+    neighbours = sorted(file.name for file in path.parent.glob("*.py"))
+    listed = ", ".join(neighbours) or "no Python file"
+    raise _error(option, f"no file {path}; {path.parent} has {listed}")
 
 
 def _run_file(path: Path, option: str) -> ModuleType:
@@ -232,18 +235,18 @@ def _run_file(path: Path, option: str) -> ModuleType:
 
 
 def _forget(root: str) -> None:
-    """Lets a file run anew, with the neighbours that it imports."""
+    """Let a file run anew, with the neighbours that it imports."""
     for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
         del sys.modules[name]
 
 
 def fails_when_run(path: Path, error: BaseException, option: str) -> ConfigError:
-    """What to raise for a file that raises."""
+    """Return the error for a file that raises."""
     return _error(option, f"{path} fails when run: {error_text(error)}")
 
 
 def no_such_name(path: Path, name: str, own: list[str], option: str) -> ConfigError:
-    """What to raise for a file that lacks a name, and has others of its ``own``."""
+    """Return the error for a file that lacks a name, and has others of its ``own``."""
     return _error(
         option,
         f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name",

@@ -25,7 +25,7 @@ def _engine_or_module(model: Any) -> Any:
 
 
 def is_engine(model: Any) -> bool:
-    """Whether this is a DeepSpeed engine, without importing DeepSpeed."""
+    """Tell whether this is a DeepSpeed engine, without importing DeepSpeed."""
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
 
 
@@ -52,7 +52,7 @@ def get_engine(model: Any, what_for: str) -> Any:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether the engine trains; engines of frozen models have a stand-in or nothing."""
+    """Tell whether the engine trains; engines of frozen models have a stand-in or nothing."""
     optimizer = getattr(engine, "optimizer", None)
     # At bf16 a replicated model's stand-in also has parameter groups, but says that it is a stand-in.
     return hasattr(optimizer, "param_groups") and getattr(optimizer, "using_real_optimizer", True)
@@ -73,11 +73,11 @@ def unwrap_model(model: Any) -> nn.Module:
 
 def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
     """Return the Hugging Face models by name: a module itself, as "", or those that it directly holds."""
-    parts = {"": module, **dict(module.named_children())}
+    children = {"": module, **dict(module.named_children())}
     models = {
-        name: part
-        for name, part in parts.items()
-        if hasattr(part, "save_pretrained") and hasattr(part, "config")
+        name: child
+        for name, child in children.items()
+        if hasattr(child, "save_pretrained") and hasattr(child, "config")
     }
     return {"": module} if "" in models else models
 
@@ -100,8 +100,8 @@ def own_part(param: nn.Parameter) -> torch.Tensor:
     if not is_sharded(param):
         return param.detach()
     size = param.ds_tensor.numel()
-    left = param.ds_numel - size * dist.get_rank(param.ds_process_group)
-    return param.ds_tensor[: max(0, min(size, left))]
+    remaining = param.ds_numel - size * dist.get_rank(param.ds_process_group)
+    return param.ds_tensor[: max(0, min(size, remaining))]
 
 
 def find_adapters(model: Any) -> Any | None:
@@ -132,7 +132,7 @@ def find_whole(model: Any) -> Any | None:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether this rank holds a ZeRO-3 shard of the parameter."""
+    """Tell whether this rank holds a ZeRO-3 shard of the parameter."""
     return hasattr(param, "ds_tensor")
 
 
@@ -160,10 +160,16 @@ def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
     """Return the number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
-    counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
+    counted = [
+        parameter for parameter in model.parameters() if parameter.requires_grad or not trained_only
+    ]
     return sum(
-        (p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel()
-        for p in counted
+        (
+            parameter.quant_state.shape
+            if hasattr(parameter, "quant_state")
+            else full_shape(parameter)
+        ).numel()
+        for parameter in counted
     )
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from lightppo.cli.convert import BaseOptions, add_base, add_override, open_model
 from lightppo.config import RolloutConfig, StrategyConfig
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.config.rules import template_kwargs
 from lightppo.data.folders import check_model
 from lightppo.errors import ConfigError, UserError

@@ -23,7 +23,7 @@ from lightppo.cli.conversion_rules import (
     truth,
 )
 from lightppo.cli.other_commands import PROGRAMS, OtherCommand, Program
-from lightppo.config.other_trainers import meanings, parts_of
+from lightppo.config.other_trainers import parts_of, translations
 from lightppo.errors import ConfigError
 from lightppo.option import Option
 from lightppo.plugin import trained_by
@@ -122,7 +122,7 @@ class Conversion:
             self.not_here[source_names] = f"lightppo {self.program.command} has no --{name}"
             return
         for table_title in self.titles:
-            if answers := meanings(f"{name}={value}", [table_title]):
+            if answers := translations(f"{name}={value}", [table_title]):
                 if answers[0].text.startswith("not here"):
                     self.look[source_names] = answers[0].text
                     return
@@ -137,7 +137,7 @@ class Conversion:
     def take_by_table(self, name: str, value: Any, is_default: bool) -> None:
         """Take what other_trainers.txt says of a name that no rule has read."""
         own_titles = [table_title for table_title in self.titles if " " in table_title]
-        answers = meanings(name, own_titles) or meanings(name, self.titles)
+        answers = translations(name, own_titles) or translations(name, self.titles)
         if not answers and name.startswith("no_") and value is True:
             return self.take_by_table(name.removeprefix("no_"), False, is_default)
         text = answers[0].text if answers else ""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.checkpoint import layout
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.data.folders import check_model, mistyped_path
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
 from lightppo.files import check_writable

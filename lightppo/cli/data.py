@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightppo.config.arguments import parse_section
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import exit_on_mistakes, parse_section
 from lightppo.config.options import all_options
 from lightppo.config.supervised_options import COMMANDS
 from lightppo.errors import ConfigError, DataError, UserError

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.arguments import CommandParser
+from lightppo.config.cli import CommandParser
 from lightppo.errors import ReportError
 from lightppo.logging.report_page import (
     facts_of,

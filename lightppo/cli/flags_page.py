@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from lightppo.config import PPOConfig
-from lightppo.config.option_needs import conditions
+from lightppo.config.contradictions import conditions
 from lightppo.config.supervised_options import reworded
 from lightppo.option import Option, range_text, shown_default, type_text
 from lightppo.plugin import trained_by

@@ -11,12 +11,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightppo.config import ModelConfig, PPOConfig, parse_args
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.data.folders import check_model
 from lightppo.errors import ConfigError, UserError
 from lightppo.preflight.advice import second_masters, with_second_masters
-from lightppo.preflight.host_memory import host_bytes, library_bytes
+from lightppo.preflight.budget import host_bytes, library_bytes
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Estimate, Machine

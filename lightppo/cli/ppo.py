@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.config import EvaluationConfig, parse_args
-from lightppo.config.help_page import section_help
+from lightppo.config.cli import section_help
 from lightppo.plugin import public
 
 

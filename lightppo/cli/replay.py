@@ -26,8 +26,7 @@ from lightppo import tensor_file
 from lightppo.checkpoint.layout import download_marks, has_checkpoints, part_folder, tag_of
 from lightppo.cli.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, LoggingConfig, PPOConfig, parse_args
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.options import OptionSet
 from lightppo.errors import CheckpointError, ConfigError, ReportError

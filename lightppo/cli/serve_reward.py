@@ -16,8 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError
 from lightppo.redaction import log_to_terminal
 

@@ -16,8 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.data.folders import check_model
 from lightppo.http_client import check_bind, read_token
 from lightppo.rollout.vllm.serving import REFUSED, server_command, server_environment

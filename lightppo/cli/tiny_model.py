@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError
 
 if TYPE_CHECKING:

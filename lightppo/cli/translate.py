@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from lightppo.cli.conversions import Conversion, convert, read_ranks
 from lightppo.cli.other_commands import PROGRAMS, REMARKS, OtherCommand, read
-from lightppo.config.arguments import CommandParser
-from lightppo.config.cli import exit_on_mistakes
-from lightppo.config.option_needs import condition_text, facts_of, holds, source_facts
+from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.config.contradictions import condition_text, facts_of, holds, source_facts
 from lightppo.config.options import OptionSet
 from lightppo.config.other_trainers import plain_text
 from lightppo.errors import ConfigError

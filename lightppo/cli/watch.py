@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightppo.config.arguments import CommandParser
+from lightppo.config.cli import CommandParser
 from lightppo.data.folders import mistyped_path
 from lightppo.logging.alarms import ALARMS
 from lightppo.logging.report_page import named_run, options_of, series

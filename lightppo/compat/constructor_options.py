@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lightppo.config import PPOConfig
-from lightppo.config.option_needs import condition_text, facts_of
+from lightppo.config.contradictions import condition_text, facts_of
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
 from lightppo.option import Option

@@ -13,10 +13,10 @@ from lightppo.algorithms.entries import (
     TIMES_RATIO,
 )
 from lightppo.algorithms.option_values import Rejection, weights_of_parts
-from lightppo.config.old_log_probs import reasons_for_a_pass
 from lightppo.config.rules import (
     NORM_WORDS,
     norm_problem,
+    reasons_for_a_pass,
 )
 from lightppo.errors import ConfigError
 from lightppo.http_client import check_url
@@ -200,10 +200,10 @@ def _gdpo(options: Any) -> Iterator[str]:
         yield "--advantage_estimator gdpo normalises several rewards: name at least two by --gdpo_rewards, or use grpo"
     if options.init_kl_coef > 0 and options.use_kl_in_reward:
         yield "--use_kl_in_reward adds to the sum of the rewards, and gdpo reads each one: set --use_kl_loss"
-    given = options.config.flat()
-    for one in options.config.all_options():
-        if one.name in _OF_THE_SUM and one.is_set(given[one.name]):
-            yield f"--{one.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
+    flat = options.config.flat()
+    for declaration in options.config.all_options():
+        if declaration.name in _OF_THE_SUM and declaration.is_set(flat[declaration.name]):
+            yield f"--{declaration.name} changes the sum of the rewards, and gdpo reads each one: leave it out"
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,6 @@ class CorrectionConfig(Section, of="training"):
 # -- distillation ------------------------------------------------------------------------------------------------------
 
 teacher = partial(option, needs="teacher_pretrain or teacher_url")
-own_teacher = partial(option, needs="teacher_pretrain")
 
 
 class DistillConfig(Section, of="training"):
@@ -417,7 +416,7 @@ class DistillConfig(Section, of="training"):
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
-        """A teacher that is not there, or cannot do what is asked."""
+        """Refuse a teacher that is not there, or cannot do what is asked."""
         is_alone = options.advantage_estimator == "on_policy_distill"
         if is_alone and not (options.teacher_pretrain or options.teacher_url):
             name = f"--advantage_estimator {shown_value(options.advantage_estimator)}"

@@ -78,7 +78,7 @@ class CheckpointConfig(Section, resume_safe=True):
 
 
 def _folders(options: Any) -> Iterator[str]:
-    """URLs of folders that cannot be used, or are not to be shown."""
+    """Refuse URLs of folders that cannot be used, or are not to be shown."""
     folders = {
         name: getattr(options.config.checkpoint, name)
         for name in ("save_path", "ckpt_path", "resume")
@@ -95,9 +95,13 @@ def _folders(options: Any) -> Iterator[str]:
 
 
 def _cut_addresses(options: Any) -> Iterator[str]:
-    """Addresses out of the files of a run, which lack what may be a secret."""
+    """Refuse addresses out of the files of a run, which lack what may be a secret."""
     flat = options.config.flat()
-    models = {one.name for one in options.config.all_options() if one.owner in ("model", "distill")}
+    models = {
+        declaration.name
+        for declaration in options.config.all_options()
+        if declaration.owner in ("model", "distill")
+    }
     unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
     unread |= {"remote_rm_url"} if flat.get("tape_from") else set()  # a tape answers
     unread |= flat.keys() - models if getattr(options, "unfed", False) else set()

@@ -1,14 +1,16 @@
-"""What options cannot do together: whatever can be known from them alone is refused here, before anything loads."""
+"""What options cannot do together, or not without others: refused here, before anything loads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from lightppo.config import option_needs
-from lightppo.config.reward_plan import (
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.config.reward_options import (
     built_in,
     further_sources,
     reward_sources,
@@ -17,20 +19,22 @@ from lightppo.config.reward_plan import (
 from lightppo.config.rules import (
     estimator_entry,
     parse_specs,
+    policy_loss_entry,
     resolutions,
     samples_per_rollout,
     template_kwargs,
     trains,
 )
 from lightppo.errors import ConfigError
-from lightppo.option import out_of_order
+from lightppo.option import SECTIONS, out_of_order
+from lightppo.plugin import REWARDS
 from lightppo.redaction import shown_value
 
 
 def contradictions(
     config: Any, world_size: int, by_hand: bool = False, unfed: bool = False
 ) -> list[str]:
-    """What cannot work: the first problem of each option.
+    """Return what cannot work: the first problem of each option.
 
     Args:
         config: values of the right type and in range.
@@ -41,21 +45,25 @@ def contradictions(
     about_run = {"config": config, "ranks": world_size, "samples": samples_per_rollout(config)}
     about_run |= {"by_hand": by_hand, "unfed": unfed}
     options = SimpleNamespace(**config.flat() | resolutions(config) | about_run)
-    rules = [option_needs.problems, source_problems]
+    rules = [unmet_needs, source_problems]
     rules += [_required] * (not by_hand)
     rules += [_batches, _sampling, _algorithm, _buffer]
     rules += [_models, _rewards, templates, _ranks, _micro_batches] * (not by_hand)
     of_trainer = config.of_trainer()
-    rules += [part.problems for part in config.parts() if not by_hand or part._owner in of_trainer]
+    rules += [
+        section.problems
+        for section in config.parts()
+        if not by_hand or section._owner in of_trainer
+    ]
     return first_of_each(message for rule in rules for message in rule(options))
 
 
 def first_of_each(messages: Iterable[str]) -> list[str]:
-    """The first message of each flag, which messages begin with."""
-    found: dict[str, str] = {}
+    """Return the first message of each flag, which messages begin with."""
+    first_messages: dict[str, str] = {}
     for message in messages:
-        found.setdefault(message.split()[0].strip(":,"), message)
-    return list(found.values())
+        first_messages.setdefault(message.split()[0].strip(":,"), message)
+    return list(first_messages.values())
 
 
 def _batches(options: SimpleNamespace) -> Iterator[str]:
@@ -122,7 +130,7 @@ def _models(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _rewards(options: SimpleNamespace) -> Iterator[str]:
-    """What scores the samples is there."""
+    """Refuse a run whose samples nothing scores."""
     config = options.config
     try:
         scored_by = reward_sources(config) or (not trains(config) and further_sources(config))
@@ -130,13 +138,13 @@ def _rewards(options: SimpleNamespace) -> Iterator[str]:
         yield str(error)
         return
     if not scored_by and not options.unfed and not estimator_entry(config).ignores_scores:
-        named = ", ".join(built_in())
-        more = f" or a built-in --reward_source ({named})" if named else ""
-        yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL{more}"
+        source_names = ", ".join(built_in())
+        built_in_advice = f" or a built-in --reward_source ({source_names})" if source_names else ""
+        yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL{built_in_advice}"
 
 
 def templates(options: SimpleNamespace) -> Iterator[str]:
-    """The template around prompts."""
+    """Refuse templates around prompts that cannot be used."""
     if options.input_template is not None and options.input_template.count("{}") != 1:
         yield f"--input_template {options.input_template!r} needs exactly one {{}} for the prompt"
     try:
@@ -151,7 +159,7 @@ def _ranks(options: SimpleNamespace) -> Iterator[str]:
 
 
 def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
-    """Specs that cannot be read, or of calls that the run does not make."""
+    """Refuse specs that cannot be read, or of calls that the run does not make."""
     try:
         specs = parse_specs(options.micro_batch_specs)
     except ConfigError as error:
@@ -164,20 +172,187 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
         "reward": "reward_pretrain",
         "teacher": "teacher_pretrain",
     }
-    values = vars(options) | option_needs.facts_of(options.config)
+    values = vars(options) | facts_of(options.config)
     for call in specs:
-        if call in needed and not option_needs.holds(needed[call], values):
-            words = option_needs.condition_text(needed[call])
+        if call in needed and not holds(needed[call], values):
+            words = condition_text(needed[call])
             yield f"--micro_batch_specs {call}=…: the call needs {words}; leave it out"
 
 
 def _buffer(options: SimpleNamespace) -> Iterator[str]:
-    """A buffer that forgets samples of the step that it trains on."""
+    """Refuse a buffer that forgets samples of the step that it trains on."""
     surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
-    held = options.samples if surplus else options.samples // options.ranks
-    if 0 < options.buffer_limit < held:
+    samples_held = options.samples if surplus else options.samples // options.ranks
+    if 0 < options.buffer_limit < samples_held:
         why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
         yield (
-            f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {held} of a step{why}; "
+            f"--buffer_limit {options.buffer_limit} loses samples: a rank may hold {samples_held} of a step{why}; "
             "set 0 or as many"
         )
+
+
+# -- what an option may need beside other options ----------------------------------------------------------------------
+
+
+def _estimators_with(trait: str) -> str:
+    names = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if getattr(entry, trait)]
+    return f"--advantage_estimator {' or '.join(names)}"
+
+
+def conditions() -> dict[str, str]:
+    """Return what ``needs`` may name beside options, and what to set for it: facts, sources, those of sections."""
+    condition_texts = {
+        "sampling": "a --temperature above 0 (and no --no_do_sample)",
+        "critic": f"a critic ({_estimators_with('needs_critic')})",
+        "whitening": "whitening of advantages (--adv_norm)",
+        "discounting": _estimators_with("discounted"),
+        "group_deviation": _estimators_with("divides_by_std"),
+        "clipping": "a --policy_loss that clips",
+        "function": "a reward function (--reward_fn)",
+        "server": "a reward server (--remote_rm_url)",
+    }
+    condition_texts |= {name: f"--reward_source {name}" for name in built_in()}
+    condition_texts["trained_scores"] = (
+        f"scores that are trained on (not {_estimators_with('ignores_scores')})"
+    )
+    condition_texts["own_reference"] = (
+        "a reference model of its own (no --lora_rank, or another --ref_pretrain)"
+    )
+    condition_texts["one_source"] = "a single source of rewards"
+    for place in SECTIONS.values():
+        condition_texts |= place.kind.conditions
+    return condition_texts
+
+
+def facts_of(config: Any) -> dict[str, bool]:
+    """Return which of these conditions hold, but for reward sources; of a command without a policy none is known."""
+    if config.command != "ppo":
+        return {}
+    estimator = estimator_entry(config)
+    whitens = config.algorithm.adv_norm
+    facts = {
+        "sampling": config.rollout.do_sample and config.rollout.temperature > 0,
+        "critic": estimator.needs_critic,
+        "whitening": estimator.whiten if whitens is None else whitens,
+        "discounting": estimator.discounted,
+        "group_deviation": estimator.divides_by_std,
+        "clipping": policy_loss_entry(config).eps_clip is not None,
+        "trained_scores": not estimator.ignores_scores,
+    }
+    for section in config.parts():
+        facts |= section.facts(config)
+    return facts
+
+
+def source_facts(config: Any) -> dict[str, bool]:
+    """Return which conditions of reward sources hold, for all sources of the run; ConfigError as reward_sources."""
+    if config.command != "ppo":
+        return {}
+    used = {*reward_sources(config), *further_sources(config)}
+    return {name: name in used for name in REWARDS}
+
+
+def condition_text(condition: str) -> str:
+    """Put one of an option's ``needs`` into words.
+
+    ``"dynamic_sampling"`` (given or true), ``"zero_stage=2|3"``, ``"rollout_check!=off"``, ``"lora_rank>0"``, one of
+    :func:`conditions`, or several of these with ``" or "`` between.
+    """
+    texts = []
+    known_conditions = conditions()
+    for name, sign, value in map(_split_condition, condition.split(" or ")):
+        words = {
+            "": "",
+            "=": f" {value.replace('|', ' or ')}",
+            "!=": f" other than {value}",
+            ">": f" above {value}",
+        }
+        texts.append(known_conditions.get(name, f"--{name}{words[sign]}"))
+    return " or ".join(texts)
+
+
+def holds(condition: str, values: Mapping[str, Any]) -> bool:
+    """Tell whether a condition holds, or is of something unknown."""
+    return any(
+        _holds(*_split_condition(alternative), values) for alternative in condition.split(" or ")
+    )
+
+
+def _holds(name: str, sign: str, expected: str, values: Mapping[str, Any]) -> bool:
+    if name not in values:
+        return True
+    value = values[name]
+    if sign == ">":
+        return value > float(expected)
+    if sign:
+        return (str(value) in expected.split("|")) == (sign == "=")
+    return value is not None and value is not False and value != ()
+
+
+def _split_condition(condition: str) -> tuple[str, str, str]:
+    name, sign, value = re.fullmatch(r"(\w+)(!=|=|>|)(.*)", condition).groups()
+    return name, sign, value
+
+
+# -- what is refused, and what is told ---------------------------------------------------------------------------------
+
+
+def unmet_needs(options: SimpleNamespace) -> Iterator[str]:
+    """Refuse options without what they need, and such as exclude each other; ``options`` as of ``Section.problems``."""
+    config = options.config
+    flat = options.config.flat()
+    options.facts = facts_of(config)
+    of_trainer = config.of_trainer()
+    declared = {
+        option.name: option
+        for option in config.all_options()
+        if not options.by_hand or option.owner in of_trainer
+    }
+    values = {name: getattr(options, name) for name in declared}
+    if options.by_hand:
+        values["enable_ema"] = True  # the script brings its ema_model
+    else:
+        with suppress(ConfigError):  # which is told by itself
+            options.facts |= source_facts(config)
+    values |= options.facts
+    is_set = {
+        f"no_{name}" if flat[name] is False else name: option
+        for name, option in declared.items()
+        if option.is_set(flat[name])
+    }
+    for flag, option in is_set.items():
+        for condition in option.needs:
+            if not holds(condition, values):
+                yield f"--{flag} needs {condition_text(condition)}: set that, or leave --{flag} out"
+    for flag, others, reason in (rule for section in config.parts() for rule in section.exclusive):
+        for other_flag in others.split():
+            if {flag, other_flag} <= is_set.keys():
+                yield f"--{flag} and --{other_flag} {reason}: leave one out"
+
+
+def idle_flags(config: Any, given: Container[str]) -> dict[str, list[str]]:
+    """Return options that were ``given`` and change nothing, which no error says because they are off or the default.
+
+    Returns:
+        what they need, in words → their names.
+    """
+    flat = config.flat()
+    names_by_need = {}
+    idle = [
+        option
+        for option in config.all_options()
+        if option.needs and option.name in given and not option.is_set(flat[option.name])
+    ]
+    values = config.resolved().flat() | facts_of(config) | source_facts(config) if idle else {}
+    for option in idle:
+        if unmet := [condition for condition in option.needs if not holds(condition, values)]:
+            names_by_need.setdefault(condition_text(unmet[0]), []).append(option.name)
+    return names_by_need
+
+
+def idle_notes(config: Any, given: Container[str]) -> Iterator[str]:
+    """Yield a line for options on the command line that change nothing."""
+    for needed, names in idle_flags(config, given).items():
+        change = "changes" if len(names) == 1 else "change"
+        flags = ", ".join(f"--{name}" for name in names)
+        yield f"{flags} {change} nothing here: as by default, without {needed}"

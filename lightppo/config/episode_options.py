@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.config.reward_plan import reward_sources
+from lightppo.config.reward_options import reward_sources
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightppo.config.reward_plan import (
+from lightppo.config.reward_options import (
     named_weights,
     names_rewards,
     sources_by_flag,
@@ -105,7 +105,7 @@ class EvaluationConfig(EvaluationTimes, resume_safe=True):
 
     @staticmethod
     def without_effect(config: Any, given: Iterable[str]) -> Iterator[str]:
-        """Only the rollouts of a training follow some options."""
+        """Refuse options that only the rollouts of a training follow."""
         flat = config.flat()
         for name, is_default in _of_rollouts(config, given).items():
             if not is_default:
@@ -114,22 +114,22 @@ class EvaluationConfig(EvaluationTimes, resume_safe=True):
 
 
 def notes(config: Any, given: Iterable[str]) -> Iterator[str]:
-    """A line for options of rollouts that an evaluation does not follow, where they are at their defaults."""
+    """Yield a line for options of rollouts that an evaluation does not follow, where they are at their defaults."""
     for name, is_default in _of_rollouts(config, given).items():
         if is_default:
             yield f"--{name} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
 
 
 def _of_rollouts(config: Any, given: Iterable[str]) -> dict[str, bool]:
-    """Options of rollouts that were given for an evaluation; and whether each is at its default."""
+    """Return options of rollouts that were given for an evaluation; and whether each is at its default."""
     flat = config.flat()
-    options = {one.name: one for one in config.all_options()}
+    options = {option.name: option for option in config.all_options()}
     names = [name for name in given if name in _OF_EVALUATION] if flat.get("val_only") else []
     return {name: not options[name].is_set(flat[name]) for name in names}
 
 
 def _unscored(options: Any, judges: set[str]) -> Iterator[str]:
-    """What scores the answers is not there."""
+    """Refuse an evaluation whose answers nothing scores."""
     has_source = judges or names_rewards(options)
     if options.eval_data and not has_source and estimator_entry(options.config).ignores_scores:
         yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
@@ -145,13 +145,13 @@ def _unscored(options: Any, judges: set[str]) -> Iterator[str]:
 
 
 def _judges(evaluation: Any) -> tuple[str, ...]:
-    """What scores evaluations, as texts of ``--reward_source``; none: those of training do."""
+    """Return what scores evaluations, as texts of ``--reward_source``; none: those of training do."""
     only_function = () if evaluation.eval_reward_fn is None else ("function",)
     return evaluation.eval_reward_source or only_function
 
 
 def evaluation_config(config: Any) -> Any | None:
-    """The config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
+    """Return the config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
     if not (sources := _judges(config.evaluation)):
         return None
     given = config.evaluation.eval_reward_fn

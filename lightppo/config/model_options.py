@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from lightppo.config.distributed_options import FROZEN_MODELS
-from lightppo.config.option_needs import condition_text
+from lightppo.config.contradictions import condition_text
 from lightppo.config.rules import reference_is_actor
+from lightppo.config.training_options import FROZEN_MODELS
 from lightppo.option import Section, option
 
 safe = partial(option, resume_safe=True)
@@ -119,7 +119,7 @@ class ModelConfig(Section, of="weights"):
 
 
 def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
-    """Rates of ``--override_config``, those of its parts too, that are none."""
+    """Refuse rates of ``--override_config``, those of its parts too, that are none."""
     for name, value in overrides.items():
         if isinstance(value, dict):
             yield from _wrong_dropouts(value)

@@ -15,42 +15,42 @@ from lightppo.option import Option
 from lightppo.plugin import trained_by
 
 
-def nearest(name: str, known: Iterable[str], kind: str = "") -> str:
-    """What an unknown name may have meant, as :func:`lightppo.suggestions.nearest`.
+def nearest(name: str, names: Iterable[str], kind: str = "") -> str:
+    """Say what an unknown name may have meant, as :func:`lightppo.suggestions.nearest`.
 
     ``kind`` may also be ``"option"`` or ``"word"`` of a command line, or ``"key"`` of a file.
     """
-    known = list(known)
+    names = list(names)
     if kind == "word":
-        return _word(name, known)
+        return _meaning_of_word(name, names)
     if kind in ("option", "key"):
-        return _option(name, known, of_commands=kind == "option") or suggestions.nearest(
-            name, known
+        return _meaning_of_option(name, names, of_commands=kind == "option") or suggestions.nearest(
+            name, names
         )
-    if kind == "command" and (answer := _algorithm(name, known)):
+    if kind == "command" and (answer := _flag_of_algorithm(name, names)):
         return answer
-    return suggestions.nearest(name, known, kind)
+    return suggestions.nearest(name, names, kind)
 
 
-def conform(one: Option, value: Any) -> Any:
+def conform(option: Option, value: Any) -> Any:
     """Return the value in the option's type, as :meth:`Option.conform`; ConfigError says where else a wrong one belongs."""
     try:
-        return one.conform(value)
+        return option.conform(value)
     except ConfigError as error:
-        raise ConfigError(_value_of_another(one, value) or str(error)) from None
+        raise ConfigError(_another_option_of(option, value) or str(error)) from None
 
 
-def _value_of_another(one: Option, value: Any) -> str:
-    if hint := other_trainers.hint(one.name, value):
-        return f"--{one.name} {value}{hint}"
-    is_known = one.names is None or suggestions.meant(str(value), one.names, one.name)
-    if not is_known and (other := _option_that_takes(value)):
-        return f"--{one.name} {value}: it is a value of --{other}"
+def _another_option_of(option: Option, value: Any) -> str:
+    if hint := other_trainers.hint(option.name, value):
+        return f"--{option.name} {value}{hint}"
+    is_known = option.names is None or suggestions.meant(str(value), option.names, option.name)
+    if not is_known and (other_flag := _option_that_takes(value)):
+        return f"--{option.name} {value}: it is a value of --{other_flag}"
     return ""
 
 
-def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
-    """Other trainers' names, what people mean, and whose option it is; ``of_commands``: of a command that trains."""
+def _meaning_of_option(flag: str, flags: Collection[str], of_commands: bool) -> str:
+    """Say what an unknown flag means: of other trainers, of people, or of other commands (``of_commands``)."""
     name = flag.removeprefix("--")
     if answer := removal(name.removeprefix("no_")) or removal(name):
         return answer
@@ -59,34 +59,34 @@ def _option(flag: str, flags: Collection[str], of_commands: bool) -> str:
         return answer
     for others in (_commands_with(flag), _commands_for(flag)):
         if others:
-            first = next(iter(others.values()))
-            which = "it is" if first == flag else f"{first} is for that,"
+            other_flag = next(iter(others.values()))
+            which = "it is" if other_flag == flag else f"{other_flag} is for that,"
             return f": {which} an option of lightppo {' and '.join(others)}, not of this command"
     return ""
 
 
 def _commands_with(flag: str) -> dict[str, str]:
-    """The commands that have this flag; each with the flag."""
+    """Return the commands that have this flag; each with the flag."""
     kinds = trained_by().items()
-    return {name: flag for name, kind in kinds if flag in _flags(kind)}
+    return {name: flag for name, kind in kinds if flag in other_trainers.flags_of(kind)}
 
 
 def _commands_for(flag: str) -> dict[str, str]:
-    """The commands that have what people mean by this flag; each with the flag that it has."""
+    """Return the commands that have what people mean by this flag; each with the flag that it has."""
     answers = {
-        name: suggestions.answer_of(flag, _flags(kind), "flag")
+        name: suggestions.answer_of(flag, other_trainers.flags_of(kind), "flag")
         for name, kind in trained_by().items()
     }
-    first = next((answer for answer in answers.values() if answer), "")
-    return {name: answer for name, answer in answers.items() if first and answer == first}
+    flag_of_command = next((answer for answer in answers.values() if answer), "")
+    return {
+        name: answer
+        for name, answer in answers.items()
+        if flag_of_command and answer == flag_of_command
+    }
 
 
-def _flags(kind: Any) -> set[str]:
-    return {f"--{one.name}" for one in kind.all_options()}
-
-
-def _word(word: str, flags: Collection[str]) -> str:
-    """Of a word that is no flag: ``-seed`` or ``NAME=VALUE``."""
+def _meaning_of_word(word: str, flags: Collection[str]) -> str:
+    """Say what a word may have meant that is no flag: ``-seed`` or ``NAME=VALUE``."""
     name, equals, _ = word.partition("=")
     if name.startswith("-"):
         flag = f"-{name}".replace("-", "_").replace("__", "--", 1)
@@ -96,12 +96,12 @@ def _word(word: str, flags: Collection[str]) -> str:
     return (
         other_trainers.hint(name, flags=flags)
         or ": write --NAME VALUE" * bool(equals)
-        or _path(word, flags)
+        or _flag_of_path(word, flags)
     )
 
 
-def _path(word: str, flags: Collection[str]) -> str:
-    """Of a path without a flag."""
+def _flag_of_path(word: str, flags: Collection[str]) -> str:
+    """Say which flag a path without one needs."""
     if "--pretrain" not in flags or not ("/" in word or Path(word).exists()):
         return ""
     if (options := Path(word, "run_config.yaml")).is_file():
@@ -109,8 +109,8 @@ def _path(word: str, flags: Collection[str]) -> str:
     return f": a path needs its flag, such as --pretrain {word}"
 
 
-def _algorithm(name: str, commands: Collection[str]) -> str:
-    """Of a command: names of algorithms are none."""
+def _flag_of_algorithm(name: str, commands: Collection[str]) -> str:
+    """Say which flag takes the name of an algorithm, which is no command."""
     tables = {"advantage_estimator": ADVANTAGE_ESTIMATORS, "policy_loss": POLICY_LOSSES}
     for flag, names in tables.items():
         if name.lower() in names and name.lower() not in commands:
@@ -119,7 +119,9 @@ def _algorithm(name: str, commands: Collection[str]) -> str:
 
 
 def _option_that_takes(name: Any) -> str | None:
-    """The option of PPO whose table of algorithms has this name."""
-    options = [one for one in trained_by()["ppo"].all_options() if one.names is not None]
-    found = (one.name for one in options if str(name) in one.names and name != one.default)
-    return next(found, None)
+    """Return the option of PPO whose table of algorithms has this name."""
+    options = [option for option in trained_by()["ppo"].all_options() if option.names is not None]
+    matching_flags = (
+        option.name for option in options if str(name) in option.names and name != option.default
+    )
+    return next(matching_flags, None)

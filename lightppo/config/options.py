@@ -18,7 +18,6 @@ from lightppo.config.algorithm_options import (
 from lightppo.config.checkpoint_options import CheckpointConfig
 from lightppo.config.contradictions import contradictions
 from lightppo.config.data_options import DataConfig
-from lightppo.config.distributed_options import StrategyConfig
 from lightppo.config.episode_options import EpisodesConfig, TapeConfig
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.logging_options import LoggingConfig
@@ -28,7 +27,7 @@ from lightppo.config.removed_options import is_left
 from lightppo.config.reward_options import RewardConfig, VerifierConfig
 from lightppo.config.rollout_options import EngineConfig, RolloutConfig, SamplingConfig
 from lightppo.config.rules import resolutions
-from lightppo.config.training_options import TrainingConfig
+from lightppo.config.training_options import StrategyConfig, TrainingConfig
 from lightppo.errors import ConfigError
 from lightppo.option import SECTIONS, Option, Section, SectionPlace, additions_to, option
 from lightppo.redaction import shown_value
@@ -60,12 +59,12 @@ class OptionSet(types.SimpleNamespace):
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:
-        """The sections by their names."""
+        """Return the sections by their names."""
         return dict(_sections_of(cls, tuple(SECTIONS.items())))
 
     @classmethod
     def of_trainer(cls) -> set[str]:
-        """The sections that matter to a trainer whose models and data a script has made."""
+        """Return the sections that matter to a trainer whose models and data a script has made."""
         return {name for name, kind in cls.sections().items() if kind.of in ("trainer", "training")}
 
     @classmethod
@@ -75,34 +74,34 @@ class OptionSet(types.SimpleNamespace):
 
     @classmethod
     def all_options(cls) -> Iterator[Option]:
-        """Every option, in the order of the sections."""
+        """Yield every option, in the order of the sections."""
         for section in cls.sections().values():
             yield from section.options().values()
 
     @classmethod
-    def from_flat(cls, values: Mapping[str, Any] | None = None, **more: Any) -> Self:
+    def from_flat(cls, values: Mapping[str, Any] | None = None, **options: Any) -> Self:
         """Build from flag names and values; errors as :meth:`with_options`."""
-        return cls().with_options(**{**(values or {}), **more})
+        return cls().with_options(**{**(values or {}), **options})
 
     def with_options(self, **values: Any) -> Self:
-        """A copy with some options replaced; lists become tuples, paths text.
+        """Return a copy with some options replaced; lists become tuples, paths text.
 
         Raises:
             ConfigError: on an unknown name, a value of the wrong type or out of range; one line for each.
         """
-        known = {one.name: one for one in self.all_options()}
+        options = {option.name: option for option in self.all_options()}
         problems: list[str] = []
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            if name not in known:
+            if name not in options:
                 if is_left(name, value):
                     continue
-                meant = nearest(f"--{name}", [f"--{one}" for one in known], "key")
-                quoted = meant.replace("'--", "'")
+                suggestion = nearest(f"--{name}", [f"--{option}" for option in options], "key")
+                quoted = suggestion.replace("'--", "'")
                 problems.append(f"unknown option {name!r}{quoted}")
                 continue
             try:
-                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
+                changed.setdefault(options[name].owner, {})[name] = conform(options[name], value)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -115,7 +114,7 @@ class OptionSet(types.SimpleNamespace):
         return type(self)(**vars(self) | replaced)
 
     def flat(self) -> dict[str, Any]:
-        """All options by flag name."""
+        """Return all options by flag name."""
         values: dict[str, Any] = {}
         for owner, kind in self.sections().items():
             section = getattr(self, owner)
@@ -123,7 +122,7 @@ class OptionSet(types.SimpleNamespace):
         return values
 
     def missing(self) -> Iterator[str]:
-        """One message per required option without a value."""
+        """Yield one message per required option without a value."""
         for section in vars(self).values():
             yield from section.missing()
 
@@ -167,11 +166,11 @@ class PPOConfig(OptionSet):
             raise ConfigError("\n".join(problems))
 
     def known(self) -> dict[str, Any]:
-        """Values by flag name, with what None stands for."""
+        """Return values by flag name, with what None stands for."""
         return self.flat() | resolutions(self)
 
     def resolved(self) -> Self:
-        """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
+        """Return a copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
         conformed = self.with_options(**self.flat())
         return conformed.with_options(**resolutions(conformed))
 
@@ -185,12 +184,12 @@ def _sections_of(
     options: type[OptionSet], places: tuple[tuple[str, SectionPlace], ...]
 ) -> dict[str, type[Section]]:
     kinds = {name: kind for name, kind in get_type_hints(options).items() if _is_section(kind)}
-    own = {
+    package_sections = {
         name: place.kind
         for name, place in places
         if options.command in place.commands and not place.adds_to and name not in kinds
     }
-    return kinds | own
+    return kinds | package_sections
 
 
 @cache
@@ -198,9 +197,9 @@ def _parts_of(
     options: type[OptionSet], places: tuple[tuple[str, SectionPlace], ...]
 ) -> list[type[Section]]:
     return [
-        part
+        section
         for name, kind in _sections_of(options, places).items()
-        for part in (kind, *_additions(name, kind))
+        for section in (kind, *_additions(name, kind))
     ]
 
 
@@ -213,7 +212,7 @@ def _additions(name: str, kind: type[Section]) -> list[type[Section]]:
 
 
 def all_options() -> Iterator[Option]:
-    """Every option of :class:`PPOConfig`, in the order of the sections."""
+    """Return every option of :class:`PPOConfig`, in the order of the sections."""
     return PPOConfig.all_options()
 
 

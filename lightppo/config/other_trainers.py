@@ -28,13 +28,13 @@ class Row(NamedTuple):
     texts: list[str]  # one for all names, or one for each
 
     def text_of(self, name: str) -> str:
-        """What one of its names is here."""
+        """Return what one of its names is here."""
         return self.texts[self.names.index(name) % len(self.texts)]
 
 
 @functools.cache
 def tables() -> dict[str, list[Row]]:
-    """The rows of each part of other_trainers.txt, by its title: a trainer, or a trainer and commands."""
+    """Return the rows of each part of other_trainers.txt, by its title: a trainer, or a trainer and commands."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     parts = re.split(r"^\[([\w -]+)\]\n", text, flags=re.MULTILINE)[1:]
     return {
@@ -50,33 +50,35 @@ def _row(line: str) -> Row:
 
 @functools.cache
 def parts_of(command: str) -> list[str]:
-    """The titles of the parts that hold for a command, those of this command alone first."""
-    own = [title for title in tables() if command in title.split()[1:]]
-    return [*own, *(title for title in tables() if " " not in title)]
+    """Return the titles of the parts that hold for a command, those of this command alone first."""
+    command_parts = [title for title in tables() if command in title.split()[1:]]
+    return [*command_parts, *(title for title in tables() if " " not in title)]
 
 
-class Meaning(NamedTuple):
+class Translation(NamedTuple):
     """What a name of another trainer is here."""
 
     trainer: str
     text: str
 
 
-def meanings(name: str, parts: Collection[str]) -> list[Meaning]:
-    """What the closest patterns in these parts say of a name; "=" where it is the same here."""
+def translations(name: str, parts: Collection[str]) -> list[Translation]:
+    """Return what the closest patterns in these parts say of a name; "=" where it is the same here."""
     exact = [(title, _exact(title)[name]) for title in parts if name in _exact(title)]
     if exact:
-        return [Meaning(title.split()[0], _text(row, name, name)) for title, row in exact]
-    found = [
+        return [Translation(title.split()[0], _text(row, name, name)) for title, row in exact]
+    matches = [
         ((not pattern.startswith("*"), len(pattern)), title, _text(row, pattern, name))
         for title in parts
         for row in tables()[title]
         for pattern in row.names
         if "*" in pattern and fnmatchcase(name, pattern)
     ]
-    best = max(found, default=((),))[0]
+    best_closeness = max(matches, default=((),))[0]
     return [
-        Meaning(title.split()[0], text) for closeness, title, text in found if closeness == best
+        Translation(title.split()[0], text)
+        for closeness, title, text in matches
+        if closeness == best_closeness
     ]
 
 
@@ -93,21 +95,31 @@ def _text(row: Row, pattern: str, name: str) -> str:
 
 
 def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
-    """``": here --x (verl)"`` for a name of another trainer, or its value of our option; else an empty string.
+    """Return ``": here --x (verl)"`` for a name of another trainer, or its value of our option; else an empty string.
 
     ``flags`` are those of the command that met the name: what other commands have is no answer there.
     """
     name = name.lstrip("+~-") if value is None else f"{name}={value}"
     parts = parts_of(_command_with(frozenset(flags)))
-    own = [title for title in parts if " " in title]
-    found = [one for one in meanings(name, own) if _is_answer(one.text, flags)]
-    found = found or [one for one in meanings(name, parts) if _is_answer(one.text, flags)]
-    found = [one for one in found if one.text != "="]
-    found = found or _of_other_commands(meanings(name, parts) if flags else [])
+    command_parts = [title for title in parts if " " in title]
+    answers = [
+        translation
+        for translation in translations(name, command_parts)
+        if _is_answer(translation.text, flags)
+    ]
+    answers = answers or [
+        translation
+        for translation in translations(name, parts)
+        if _is_answer(translation.text, flags)
+    ]
+    answers = [translation for translation in answers if translation.text != "="]
+    answers = answers or _of_other_commands(translations(name, parts) if flags else [])
     trainers_of: dict[str, list[str]] = {}  # what it is here → who calls it so
-    for one in found:
-        same = (text for text in trainers_of if _first_flag(text) == _first_flag(one.text) != "")
-        trainers_of.setdefault(next(same, one.text), []).append(one.trainer)
+    for translation in answers:
+        equal_texts = (
+            text for text in trainers_of if _first_flag(text) == _first_flag(translation.text) != ""
+        )
+        trainers_of.setdefault(next(equal_texts, translation.text), []).append(translation.trainer)
     texts = [
         f"{plain if plain.startswith('not here') else f'here {plain}'} ({', '.join(trainers)})"
         for text, trainers in trainers_of.items()
@@ -118,43 +130,51 @@ def hint(name: str, value: Any = None, flags: Collection[str] = ()) -> str:
 
 @functools.cache
 def _command_with(flags: frozenset[str]) -> str:
-    """The command that trains and has these flags, or most of them: ``lightppo data`` has some of its command."""
-    shared = {name: len(flags & _flags(kind)) for name, kind in trained_by().items()}
+    """Return the command that trains and has most of these flags: ``lightppo data`` has some of its command."""
+    shared = {name: len(flags & flags_of(kind)) for name, kind in trained_by().items()}
     return max(shared, key=shared.__getitem__)
 
 
-def _of_other_commands(found: Collection[Meaning]) -> list[Meaning]:
-    """Meanings that this command lacks, by their flags and the commands that have these."""
+def _of_other_commands(answers: Collection[Translation]) -> list[Translation]:
+    """Return meanings that this command lacks, by their flags and the commands that have these."""
     commands = {
-        one: [name for name, kind in trained_by().items() if _first_flag(one.text) in _flags(kind)]
-        for one in found
+        translation: [
+            name
+            for name, kind in trained_by().items()
+            if _first_flag(translation.text) in flags_of(kind)
+        ]
+        for translation in answers
     }
     return [
-        Meaning(one.trainer, f"`{_first_flag(one.text)}` of lightppo {' and '.join(names)}")
-        for one, names in commands.items()
+        Translation(
+            translation.trainer,
+            f"`{_first_flag(translation.text)}` of lightppo {' and '.join(names)}",
+        )
+        for translation, names in commands.items()
         if names
     ]
 
 
-def _flags(kind: Any) -> set[str]:
-    return {f"--{one.name}" for one in kind.all_options()}
+def flags_of(kind: Any) -> set[str]:
+    """Return the flags of a command, by its options."""
+    return {f"--{option.name}" for option in kind.all_options()}
 
 
 def _is_answer(text: str, flags: Collection[str]) -> bool:
-    """Whether all of our options that a text names are flags of this command."""
-    named = {f"--{name}" for name in re.findall(r"--(?:no_)?(\w+)", text)}
-    return not flags or not (named & _all_flags()) - set(flags)
+    """Tell whether all of our options that a text names are flags of this command."""
+    named_flags = {f"--{name}" for name in re.findall(r"--(?:no_)?(\w+)", text)}
+    return not flags or not (named_flags & _all_flags()) - set(flags)
 
 
 @functools.cache
 def _all_flags() -> frozenset[str]:
-    return frozenset().union(*map(_flags, trained_by().values()))
+    return frozenset().union(*map(flags_of, trained_by().values()))
 
 
 def _first_flag(text: str) -> str:
-    """The flag that a text begins with."""
-    found = re.match(r"`(--\w+)", text)
-    return found[1] if found else ""
+    """Return the flag that a text begins with."""
+    match = re.match(r"`(--\w+)", text)
+    return match[1] if match else ""
 
 
 def plain_text(text: str) -> str:
@@ -167,24 +187,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
 def with_tables(page: str) -> str:
-    """The page with each table between ``<!-- TRAINER -->`` and ``<!-- end -->`` written anew."""
+    """Return the page with each table between ``<!-- TRAINER -->`` and ``<!-- end -->`` written anew."""
     return re.sub(
         r"(?s)(<!-- ([\w -]+): generated by `make docs` -->\n).*?(<!-- end -->)", _table, page
     )
 
 
 def _table(markers: re.Match[str]) -> str:
-    same = []
+    same_names = []
     lines = [f"{markers[2].split()[0]} | lightppo", "---|---"]
     for names, texts in tables()[markers[2]]:
         if texts == ["="]:
-            same += names
+            same_names += names
         else:
-            theirs = ", ".join(f"`{name}`".replace("*", "…") for name in names)
-            ours = texts[:1] if len(set(texts)) == 1 else texts
-            lines.append(f"{theirs} | {' / '.join(ours)}")
-    if same:
-        lines += ["", f"The same here: {', '.join(f'`{name}`' for name in same)}."]
+            trainer_names = ", ".join(f"`{name}`".replace("*", "…") for name in names)
+            meanings_here = texts[:1] if len(set(texts)) == 1 else texts
+            lines.append(f"{trainer_names} | {' / '.join(meanings_here)}")
+    if same_names:
+        lines += ["", f"The same here: {', '.join(f'`{name}`' for name in same_names)}."]
     return markers[1] + "\n".join(lines) + "\n" + markers[3]
 
 

@@ -1,16 +1,22 @@
-"""Options of rewards: sources, the shaping of scores, verifiers; docs/rewards.md."""
+"""Options of rewards, and which sources they name, with what weights and needs; docs/rewards.md."""
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-from lightppo.config.reward_plan import names_in, reward_plan
 from lightppo.config.rules import NORM_WORDS, estimator_entry, norm_problem
 from lightppo.errors import ConfigError
 from lightppo.http_client import check_url
-from lightppo.option import Section, option
-from lightppo.plugin import REWARD_STYLES
+from lightppo.option import Section, is_object, option
+from lightppo.plugin import REWARD_STYLES, REWARDS
 from lightppo.redaction import shown_value
+from lightppo.suggestions import nearest
+
+ANY_ROUTE = "*"  # of the samples without a route of their own
+Plan = dict[str, dict[str, float]]  # route → source → weight
 
 safe = partial(option, resume_safe=True)
 shaping = partial(option, needs="trained_scores")
@@ -146,7 +152,7 @@ def _reward_inputs(options: Any) -> Iterator[str]:
 
 
 def _server_addresses(options: Any) -> Iterator[str]:
-    """Addresses of services that nobody can be reached at."""
+    """Refuse addresses of services that nobody can be reached at."""
     if options.by_hand:
         return  # a script has made its rewards by hand
     # A tape answers instead of the servers, which may be gone.
@@ -168,7 +174,6 @@ def _server_addresses(options: Any) -> Iterator[str]:
 
 judged = partial(option, resume_safe=True, needs="function or math")
 code = partial(option, needs="code")
-fusion = partial(option, needs="sandbox_fusion_url")
 remote_code = partial(option, needs="function_call_url")
 
 
@@ -293,3 +298,180 @@ class VerifierConfig(Section):
     def problems(options: Any) -> Iterator[str]:
         if options.reward_manager == "prime" and options.reward_timeout is None:
             yield "--reward_manager prime kills a call at its limit: set --reward_timeout"
+
+
+# -- which sources --reward_source and --reward_routes name ----------------------------------------------------------
+
+
+def built_in() -> list[str]:
+    """Return the sources that their names alone stand for."""
+    return [name for name, entry in REWARDS.items() if not entry.flag]
+
+
+def given_sources(config: Any) -> list[str]:
+    """Return the sources whose flags are set. The last one scores: ``--reward_fn`` combines the scores of models."""
+    flat = config.flat()
+    return [name for name, entry in REWARDS.items() if entry.flag and flat[entry.flag]]
+
+
+def reward_sources(config: Any) -> list[str]:
+    """Return names in ``REWARDS`` of what scores training: those that options name, else the one that a flag gives.
+
+    Raises:
+        ConfigError: what options name is no source.
+    """
+    if (plan := reward_plan(config)) is not None:
+        return names_in(plan)
+    if is_file_alone(
+        config.reward.remote_rm_url
+    ):  # a file in place of servers has a reward function
+        return ["function"]
+    return given_sources(config)[-1:]
+
+
+def further_sources(config: Any) -> set[str]:
+    """Return names of the sources that sections ask for, beside those that score training."""
+    return {name for section in config.parts() for name in section.sources(config)}
+
+
+def reward_plan(config: Any) -> Plan | None:
+    """Return the sources of ``--reward_source`` or ``--reward_routes``; ``None`` where another flag is the source.
+
+    Raises:
+        ConfigError: not of the form, an unknown source, or a weight that is no number.
+    """
+    verifier = config.verifier
+    if verifier.reward_routes is not None:
+        return _read_routes(verifier.reward_routes)
+    if verifier.reward_source:
+        return {ANY_ROUTE: named_weights("--reward_source", verifier.reward_source)}
+    return None
+
+
+def names_in(plan: Plan) -> list[str]:
+    """Return all sources of a plan, in the order in which they are called."""
+    return list(dict.fromkeys(name for weights in plan.values() for name in weights))
+
+
+def is_file_alone(urls: Sequence[str]) -> bool:
+    """Tell whether ``--remote_rm_url`` names a Python file instead of servers."""
+    return len(urls) == 1 and "://" not in urls[0]
+
+
+def sources_by_flag() -> dict[str, str]:
+    """Return the sources that another flag gives, and the flag."""
+    return {name: entry.flag for name, entry in REWARDS.items() if entry.flag}
+
+
+def names_rewards(options: Any) -> bool:
+    """Tell whether an option asks for a source, be it right or wrong; ``options`` as of ``Section.problems``."""
+    return bool(
+        given_sources(options.config) or options.reward_source or options.reward_routes is not None
+    )
+
+
+def named_weights(flag: str, sources: Iterable[str]) -> dict[str, float]:
+    """Read source → weight out of texts ``NAME[=WEIGHT]``; errors as of :func:`reward_plan`, which name the flag."""
+    parts = (text.partition("=") for text in sources)
+    return _read_weights(
+        flag, {name.strip(): weight if sign else 1.0 for name, sign, weight in parts}
+    )
+
+
+def _read_routes(text: str) -> Plan:
+    if not text.lstrip().startswith("{"):
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"--reward_routes {text!r} is neither a JSON object nor a file")
+        text = path.read_text()
+    try:
+        routes = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--reward_routes is not JSON: {error}") from None
+    if (
+        not isinstance(routes, dict)
+        or not routes
+        or not all(
+            isinstance(source_weights, dict) and source_weights
+            for source_weights in routes.values()
+        )
+    ):
+        raise ConfigError(
+            '--reward_routes must be an object of objects: {"gsm8k": {"math": 1}, "*": {"model": 1}}'
+        )
+    return {
+        route: _read_weights(f"--reward_routes {route!r}", weights)
+        for route, weights in routes.items()
+    }
+
+
+def _read_weights(flag: str, weights: Mapping[str, Any]) -> dict[str, float]:
+    weight_of_source: dict[str, float] = {}
+    for name, weight in weights.items():
+        if name not in REWARDS:
+            source_names = ", ".join((*built_in(), *sources_by_flag()))
+            raise ConfigError(
+                f"{flag}: unknown source {name!r}{nearest(name, REWARDS)}; known are {source_names}"
+            )
+        try:
+            weight_of_source[name] = float(weight)
+        except (TypeError, ValueError):
+            weight_of_source[name] = math.nan
+        if not math.isfinite(weight_of_source[name]):
+            raise ConfigError(f"{flag}: the weight of {name} must be a number, got {weight!r}")
+    return weight_of_source
+
+
+# -- what cannot work ------------------------------------------------------------------------------------------------
+
+
+def source_problems(options: Any) -> Iterator[str]:
+    """Refuse a run whose sources lack what they need, or do not fit together."""
+    if options.by_hand:
+        return
+    yield from wrong_reward("reward_fn", options.reward_fn)
+    try:
+        plan = reward_plan(options.config)
+        further = further_sources(options.config)
+    except ConfigError:  # which is told by itself
+        return
+    if plan is None:
+        yield from _flag_problems(options)
+    else:
+        yield from _plan_problems(options, set(names_in(plan)), further)
+    models = len(options.reward_pretrain)
+    if models > 1 and not options.reward_fn:
+        yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
+
+
+def _flag_problems(options: Any) -> Iterator[str]:
+    """Refuse several sources by flags; beside models, a function combines their scores."""
+    flags = sources_by_flag()
+    flagged_sources = given_sources(options.config)
+    scoring = [
+        name for name in flagged_sources if name != "function" or "model" not in flagged_sources
+    ]
+    for name in scoring[:-1]:
+        pair = f"--{flags[scoring[-1]]} and --{flags[name]}"
+        yield f"{pair}: leave one out, or add them up by --reward_source"
+
+
+def _plan_problems(options: Any, planned_sources: set[str], further: set[str]) -> Iterator[str]:
+    """Refuse a source that is named without its flag, and a flag whose source is not named."""
+    flag_of_plan = "--reward_source" if options.reward_routes is None else "--reward_routes"
+    combines = {"function"} if len(options.reward_pretrain) > 1 else set()
+    flagged_sources = given_sources(options.config)
+    for name, flag in sources_by_flag().items():
+        if name in planned_sources and name not in flagged_sources:
+            yield f"{flag_of_plan} names {name!r}, which is what --{flag} gives: set --{flag}"
+        if name in flagged_sources and name not in planned_sources | combines | further:
+            yield f"--{flag} is set, but {flag_of_plan} does not name {name!r}: add it, or leave --{flag} out"
+    if planned_sources & combines:
+        yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
+
+
+def wrong_reward(name: str, reward_object: Any) -> Iterator[str]:
+    """Say why an object of the user's own, the value of this option, scores nothing."""
+    is_usable = callable(reward_object) or callable(getattr(reward_object, "score", None))
+    if is_object(reward_object) and (isinstance(reward_object, type) or not is_usable):
+        yield f"--{name}: {reward_object!r} scores nothing: give a function, or an object with name and score(rollouts)"

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lightppo.config.reward_plan import names_rewards
+from lightppo.config.reward_options import names_rewards
 from lightppo.config.rules import estimator_entry
 from lightppo.http_client import check_url, is_loopback
 from lightppo.option import Section, option
@@ -228,13 +228,13 @@ _COLDEST = 0.01  # vLLM raises a lower temperature to this without an error
 
 
 def _vllm(options: Any) -> Iterator[str]:
-    """What vLLM cannot sample, and what an engine in the training processes needs."""
+    """Refuse what vLLM cannot sample, and what an engine in the training processes cannot do."""
     if options.rollout_engine not in ("vllm", "vllm_server"):
         return
     for name in ("temperature", "eval_temperature"):
         if 0 < getattr(options, name) < _COLDEST:
-            asked = f"--{name} {getattr(options, name):g}"
-            yield f"{asked}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that"
+            requested = f"--{name} {getattr(options, name):g}"
+            yield f"{requested}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that"
     if options.rollout_engine == "vllm_server":
         yield from _servers(options)
         return
@@ -258,7 +258,7 @@ def _vllm(options: Any) -> Iterator[str]:
 
 
 def _servers(options: Any) -> Iterator[str]:
-    """Addresses of vLLM servers, how weights get there, and how long they may take."""
+    """Check addresses of vLLM servers, how weights get there, and how long they may take."""
     if not options.vllm_server_url:
         yield "--rollout_engine vllm_server needs --vllm_server_url: start a server by `lightppo serve-vllm`"
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightppo.algorithms.entries import (
@@ -14,9 +16,10 @@ from lightppo.algorithms.entries import (
     EstimatorEntry,
     PolicyLossEntry,
 )
-from lightppo.algorithms.option_values import Norm
+from lightppo.algorithms.option_values import Norm, Rejection
 from lightppo.errors import ConfigError
 from lightppo.files import join
+from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.redaction import shown_value
 from lightppo.suggestions import nearest
 
@@ -24,32 +27,32 @@ from lightppo.suggestions import nearest
 
 
 def estimator_entry(config: Any) -> EstimatorEntry:
-    """What the advantage estimator of this run asks for."""
+    """Return what the advantage estimator of this run asks for."""
     return ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
 
 
 def policy_loss_entry(config: Any) -> PolicyLossEntry:
-    """The entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
+    """Return the entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
     return POLICY_LOSSES.find(_or(config.loss.policy_loss, estimator_entry(config).policy_loss))
 
 
 def trains(config: Any) -> bool:
-    """Whether this run trains, as all its sections say."""
-    return all(part.trains(config) for part in config.parts())
+    """Tell whether this run trains, as all its sections say."""
+    return all(section.trains(config) for section in config.parts())
 
 
 def needs_critic(config: Any) -> bool:
-    """Whether this run trains a critic."""
+    """Tell whether this run trains a critic."""
     return estimator_entry(config).needs_critic and trains(config)
 
 
 def needs_reference(config: Any) -> bool:
-    """Whether this run compares with a reference, be it the actor itself without adapters."""
+    """Tell whether this run compares with a reference, be it the actor itself without adapters."""
     return config.algorithm.init_kl_coef > 0 and trains(config)
 
 
 def reference_is_actor(config: Any) -> bool:
-    """Whether the reference is the actor with its adapters off, and no model of its own."""
+    """Tell whether the reference is the actor with its adapters off, and no model of its own."""
     trains_adapters = config.adapter.lora_rank > 0
     compares = config.algorithm.init_kl_coef > 0
     is_the_same = config.model.ref_pretrain in (None, config.model.pretrain)
@@ -57,13 +60,13 @@ def reference_is_actor(config: Any) -> bool:
 
 
 def needs_teacher(config: Any) -> bool:
-    """Whether a teacher judges the samples of this run."""
+    """Tell whether a teacher judges the samples of this run."""
     is_named = config.distill.teacher_pretrain or config.distill.teacher_url
     return bool(is_named) and trains(config)
 
 
 def adds_teacher(config: Any) -> bool:
-    """Whether the teacher's term is part of the advantages, not of the loss."""
+    """Tell whether the teacher's term is part of the advantages, not of the loss."""
     return needs_teacher(config) and config.distill.distill_by == "advantage"
 
 
@@ -76,30 +79,26 @@ class FrozenModel:
 
 
 def frozen_models(config: Any) -> dict[str, FrozenModel]:
-    """The further models that this run loads, by their roles."""
+    """Return the further models that this run loads, by their roles."""
     distill = config.distill
     if not distill.teacher_pretrain or not needs_teacher(config):
         return {}
-    teacher = FrozenModel(
-        distill.teacher_pretrain,
-        flag="--teacher_pretrain",
-    )
-    return {"teacher": teacher}
+    return {"teacher": FrozenModel(distill.teacher_pretrain, flag="--teacher_pretrain")}
 
 
-def followers(config: Any) -> list[str]:
-    """Names of the models in float32 that follow the actor, and so belong to its checkpoints."""
+def moving_models(config: Any) -> list[str]:
+    """Return names of the models in float32 that follow the actor, and so belong to its checkpoints."""
     names = {"ema": config.algorithm.enable_ema, "reference": moves_reference(config)}
     return [name for name, is_there in names.items() if is_there]
 
 
 def moves_reference(config: Any) -> bool:
-    """Whether the reference changes during the run."""
+    """Tell whether the reference changes during the run."""
     return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
 
 
 def compute_dtype(config: Any) -> Literal["float32", "bfloat16", "float16"]:
-    """Torch's name of the type that models are held and run in; fp32 master copies and averages are beside it."""
+    """Return torch's name of the type that models run in; fp32 master copies and averages are beside it."""
     if config.model.bf16:
         return "bfloat16"
     if config.model.fp16:
@@ -124,7 +123,7 @@ def sleep_level(config: Any) -> Literal[1, 2]:
 
 
 def samples_per_rollout(config: Any) -> int:
-    """Samples per rollout over all ranks."""
+    """Return samples per rollout over all ranks."""
     return config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
 
 
@@ -136,7 +135,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def scoring_calls() -> tuple[str, ...]:
-    """The passes over a rollout, in the order in which they are made."""
+    """Return the passes over a rollout, in the order in which they are made."""
     return ("actor", "reference", "teacher", "critic", "reward")
 
 
@@ -149,10 +148,10 @@ class MicroBatchSpec:
 
 
 def micro_batch_spec(config: Any, call: str) -> MicroBatchSpec:
-    """What holds for a pass: ``--micro_batch_specs``, else the token budget, else the number of samples."""
+    """Return what holds for a pass: ``--micro_batch_specs``, else the token budget, else the number of samples."""
     training = config.training
-    if (own := parse_specs(training.micro_batch_specs).get(call)) is not None:
-        return own
+    if (call_spec := parse_specs(training.micro_batch_specs).get(call)) is not None:
+        return call_spec
     if training.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
     trains = call in ("actor_train", "critic_train")
@@ -160,20 +159,20 @@ def micro_batch_spec(config: Any, call: str) -> MicroBatchSpec:
 
 
 def calls() -> tuple[str, ...]:
-    """All that ``--micro_batch_specs`` may name."""
+    """Return all that ``--micro_batch_specs`` may name."""
     return (*scoring_calls(), "actor_train", "critic_train")
 
 
 def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
-    """``("actor=16", "actor_train=4096t")`` → call → spec; a ConfigError for another form, or a call named twice."""
+    """Read ``("actor=16", "actor_train=4096t")`` as call → spec; ConfigError for another form, or a call twice."""
     specs: dict[str, MicroBatchSpec] = {}
-    known = calls()
+    call_names = calls()
     for text in texts:
         form = re.fullmatch(r"(\w+)=([1-9]\d*)(t?)", text)
-        if form is None or form[1] not in known:
-            hint = nearest(text.partition("=")[0], known)
+        if form is None or form[1] not in call_names:
+            hint = nearest(text.partition("=")[0], call_names)
             raise ConfigError(
-                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(known)}{hint}"
+                f"--micro_batch_specs {text!r}: write CALL=SAMPLES or CALL=TOKENSt; calls: {', '.join(call_names)}{hint}"
             )
         if form[1] in specs:
             raise ConfigError(f"--micro_batch_specs names {form[1]} twice")
@@ -182,7 +181,7 @@ def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
 
 
 def rollout_rows(config: Any) -> int:
-    """``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
+    """Return ``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
     return _or(config.rollout.micro_rollout_batch_size, 8)
 
 
@@ -190,12 +189,12 @@ def rollout_rows(config: Any) -> int:
 
 
 def generation_batch(config: Any) -> int:
-    """How many prompts are sampled at once, over all ranks."""
+    """Return how many prompts are sampled at once, over all ranks."""
     return config.sampling.gen_batch_size or config.rollout.rollout_batch_size
 
 
 def template_kwargs(value: Mapping[str, Any] | str | None, where: str) -> dict[str, Any]:
-    """Further variables of a chat template, from an object or its text in JSON; ConfigError names ``where``."""
+    """Return further variables of a chat template, from an object or its text in JSON; ConfigError names ``where``."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -203,8 +202,10 @@ def template_kwargs(value: Mapping[str, Any] | str | None, where: str) -> dict[s
             raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{where} must be a JSON object, not {shown_value(value)}")
-    if own := sorted(_NO_VARIABLES & set(value or ())):
-        raise ConfigError(f"{where} has {own[0]!r}, which is no variable of a chat template")
+    if reserved_names := sorted(_NO_VARIABLES & set(value or ())):
+        raise ConfigError(
+            f"{where} has {reserved_names[0]!r}, which is no variable of a chat template"
+        )
     return dict(value or {})
 
 
@@ -233,7 +234,7 @@ _NO_VARIABLES = frozenset(
 
 
 def resolutions(config: Any) -> dict[str, Any]:
-    """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
+    """Return what every "None means …" option stands for. Options of a part that the run lacks stay None."""
     model = config.model
     algorithm = config.algorithm
     loss_options = config.loss
@@ -246,10 +247,11 @@ def resolutions(config: Any) -> dict[str, Any]:
         estimator.kl_in_loss and algorithm.init_kl_coef > 0 and not algorithm.use_kl_in_reward,
     )
 
-    meant: dict[str, Any] = {
-        "train_batch_size": samples_per_rollout(config) // training.ppo_n_minibatches
-        if training.ppo_n_minibatches
-        else 128,
+    train_batch_size = 128
+    if training.ppo_n_minibatches:
+        train_batch_size = samples_per_rollout(config) // training.ppo_n_minibatches
+    meaning_of_none: dict[str, Any] = {
+        "train_batch_size": train_batch_size,
         "ref_zero_stage": 3 if strategy.zero_stage == 3 else 0,
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
@@ -262,43 +264,40 @@ def resolutions(config: Any) -> dict[str, Any]:
         **loss.defaults,
     }
     if algorithm.init_kl_coef > 0:
-        meant["ref_pretrain"] = model.pretrain
+        meaning_of_none["ref_pretrain"] = model.pretrain
     if estimator.needs_critic:
-        meant |= _critic_resolutions(config)
+        meaning_of_none |= _critic_resolutions(config)
     if estimator.divides_by_std and algorithm.group_std_norm:
-        meant["grpo_std_eps"] = 1e-6
+        meaning_of_none["grpo_std_eps"] = 1e-6
     if loss.eps_clip is not None:
-        low, high = (
-            loss.eps_clip
-            if loss_options.eps_clip is None
-            else (loss_options.eps_clip, loss_options.eps_clip)
-        )
-        meant |= {"eps_clip_low": low, "eps_clip_high": high}
+        low, high = loss.eps_clip
+        if loss_options.eps_clip is not None:
+            low = high = loss_options.eps_clip
+        meaning_of_none |= {"eps_clip_low": low, "eps_clip_high": high}
 
-    for part in config.parts():
-        meant |= part.meant(config)
-    given = config.flat()
-    resolved = {name: _or(given[name], value) for name, value in meant.items()}
+    for section in config.parts():
+        meaning_of_none |= section.meant(config)
+    flat = config.flat()
+    resolved = {name: _or(flat[name], value) for name, value in meaning_of_none.items()}
     return resolved | {
-        "attn_implementation": "flash_attention_2"
-        if model.flash_attn
-        else model.attn_implementation,
+        "attn_implementation": attention_implementation(config),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
 
 
 def _critic_resolutions(config: Any) -> dict[str, Any]:
-    """The critic's options: as the actor's, but for where it starts."""
+    """Return the critic's options: as the actor's, but for where it starts."""
     model = config.model
-    strategy = config.strategy
+    start = model.pretrain
     if model.reward_pretrain and not model.init_critic_from_actor:
-        reward_model = model.reward_pretrain[0]
-    else:
-        reward_model = None
-    return {
-        "critic_pretrain": reward_model or model.pretrain,
-        "critic_zero_stage": strategy.zero_stage,
-    }
+        start = model.reward_pretrain[0] or model.pretrain
+    return {"critic_pretrain": start, "critic_zero_stage": config.strategy.zero_stage}
+
+
+def attention_implementation(config: Any) -> str:
+    """Return the value of ``--attn_implementation``, for which ``--flash_attn`` is short."""
+    model = config.model
+    return "flash_attention_2" if model.flash_attn else model.attn_implementation
 
 
 # -- normalisations --------------------------------------------------------------------------------------------------
@@ -309,9 +308,113 @@ NORM_WORDS = (
 
 
 def norm_problem(name: str, words: tuple[str, ...]) -> Iterator[str]:
-    """What is wrong with the words of a normalisation, the value of this option."""
+    """Say what is wrong with the words of a normalisation, the value of this option."""
     try:
         if words:
             Norm.parse(words)
     except ConfigError as error:
         yield f"--{name} {' '.join(words)}: {error}"
+
+
+# -- the steps of a run, by its options and its prompts --------------------------------------------------------------
+
+
+def steps_per_episode(config: Any, dataloader: Iterable, update_steps: int = 0) -> int:
+    """Return the PPO steps of the coming episode; with ``--dynamic_sampling``, whose rejected groups take prompts, the most.
+
+    From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
+    the optimizer steps per episode.
+    """
+    training = config.training
+    if hasattr(dataloader, "__len__"):
+        prompts = len(dataloader) * generation_batch(config)
+        return math.ceil(prompts / config.rollout.rollout_batch_size)
+    samples = update_steps * training.train_batch_size // training.max_epochs
+    return max(1, samples // samples_per_rollout(config))
+
+
+def optimizer_steps(
+    config: Any, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor"
+) -> int:
+    """Return the optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
+    training = config.training
+    rollouts = training.total_training_steps or training.num_episodes * rollouts_per_episode
+    if role == "actor":
+        frozen = max(0, config.algorithm.freezing_actor_steps)
+        rollouts = max(0, rollouts - frozen)
+    batches = math.ceil(samples_per_rollout(config) / training.train_batch_size)
+    return rollouts * batches * training.max_epochs
+
+
+# -- --old_log_probs: auto makes as few passes over the rollout as the algorithm allows ------------------------------
+
+
+def old_log_probs_from(
+    config: Any, exact_rollout: bool
+) -> Literal["training", "rollout", "forward"]:
+    """Return where a run takes its log probs before an update from.
+
+    - ``"training"``: the training pass itself, with one optimizer step per rollout;
+    - ``"rollout"``: those recorded while sampling;
+    - ``"forward"``: a pass of the actor over the rollout.
+
+    Args:
+        config: resolved.
+        exact_rollout: the engine samples with the actor's own weights and forward, so that what it records is what a
+            pass would give.
+    """
+    if config.loss.old_log_probs != "auto":
+        return config.loss.old_log_probs
+    if _weighs_tokens_before(config):
+        return "forward"
+    if _takes_one_step(config) and not _needed_before(config):
+        return "training"
+    is_stale = any(section.is_stale(config) for section in config.parts())
+    needs_pass = is_stale or any(
+        reasons_for_a_pass(SimpleNamespace(**config.flat() | {"config": config}))
+    )
+    recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
+    return "rollout" if recorded else "forward"
+
+
+def _weighs_tokens_before(config: Any) -> bool:
+    """Tell whether factors of the policy loss are made before there is a training pass."""
+    rejections = map(Rejection.parse, config.correction.rollout_rejection)
+    return (
+        config.correction.rollout_correction != "none"
+        or any(not rejection.entry.in_training for rejection in rejections)
+        or config.loss.high_entropy_token_ratio is not None
+        or any(
+            not entry.in_training and entry.fn(config) is not None
+            for entry in TOKEN_WEIGHTS.values()
+        )
+    )
+
+
+def _takes_one_step(config: Any) -> bool:
+    """Tell whether each rollout is trained on in one optimizer step."""
+    training = config.training
+    return training.max_epochs == 1 and training.train_batch_size == samples_per_rollout(config)
+
+
+def _needed_before(config: Any) -> bool:
+    """Tell whether something asks for the log probs before there is a training pass."""
+    algorithm = config.algorithm
+    return (
+        (algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward)
+        or adds_teacher(config)
+        or policy_loss_entry(config).selection is not None
+        or estimator_entry(config).needs_score_norms
+        or algorithm.freezing_actor_steps > 0
+    )
+
+
+def reasons_for_a_pass(options: Any) -> Iterator[str]:
+    """Say why recorded log probs would not do; ``options`` as of :meth:`Section.problems`."""
+    for section in options.config.parts():
+        yield from section.passes(options)
+    if ADVANTAGE_ESTIMATORS.find(options.advantage_estimator).needs_score_norms:
+        name = shown_value(options.advantage_estimator)
+        yield f"--advantage_estimator {name} needs the distributions of a pass"
+    if not options.do_sample and options.temperature not in (0, 1):
+        yield f"greedy rollouts record them at temperature 1, not --temperature {options.temperature:g}"

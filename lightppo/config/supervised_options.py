@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
-from lightppo.config import option_needs
 from lightppo.config import options as ppo
-from lightppo.config.contradictions import first_of_each, templates
+from lightppo.config.contradictions import first_of_each, templates, unmet_needs
 from lightppo.config.evaluation_options import EvaluationTimes
 from lightppo.config.options import OptionSet
+from lightppo.config.rules import attention_implementation
 from lightppo.errors import ConfigError
 from lightppo.files import join
 from lightppo.option import Option, Section, option
@@ -31,16 +31,21 @@ WORDS = {
 }
 
 
-def reworded(one: Option, words: Mapping[str, str]) -> Option:
-    """The declaration with other words in help, unit and needs; a need of no words is none."""
+def reworded(declaration: Option, words: Mapping[str, str]) -> Option:
+    """Return the declaration with other words in help, unit and needs; a need of no words is none."""
 
-    def said(text: str) -> str:
+    def in_other_words(text: str) -> str:
         for old, new in words.items():
             text = text.replace(old, new)
         return text
 
-    needs = tuple(filter(None, map(said, one.needs)))
-    return replace(one, help=said(one.help), unit=one.unit and said(one.unit), needs=needs)
+    needs = tuple(filter(None, map(in_other_words, declaration.needs)))
+    return replace(
+        declaration,
+        help=in_other_words(declaration.help),
+        unit=declaration.unit and in_other_words(declaration.unit),
+        needs=needs,
+    )
 
 
 class Taken:
@@ -273,13 +278,13 @@ class SupervisedConfig(OptionSet):
             raise ConfigError("\n".join(problems))
 
     def problems(self, ranks: int) -> Iterator[str]:
-        """What cannot work, for so many ranks; a subclass may add to it."""
+        """Return what cannot work, for so many ranks; a subclass may add to it."""
         options = SimpleNamespace(**self.known() | {"config": self, "by_hand": False})
         yield from self.missing()
-        yield from option_needs.problems(options)
+        yield from unmet_needs(options)
         yield from templates(options)
-        for part in self.parts():
-            yield from part.problems(options)
+        for section in self.parts():
+            yield from section.problems(options)
         if options.num_epochs is not None and options.max_steps is not None:
             yield "--num_epochs and --max_steps are both given: leave one out"
         if options.train_batch_size % (options.micro_train_batch_size * ranks):
@@ -291,17 +296,16 @@ class SupervisedConfig(OptionSet):
             yield f"--zpg {options.zpg} does not divide the {ranks} ranks"
 
     def known(self) -> dict[str, Any]:
-        """Values by flag name, with what None stands for."""
+        """Return values by flag name, with what None stands for."""
         values = self.flat()
-        meant = {"ckpt_path": str(join(self.checkpoint.save_path, "checkpoints"))}
-        for part in self.parts():
-            meant |= part.meant(self)
-        values |= {name: value for name, value in meant.items() if values[name] is None}
-        attention = "flash_attention_2" if self.model.flash_attn else self.model.attn_implementation
-        return values | {"attn_implementation": attention}
+        meaning_of_none = {"ckpt_path": str(join(self.checkpoint.save_path, "checkpoints"))}
+        for section in self.parts():
+            meaning_of_none |= section.meant(self)
+        values |= {name: value for name, value in meaning_of_none.items() if values[name] is None}
+        return values | {"attn_implementation": attention_implementation(self)}
 
     def resolved(self) -> Self:
-        """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
+        """Return a copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
         return self.with_options(**self.with_options(**self.flat()).known())
 
 
@@ -363,11 +367,13 @@ class DPOConfig(SupervisedConfig):
         values = super().known()
         entry = PREFERENCE_LOSSES.find(values["preference_loss"])
         averages = values["average_log_probs"]
-        own = entry.completed(
+        loss_options = entry.completed(
             {name: values[name] for name in entry.defaults}, values["preference_loss"]
         )
         return (
-            values | own | {"average_log_probs": entry.of_means if averages is None else averages}
+            values
+            | loss_options
+            | {"average_log_probs": entry.of_means if averages is None else averages}
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightppo.config.reward_plan import is_file_alone
+from lightppo.config.reward_options import is_file_alone
 from lightppo.data.records import Rollout
 from lightppo.episodes.tape import REWARD, Tape, digest_of, first_difference, tape_of
 from lightppo.episodes.tape_files import Entry, TapeError

@@ -26,7 +26,7 @@ from lightppo.callbacks import Callback
 from lightppo.checkpoint.engine_state import read_client_state
 from lightppo.checkpoint.layout import list_tags, part_folder
 from lightppo.config.evaluation_options import evaluation_config
-from lightppo.config.reward_plan import reward_sources
+from lightppo.config.reward_options import reward_sources
 from lightppo.episodes.tape_files import (
     FOLDER,
     HEADER,

@@ -22,10 +22,10 @@ from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.option_values import Norm
 from lightppo.config import PPOConfig
-from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.rules import (
     MicroBatchSpec,
     micro_batch_spec,
+    old_log_probs_from,
     rollout_rows,
     scoring_calls,
 )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
-from lightppo.config.arguments import CommandParser
+from lightppo.config.cli import CommandParser
 from lightppo.config.supervised_options import COMMANDS
 from lightppo.errors import ReportError, StagingError
 from lightppo.files import write_text

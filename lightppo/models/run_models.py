@@ -13,9 +13,9 @@ from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     FrozenModel,
     critic_offloads,
-    followers,
     frozen_models,
     moves_reference,
+    moving_models,
     needs_critic,
     needs_reference,
 )
@@ -65,7 +65,7 @@ def build_models(
         reference=loader.reference(actor) if needs_reference(config) else None,
         reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
         followers={
-            name: loader.follower(name) for name in followers(config) if name != "reference"
+            name: loader.follower(name) for name in moving_models(config) if name != "reference"
         },
         frozen={
             name: loader.frozen(name, frozen_model)

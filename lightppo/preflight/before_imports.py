@@ -18,7 +18,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
-from lightppo.config.reward_plan import ANY_ROUTE, reward_plan
+from lightppo.config.reward_options import ANY_ROUTE, reward_plan
 from lightppo.config.rules import (
     estimator_entry,
     frozen_models,
@@ -57,7 +57,7 @@ from lightppo.files import check_writable
 from lightppo.logging.run_paths import WORLDS, check_places, file_of_world
 from lightppo.logging.trackers import check_trackers
 from lightppo.plugin import REWARDS
-from lightppo.preflight.row_lengths import check_positions, check_total_steps
+from lightppo.preflight.advice import check_positions, check_total_steps
 from lightppo.rewards.function import NO_LABELS, check_reward_files
 from lightppo.table import load
 
@@ -82,7 +82,7 @@ _DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per r
 
 
 def preflight(config: PPOConfig) -> None:
-    """Refuses what a PPO run would fail at later; a ConfigError has a line for each problem.
+    """Refuse what a PPO run would fail at later; a ConfigError has a line for each problem.
 
     For one rank, which decides for all. The first rows alone are read; all are checked before models load.
     """
@@ -93,15 +93,16 @@ def preflight(config: PPOConfig) -> None:
         ("reward_pretrain", path) for path in model.reward_pretrain
     ]
     models += [("ref_pretrain", model.ref_pretrain)] * needs_reference(config)
-    models += [(one.flag.removeprefix("--"), one.path) for one in frozen_models(config).values()]
+    models += [
+        (frozen_model.flag.removeprefix("--"), frozen_model.path)
+        for frozen_model in frozen_models(config).values()
+    ]
     models += [("critic_pretrain", model.critic_pretrain)] * needs_critic(config)
     first_flags = {path: flag for flag, path in reversed(models) if path}
     folders = {
         "save_path": checkpoint.save_path,
         "ckpt_path": checkpoint.ckpt_path,
         "use_tensorboard": config.logging.use_tensorboard,
-    }
-    folders |= {
         "rollout_data_dir": config.sampling.rollout_data_dir,
         "skip_rollout": config.sampling.skip_rollout,
     }
@@ -114,19 +115,20 @@ def preflight(config: PPOConfig) -> None:
     checks += [
         partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder
     ]
-    checks.append(partial(check_places, config))
-    checks.append(partial(_check_worlds, config))
     checks += [
+        partial(check_places, config),
+        partial(_check_worlds, config),
         partial(_check_lengths, config),
         partial(_check_resume, checkpoint.resume),
         partial(_check_shape, config),
         partial(_check_steps, config),
+        partial(_check_splits, config, SPLITS),
     ]
-    used = {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}
-    checks.append(partial(_check_splits, config, SPLITS))
     if not config.evaluation.val_only:
         checks.append(partial(_warn_of_same_rows, config, "prompt_data", "eval_data"))
-    checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
+    for flag, paths in {"--prompt_data": data.prompt_data, "--eval_data": data.eval_data}.items():
+        if paths:
+            checks.append(partial(_check_prompts, config, flag))
     if data.pretrain_data:
         checks.append(partial(_check_pretraining, config))
     checks.append(partial(check_trackers, config.logging))
@@ -139,16 +141,16 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     data = config.data
     flat = config.flat()
     is_pairs = not hasattr(data, "output_key")
-    fields = {"input_key": data.input_key} | (
-        {
+    fields = {"input_key": data.input_key}
+    if is_pairs:
+        fields |= {
             "pairs": True,
             "label_key": flat.get("margin_key"),
             "chosen_key": data.chosen_key,
             "rejected_key": data.rejected_key,
         }
-        if is_pairs
-        else {"output_key": data.output_key}
-    )
+    else:
+        fields["output_key"] = data.output_key
     rendering = partial(
         PromptTemplate, apply_chat_template=data.apply_chat_template, input_template=data.input_template,
         system_prompt=data.system_prompt, chat_template_kwargs=data.chat_template_kwargs,
@@ -176,8 +178,9 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     folders = {
         name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]
     }
-    folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
-    used = {
+    if flat["log_file"]:
+        folders["log_file"] = os.path.dirname(flat["log_file"]) or "."
+    data_paths = {
         "--dataset": (data.dataset, data.dataset_split),
         "--eval_dataset": (data.eval_dataset, data.eval_split),
     }
@@ -185,37 +188,42 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     if config.model.tokenizer_path:
         checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
     checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
-    checks.append(partial(check_places, config.resolved()))
-    checks += [partial(_check_resume, checkpoint.resume), partial(_check_shape, config.resolved())]
-    checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
-    checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))
-    checks += [partial(check_trackers, config.logging)]
-    checks += [partial(check_data, flag, *source) for flag, source in used.items() if source[0]]
+    checks += [
+        partial(check_places, config.resolved()),
+        partial(_check_resume, checkpoint.resume),
+        partial(_check_shape, config.resolved()),
+        partial(_check_splits, config, SPLITS_OF_ROWS),
+        partial(_warn_of_same_rows, config, "dataset", "eval_dataset"),
+        partial(check_trackers, config.logging),
+    ]
+    checks += [
+        partial(check_data, flag, *source) for flag, source in data_paths.items() if source[0]
+    ]
     _run_all(checks, config.logging.debug)
 
 
 def look(config: OptionSet, prog: str) -> None:
-    """Look at what a command can know before it imports anything heavy."""
-    if not isinstance(config, PPOConfig):
-        return before_imports(lambda: preflight_supervised(config), prog)
-    resolved = config.resolved()
-    before_imports(lambda: preflight(resolved), prog)
-    looked_at.append(resolved.flat())
+    """Look at what a command can know before it imports anything heavy: exit code 2, and a line per problem.
+
+    Rank 0 decides; the launcher ends the other ranks.
+    """
+    check: Callable[[Any], None] = preflight_supervised
+    if isinstance(config, PPOConfig):
+        config = config.resolved()
+        check = preflight
+    if os.environ.get("RANK", "0") == "0":
+        with exit_on_mistakes(prog):
+            check(config)
+    if isinstance(config, PPOConfig):
+        looked_at.append(config.flat())
 
 
 looked_at: list[dict[str, Any]] = []
 """What the command of this process has looked at: the run that it builds need not do it again, nor warn again."""
 
 
-def before_imports(check: Callable[[], None], prog: str) -> None:
-    """Run a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
-    if os.environ.get("RANK", "0") == "0":
-        with exit_on_mistakes(prog):
-            check()
-
-
 def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
-    """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
+    """Return the config of a dry run: one step of few, short samples, whose files are all in ``folder``."""
     rollout = config.rollout
     evaluation = config.evaluation
     samples = max(
@@ -227,31 +235,23 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
         "rollout_batch_size": prompts,
         "gen_batch_size": prompts,
         "train_batch_size": prompts * samples,
-    }
-    sizes |= {
         "n_samples_per_prompt": samples,
         "generation_size": samples,
         "ppo_n_minibatches": None,
         "max_epochs": 1,
-    }
-    sizes |= {
         "generate_max_len": tokens,
         "min_new_tokens": min(rollout.min_new_tokens, tokens),
         "benchmark_steps": 1,
-    }
-    if config.reward.overlong_buffer_len is not None:
-        sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
-    sizes |= {
         "eval_max_samples": 2 * world_size,
         "eval_n_samples": min(evaluation.eval_n_samples, _DRY_SAMPLES),
-    }
-    # The one step trains the actor on what it has sampled itself, whatever that is worth.
-    sizes |= {
+        # The one step trains the actor on what it has sampled itself, whatever that is worth.
         "freezing_actor_steps": 0,
         "dynamic_sampling": False,
         "skip_rollout": None,
         "buffer_limit": 0,
     }
+    if config.reward.overlong_buffer_len is not None:
+        sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
     folders = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "rollout_data_dir": None}
     return config.with_options(**sizes, **folders, **NOTHING_KEPT, num_examine=1)
 
@@ -281,7 +281,7 @@ def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
 
 
 def _check_lengths(config: PPOConfig) -> None:
-    """Of a local folder whose config names its positions as most do; of any other model after the imports."""
+    """Check a local folder whose config names its positions as most do; others are checked after the imports."""
     try:
         model = json.loads(
             (Path(config.model.pretrain).expanduser() / "config.json").read_text(encoding="utf-8")
@@ -346,9 +346,9 @@ def _check_shape(config: PPOConfig) -> None:
         or "://" in root
     ):
         return
-    if (last := layout.last_shape(root)) is None:
+    if (saved_shape := layout.last_shape(root)) is None:
         return
-    tag, saved = last
+    tag, saved = saved_shape
     now = {
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "zero_stage": config.strategy.zero_stage,
@@ -381,20 +381,20 @@ def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
 
 
 def _warn_of_same_rows(config: OptionSet, training: str, evaluation: str) -> None:
-    """Says where evaluations are of rows that are trained on."""
+    """Say where evaluations are of rows that are trained on."""
     flat = config.flat()
     split_of = {
         source: flat.get(name)
         for table in (SPLITS, SPLITS_OF_ROWS)
         for name, source in table.items()
     }
-    both = {_place(path, split_of[training]) for path in _sources(flat[training])}
-    both &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
-    if both:
-        path, _ = sorted(both)[0]
-        told = "evaluations measure what was learned by heart: hold some rows out"
+    shared_rows = {_place(path, split_of[training]) for path in _sources(flat[training])}
+    shared_rows &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
+    if shared_rows:
+        path, _ = sorted(shared_rows)[0]
+        advice = "evaluations measure what was learned by heart: hold some rows out"
         logger.warning(
-            "--%s and --%s both have the rows of %s: %s", training, evaluation, path, told
+            "--%s and --%s both have the rows of %s: %s", training, evaluation, path, advice
         )
 
 
@@ -419,16 +419,17 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     paths = data.prompt_data
     probs = data.prompt_data_probs
     split = data.prompt_split
+    scoring = None
     if flag == "--eval_data":
         paths = data.eval_data
         probs = None
         split = data.eval_split
-    scoring = evaluation_config(config) if flag == "--eval_data" else None
-    named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
+        scoring = evaluation_config(config)
+    reward_arguments = (config,) if scoring is None else (scoring, "--eval_reward_fn")
     function = None
     reads_labels = None
     if not config.flat().get("tape_from"):  # which answers for reward files that may be gone
-        function, reads_labels = check_reward_files(*named)
+        function, reads_labels = check_reward_files(*reward_arguments)
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
         _tokenizer(config.model.tokenizer_path or config.model.pretrain),
@@ -444,16 +445,16 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
 
     prompts: list[Prompt] = []
     fields = {"input_key": data.input_key, "label_key": data.label_key}
-    for rows, known in _check_rows(
+    for rows, row_fields in _check_rows(
         flag, paths, split, fields, render, data.on_bad_row, data.prompt_metadata
     ):
         for number, row in enumerate(rows):
-            chat, key = read_prompt(row, known)
-            more = {
+            chat, key = read_prompt(row, row_fields)
+            columns = {
                 "extra": other_columns(row, key),
                 "messages": chat if isinstance(chat, list) else None,
             }
-            prompts.append(Prompt("", [], label=read_label(row, known), **more))
+            prompts.append(Prompt("", [], label=read_label(row, row_fields), **columns))
             try:
                 check_label(scoring or config, prompts[-1])
             except ValueError as error:
@@ -467,7 +468,7 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
 
 
 def check_label(config: PPOConfig, prompt: Prompt) -> None:
-    """Refuses a row that a source of all rows cannot judge, with a ``ValueError``."""
+    """Refuse a row that a source of all rows cannot judge, with a ``ValueError``."""
     plan = reward_plan(config) or {}
     for name in plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else ():
         check = REWARDS.find(name).check_prompt
@@ -507,28 +508,34 @@ def _check_rows(
             return error
         return Encoded([], 0, truncated=False)
 
-    found = []
+    checked_rows = []
     for source in map(str.strip, paths.split(",")):
         rows = first_rows(source, split, flag)
         if rows is not None and on_bad_row == "error":
             rows = with_metadata(rows, metadata)
             try:
-                known = resolve(rows.column_names, **fields)
+                row_fields = resolve(rows.column_names, **fields)
             except DataError as error:
                 raise DataError(f"{flag} {source}: {error}") from error
-            read = known.columns_in(rows.column_names)
+            read = row_fields.columns_in(rows.column_names)
             prepare_rows(
-                rows, read, lambda chunk, known=known: [outcome(row, known) for row in chunk]
+                rows,
+                read,
+                lambda chunk, row_fields=row_fields: [outcome(row, row_fields) for row in chunk],
             )
-            found.append((rows, known))
-    return found
+            checked_rows.append((rows, row_fields))
+    return checked_rows
 
 
 def _tokenizer(folder: str) -> Any:
-    """Stands for the tokenizer: has a chat template unless files of this machine show none, and renders nothing."""
+    """Stand for the tokenizer: it has a chat template unless files of this machine show none, and renders nothing."""
     settings = Path(folder).expanduser() / "tokenizer_config.json"
-    shown = not settings.is_file() or '"chat_template"' in settings.read_text(encoding="utf-8")
-    has_template = shown or any(settings.parent.glob("*chat_template*"))
+    may_have_template = not settings.is_file() or '"chat_template"' in settings.read_text(
+        encoding="utf-8"
+    )
+    has_template = may_have_template or any(settings.parent.glob("*chat_template*"))
     return SimpleNamespace(
-        name_or_path=folder, chat_template=has_template, apply_chat_template=lambda *a, **b: ""
+        name_or_path=folder,
+        chat_template=has_template,
+        apply_chat_template=lambda *arguments, **options: "",
     )

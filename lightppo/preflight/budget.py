@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import Tensor, nn
@@ -24,9 +26,8 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
-from lightppo.config.old_log_probs import old_log_probs_from
-from lightppo.config.option_needs import facts_of
-from lightppo.config.rules import frozen_models
+from lightppo.config.contradictions import facts_of
+from lightppo.config.rules import frozen_models, old_log_probs_from
 from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
 from lightppo.errors import ConfigError, UserError
 from lightppo.files import stage_to_local
@@ -88,20 +89,25 @@ class LiveBytes(TorchDispatchMode):
         # These are the places to read. Here all are taken as distinct.
         if func is torch.ops.aten._unique2.default and args[0].is_meta:
             return args[0].clone(), args[0].new_empty(0), args[0].new_empty(0)
-        old = {_holder(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        earlier_holders = {
+            _holder(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
+        for tensor in tree_leaves(result):
             if (
-                isinstance(x, Tensor)
-                and x.device.type == self.device
-                and _holder(x) not in old | self._holders.keys()
+                isinstance(tensor, Tensor)
+                and tensor.device.type == self.device
+                and _holder(tensor) not in earlier_holders | self._holders.keys()
             ):
-                self._add(_holder(x), x)
+                self._add(_holder(tensor), tensor)
         return result
 
-    def _add(self, key: int, x: Tensor) -> None:
-        dense = x.layout is torch.strided
-        size = x.untyped_storage().nbytes() if dense else x.nbytes
+    def _add(self, key: int, tensor: Tensor) -> None:
+        holder: Any = tensor
+        size = tensor.nbytes
+        if tensor.layout is torch.strided:
+            holder = tensor.untyped_storage()
+            size = holder.nbytes()
         small = size if size < KEPT_BLOCK else 0
 
         def gone(_: Any) -> None:
@@ -109,26 +115,27 @@ class LiveBytes(TorchDispatchMode):
             self.small -= small
             del self._holders[key]
 
-        self._holders[key] = weakref.ref(x.untyped_storage() if dense else x, gone)
+        self._holders[key] = weakref.ref(holder, gone)
         self.live += size
         self.small += small
         self.peak = max(self.peak, self.live)
         self.most_small = max(self.most_small, self.small)
 
     def finish(self, parameter: nn.Parameter | None = None) -> None:
-        """Return a hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
-        before = self.curve[-1][0] if self.curve else 0
-        self.curve.append((before + (0 if parameter is None else parameter.grad.nbytes), self.peak))
+        """Take a finished gradient away, as ZeRO does, as a hook; without one, end the pass."""
+        finished_bytes = self.curve[-1][0] if self.curve else 0
         if parameter is not None:
+            finished_bytes += parameter.grad.nbytes
             parameter.grad = None
+        self.curve.append((finished_bytes, self.peak))
         self.peak = self.live
 
 
-def _holder(x: Tensor) -> int:
-    """Tells apart what holds bytes; weights that oneDNN has packed have no storage."""
-    if x.layout is torch.strided:
-        return x.untyped_storage()._cdata
-    return id(x)
+def _holder(tensor: Tensor) -> int:
+    """Tell apart what holds bytes; weights that oneDNN has packed have no storage."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage()._cdata
+    return id(tensor)
 
 
 class _Attention(torch.autograd.Function):
@@ -138,19 +145,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(
-            query,
-            key,
-            value,
-            bias,
-            output,
-            query.new_empty(batch, heads, length, dtype=torch.float),
-        )
+        row_numbers = query.new_empty(batch, heads, length, dtype=torch.float)
+        ctx.save_for_backward(query, key, value, bias, output, row_numbers)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+        return (*(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None)
 
 
 def _counted_attention(
@@ -162,11 +163,14 @@ def _counted_attention(
     kind: str = "fused",
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """``kind``: a fused kernel, or torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
+    """Count a ``kind``: a fused kernel, torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
     bias = None
     # In each layer, transformers repeats keys and values, and torch turns the mask into numbers.
     if kind == "masked":
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        key, value = (
+            states.repeat_interleave(query.shape[1] // states.shape[1], 1)
+            for states in (key, value)
+        )
         bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
     output = _Attention.apply(query, key, value, bias)
     return (output.contiguous() if kind == "apart" else output).transpose(1, 2), None
@@ -176,16 +180,16 @@ def _counted_experts(
     module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     """Return a mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
-    up = module.gate_up_proj[0]
-    down = module.down_proj[0]
     rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
-    gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
+    gate, value = _projected(rows, module.gate_up_proj[0]).chunk(2, -1)
     inner = nn.functional.silu(gate) * value
-    return (
-        (inner @ (down if down.shape[0] == inner.shape[1] else down.T))
-        .view(len(hidden), -1, hidden.shape[1])
-        .sum(1)
-    )
+    output = _projected(inner, module.down_proj[0])
+    return output.view(len(hidden), -1, hidden.shape[1]).sum(1)
+
+
+def _projected(rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply by a weight, whichever of its two dimensions comes first."""
+    return rows @ (weight if weight.shape[0] == rows.shape[1] else weight.T)
 
 
 transformers.AttentionInterface.register(_COUNTED, _counted_attention)
@@ -235,9 +239,9 @@ class PassBytes:
     cache: int = 0  # keys and values
     states: int = 0  # of layers that have those instead, whatever the length
 
-    def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
+    def peak(self, beside: Callable[[int], float] = lambda finished: 0) -> int:
         """Return the most, with what is held ``beside`` so many bytes of gradients."""
-        return int(max(live + beside(made) for made, live in self.curve))
+        return int(max(live + beside(finished) for finished, live in self.curve))
 
 
 @lru_cache(maxsize=32)
@@ -277,20 +281,21 @@ def sizes(shape: Shape) -> Sizes:
     """Return numbers of parameters, and bytes."""
     model = built(shape).hf_model
     width = shape.dtype.itemsize
-    named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
-    trained, total = (
-        sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True)
-    )
+    parameters = {
+        name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()
+    }
+    total = sum(parameter.numel() for parameter in parameters.values())
+    trained_parameters = [each for each in parameters.values() if each.requires_grad]
+    trained = sum(parameter.numel() for parameter in trained_parameters)
     small = 0
     if shape.in_4bit:
         bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
         small = sum(
-            named[f"{name}.weight"].numel() for name in fitting_layers(bare, heads.head_names(bare))
+            parameters[f"{name}.weight"].numel()
+            for name in fitting_layers(bare, heads.head_names(bare))
         )
     of_weights = int((total - small) * width + small * NF4_BYTES)
-    in_small = sum(
-        p.numel() for p in named.values() if p.requires_grad and 4 * p.numel() < KEPT_BLOCK
-    )
+    in_small = sum(each.numel() for each in trained_parameters if 4 * each.numel() < KEPT_BLOCK)
     return Sizes(total, trained, of_weights, width, in_small)
 
 
@@ -310,15 +315,14 @@ def pass_bytes(
     live = LiveBytes("meta")
     transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
     model.train(trains)
-    (
-        wrapper.gradient_checkpointing_enable
-        if checkpoints
-        else wrapper.gradient_checkpointing_disable
-    )()
+    if checkpoints:
+        wrapper.gradient_checkpointing_enable()
+    else:
+        wrapper.gradient_checkpointing_disable()
     hooks = [
-        p.register_post_accumulate_grad_hook(live.finish)
-        for p in model.parameters()
-        if p.requires_grad
+        parameter.register_post_accumulate_grad_hook(live.finish)
+        for parameter in model.parameters()
+        if parameter.requires_grad
     ]
     partly = rows.packed and rows.read < READ_SHARE * rows.length and not checkpoints
     with torch.device("meta"), live, torch.set_grad_enabled(trains):
@@ -335,14 +339,16 @@ def pass_bytes(
 
 def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
     """Return the keys and values, and states of layers that have those instead, which do not grow."""
-    grows = stays = 0
+    growing_bytes = constant_bytes = 0
     for layer in layers:
-        for part in vars(layer).values():
-            if isinstance(part, dict):
-                stays += sum(x.nbytes for x in part.values() if isinstance(x, Tensor))
-            elif isinstance(part, Tensor):
-                grows += part.nbytes
-    return grows, stays
+        for state in vars(layer).values():
+            if isinstance(state, dict):
+                constant_bytes += sum(
+                    tensor.nbytes for tensor in state.values() if isinstance(tensor, Tensor)
+                )
+            elif isinstance(state, Tensor):
+                growing_bytes += state.nbytes
+    return growing_bytes, constant_bytes
 
 
 def _scores(
@@ -356,10 +362,10 @@ def _scores(
         inputs["position_ids"] = torch.zeros_like(ids)
     if takes(model, "attention_mask"):  # four dimensions: taken as it is
         eager = model.config._attn_implementation == "eager"
-        whole = eager or kind == "masked"
+        has_square_mask = eager or kind == "masked"
         mask_type = model.dtype if eager else torch.bool
         mask = torch.zeros(
-            rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type
+            rows.batch, 1, *((rows.length,) * 2 if has_square_mask else (2, 1)), dtype=mask_type
         )
         inputs["attention_mask"] = mask
     if shape.scores:
@@ -379,9 +385,9 @@ def _scores(
     if (head := scoring_head(model)) is not None:
         with scores_from_head(
             head, select, labels, 1.0, entropy=trains, entropy_grad=entropy
-        ) as made:
+        ) as head_scores:
             output = model(**inputs)
-        if is_untouched(made, output.logits):
+        if is_untouched(head_scores, output.logits):
             return output.logits, (0, 0)
     logits = model(**inputs).logits.reshape(rows.read, -1).float()
     return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), (0, 0)
@@ -431,9 +437,11 @@ class Estimate:
 
     def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
         """Return bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
-        there = [p for p in self.parts if phase in p.phases and (p.sure or not sure)]
-        gpu = sum(p.gpu for p in there)
-        host = sum(p.host for p in there)
+        parts_of_phase = [
+            part for part in self.parts if phase in part.phases and (part.sure or not sure)
+        ]
+        gpu = sum(part.gpu for part in parts_of_phase)
+        host = sum(part.host for part in parts_of_phase)
         ranks = min(self.machine.world_size, self.machine.per_node)
         if self.machine.gpus:
             return (gpu, host * ranks)
@@ -441,9 +449,9 @@ class Estimate:
 
     def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
         """Return the phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
-        place = int(of_host or not self.machine.gpus)
+        size_index = int(of_host or not self.machine.gpus)
         return max(
-            ((phase, self.of_phase(phase, sure)[place]) for phase in PHASES),
+            ((phase, self.of_phase(phase, sure)[size_index]) for phase in PHASES),
             key=lambda item: item[1],
         )
 
@@ -462,63 +470,72 @@ def estimate(
         configs: model configs by path; others are read from their folder or the hub.
     """
     roles = shapes(config, configs or {})
+    always = frozenset(PHASES)
     parts = [
-        Part(
-            "CUDA",
-            "context, NCCL, gaps",
-            frozenset(PHASES),
-            gpu=CUDA_BYTES * machine.gpus,
-            sure=False,
-        ),
-        Part("process", "Python, torch, libraries", frozenset(PHASES), host=machine.library_bytes),
+        Part("CUDA", "context, NCCL, gaps", always, gpu=CUDA_BYTES * machine.gpus, sure=False),
+        Part("process", "Python, torch, libraries", always, host=machine.library_bytes),
     ]
     for role, shape in roles.items():
         trains = role in ("actor", "critic") and not config.evaluation.val_only
-        stage, offload = _placed(role, config)
-        parts += _weights(role, shape, stage, offload, config, machine)
-        parts += _trained(role, shape, stage, config, machine) if trains else ()
-    parts += _loading(roles, config, machine)
-    parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
+        stage, offload = _placement(role, config)
+        parts += _weight_parts(role, shape, stage, offload, config, machine)
+        if trains:
+            parts += _training_parts(role, shape, stage, config, machine)
+    parts += _loading_part(roles, config, machine)
+    parts += [
+        *_scoring_parts(roles, config, machine),
+        *_rollout_parts(roles["actor"], config, machine),
+    ]
     rollout = config.rollout
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     # A row: ids, masks, about nine numbers of each token of the response.
     row = 16 * config.data.prompt_max_len + 53 * rollout.generate_max_len
     rows = math.ceil(samples / machine.world_size) * row
     on_device = 0 if config.training.buffer_cpu_offload else rows
-    kept = frozenset({SCORING, *TRAINING})
-    parts += [Part("experience", "rows", kept, gpu=on_device, host=rows - on_device, sure=False)]
-    parts += [Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False)]
+    phases = frozenset({SCORING, *TRAINING})
+    parts += [
+        Part("experience", "rows", phases, gpu=on_device, host=rows - on_device, sure=False),
+        Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False),
+    ]
     if config.engine.rollout_engine != "hf":
-        parts += [
-            Part(
-                "engine",
-                "two buckets of weights",
-                frozenset({SYNC}),
-                gpu=2 * BUCKET_BYTES,
-                sure=False,
-            )
-        ]
-    parts += _copies(roles["actor"], machine)
-    parts += () if machine.gpus else _kept(parts)
+        size = 2 * BUCKET_BYTES
+        parts.append(
+            Part("engine", "two buckets of weights", frozenset({SYNC}), gpu=size, sure=False)
+        )
+    parts += _file_copies(roles["actor"], machine)
+    if not machine.gpus:
+        parts += list(_freed_blocks(parts))
     return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
 
 
-def _copies(actor: Shape, machine: Machine) -> Iterator[Part]:
+def _file_copies(actor: Shape, machine: Machine) -> Iterator[Part]:
     """Yield what is copied for a file, and merged with adapters in another copy. Only rank 0 has them."""
     ranks = min(machine.world_size, machine.per_node)
     saving = frozenset({SAVE})
-    named = built(actor).hf_model.named_parameters()
-    adapted = sum(p.numel() for name, p in named if name.endswith(".base_layer.weight"))
+    named_parameters = built(actor).hf_model.named_parameters()
+    adapted = sum(
+        parameter.numel()
+        for name, parameter in named_parameters
+        if name.endswith(".base_layer.weight")
+    )
     yield Part("actor", "copy for files", saving, host=sizes(actor).bytes // ranks)
     yield Part("actor", "merged weights", saving, host=adapted * sizes(actor).width // ranks)
 
 
-def _kept(parts: Iterable[Part]) -> Iterator[Part]:
+def _freed_blocks(parts: Iterable[Part]) -> Iterator[Part]:
     """Yield what a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
-    used = {phase: sum(p.small for p in parts if phase in p.phases) for phase in PHASES}
-    apart = {phase: max(used.values()) - size for phase, size in used.items() if phase != LOADING}
-    for size in sorted(set(apart.values()) - {0}):
-        phases = frozenset(phase for phase, kept in apart.items() if kept == size)
+    small_bytes = {
+        phase: sum(part.small for part in parts if phase in part.phases) for phase in PHASES
+    }
+    freed_by_phase = {
+        phase: max(small_bytes.values()) - size
+        for phase, size in small_bytes.items()
+        if phase != LOADING
+    }
+    for size in sorted(set(freed_by_phase.values()) - {0}):
+        phases = frozenset(
+            phase for phase, freed_bytes in freed_by_phase.items() if freed_bytes == size
+        )
         yield Part("process", "freed blocks that it keeps", phases, host=size, sure=False)
 
 
@@ -533,29 +550,31 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     own_dtype = getattr(torch, rules.compute_dtype(config))
 
     def shape(
-        path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any
+        path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **traits: Any
     ) -> Shape:
-        found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
-        eager = model.attn_implementation == "eager" or (
-            model.attn_implementation == "auto" and caps_scores(found)
+        model_config = configs.get(path) or loading.load_config(
+            stage_to_local(path), flag=flag, **options
         )
-        more |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
-        return Shape(found, found.to_json_string(), scores, dtype, **more)
+        eager = model.attn_implementation == "eager" or (
+            model.attn_implementation == "auto" and caps_scores(model_config)
+        )
+        traits |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
+        return Shape(model_config, model_config.to_json_string(), scores, dtype, **traits)
 
     if config.flat().get("lora_rank", 0) > 0:
         lora = LoraOptions(
             adapter.lora_rank, adapter.lora_alpha, adapter.lora_dropout, adapter.target_modules
         )
-    own = {"adapters": lora, "in_4bit": adapter.load_in_4bit}
-    roles = {"actor": shape(model.pretrain, "--pretrain", **own)}
+    actor_options = {"adapters": lora, "in_4bit": adapter.load_in_4bit}
+    roles = {"actor": shape(model.pretrain, "--pretrain", **actor_options)}
     if rules.needs_critic(config):
-        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **own)
+        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **actor_options)
     if rules.needs_reference(config) and facts_of(config).get("own_reference", True):
         dtype = torch.float32 if rules.moves_reference(config) else own_dtype
         roles["reference"] = shape(
             model.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=adapter.load_in_4bit
         )
-    if "ema" in rules.followers(config):
+    if "ema" in rules.moving_models(config):
         roles["moving average"] = shape(model.pretrain, "--pretrain", dtype=torch.float32)
     for name, further in frozen_models(config).items():
         roles[name] = shape(further.path, further.flag)
@@ -564,8 +583,8 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     return roles
 
 
-def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
-    """ZeRO stage of a model, and whether its weights wait on the host."""
+def _placement(role: str, config: PPOConfig) -> tuple[int, bool]:
+    """Return the ZeRO stage of a model, and whether its weights wait on the host."""
     strategy = config.strategy
     if role in ("actor", "critic"):
         if role == "critic":
@@ -576,22 +595,26 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     return 3 if offload else stage, offload
 
 
-def _weights(
+def _weight_parts(
     role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
 ) -> Iterator[Part]:
     counted = sizes(shape)
     always = frozenset(PHASES)
-    held = counted.bytes if stage != 3 else math.ceil(counted.bytes / machine.world_size)
-    yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
+    size = counted.bytes
+    if stage == 3:
+        size = math.ceil(counted.bytes / machine.world_size)
+    yield Part(role, "weights", always, gpu=size * (not offload), host=size * offload)
     if stage == 3 and config.strategy.zpg > 1:
         yield Part(
             role, "secondary shards (--zpg)", always, gpu=counted.bytes // config.strategy.zpg
         )
 
 
-def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _loading_part(
+    roles: Mapping[str, Shape], config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     """Yield the largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
-    found = []
+    loading_parts = []
     for role, shape in roles.items():
         counted = sizes(shape)
         scratch = config.model.init_from_scratch
@@ -599,89 +622,143 @@ def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
         mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
             shape.in_4bit or scratch
         )
-        ranks = min(machine.world_size, machine.per_node) if mapped else 1
-        what = "mapped from the file" if mapped else "whole on the host"
-        if _placed(role, config)[0] != 3:
+        ranks = 1
+        description = "whole on the host"
+        if mapped:
+            ranks = min(machine.world_size, machine.per_node)
+            description = "mapped from the file"
+        if _placement(role, config)[0] != 3:
             size = math.ceil(counted.total * counted.width / ranks)
-            found.append(Part(role, what, frozenset({LOADING}), host=size))
-    if machine.gpus and found:
-        yield max(found, key=lambda part: part.host)
+            loading_parts.append(Part(role, description, frozenset({LOADING}), host=size))
+    if machine.gpus and loading_parts:
+        yield max(loading_parts, key=lambda part: part.host)
 
 
-def _trained(
-    role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
-) -> Iterator[Part]:
-    """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
+@dataclass(frozen=True)
+class _Gradients:
+    """How the gradients of actor or critic are made and summed."""
+
+    stage: int
+    shard: int  # numbers of this rank
+    total: int  # bytes of all, as a pass makes them
+    accumulated: int  # bytes of a number in their sum
+    bucket: int  # bytes of DeepSpeed's buffer
+    copies: int  # bytes: without shards of their own, gradients are averaged in copies
+    has_several: bool  # passes before an optimizer step
+    sums_in_fp32: bool  # another type than they are made in
+    keeps_all: bool  # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
+
+    def beside(self, made: int) -> float:
+        """Return gradients and buffers when so many bytes have been made, beyond the parts of a run."""
+        is_done = made == self.total
+        if self.stage == 0 or self.keeps_all:
+            return made * (self.keeps_all or not self.has_several) + is_done * self.copies
+        if self.stage == 3:
+            return 0
+        bucket = (made > 0) * self.bucket
+        pass_sum = self.shard * self.accumulated  # beside the sum of earlier passes
+        if self.sums_in_fp32 and self.has_several:
+            pass_sum = 0
+        if self.stage == 1:
+            return bucket + made * (1 + 2 * self.sums_in_fp32) + is_done * pass_sum
+        return bucket + (made >= min(self.bucket, self.total)) * pass_sum
+
+
+def _gradients(
+    role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine
+) -> _Gradients:
     strategy = config.strategy
     counted = sizes(shape)
-    critic = role == "critic"
-    offload = rules.critic_offloads(config)[0] if critic else strategy.adam_offload
-    train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
-    accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4  # bytes of a number
-    # Whether gradients are summed in another type than they are made in.
-    apart = counted.width == 2 and accumulated == 4
+    accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4
+    sums_in_fp32 = counted.width == 2 and accumulated == 4
     bucket = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
-    bucket *= 2 if strategy.overlap_comm and stage == 2 else 1  # stage 3 overlaps from one buffer
-    total = counted.trained * counted.width
-    shard = counted.trained if stage == 0 else math.ceil(counted.trained / machine.world_size)
-    many = _micro_batches(config, _rows(config, f"{role}_train", machine)[0], machine) > 1
-    # From the first backward pass to the step; where there are several, the other model trains between them.
-    until_step = TRAINING if many and _joint(config) else {train, step}
-    # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
-    whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
-    # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
-    copies = (4 + 2 * apart) * min(counted.trained, GPU_BUCKET_ELEMENTS) * (machine.world_size > 1)
-    # Of this pass, beside the sum of earlier ones.
-    again = 0 if apart and many else shard * accumulated
+    if strategy.overlap_comm and stage == 2:  # stage 3 overlaps from one buffer
+        bucket *= 2
+    shard = counted.trained
+    if stage > 0:
+        shard = math.ceil(counted.trained / machine.world_size)
+    copies = 0
+    if machine.world_size > 1:  # DeepSpeed sends those of 16 bits
+        copies = (4 + 2 * sums_in_fp32) * min(counted.trained, GPU_BUCKET_ELEMENTS)
+    rows, _ = _rows(config, f"{role}_train", machine)
+    return _Gradients(
+        stage,
+        shard,
+        counted.trained * counted.width,
+        accumulated,
+        bucket,
+        copies,
+        has_several=_micro_batches(config, rows, machine) > 1,
+        sums_in_fp32=sums_in_fp32,
+        keeps_all=stage == 1 and shape.dtype is torch.bfloat16 and sums_in_fp32 and not offload,
+    )
+
+
+def _training_parts(
+    role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
+    """Yield fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
+    counted = sizes(shape)
+    offload = config.strategy.adam_offload
+    train = ACTOR
+    step = ACTOR_STEP
+    if role == "critic":
+        offload = rules.critic_offloads(config)[0]
+        train = CRITIC
+        step = CRITIC_STEP
+    gradients = _gradients(role, shape, stage, offload, config, machine)
+    shard = gradients.shard
 
     def part(
         what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True
     ) -> Part:
         return Part(role, what, frozenset(phases), int(size) * (not host), int(size) * host, sure)
 
-    def beside(made: int) -> float:
-        """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
-        if stage == 0 or whole:
-            return made * (whole or not many) + (made == total) * copies
-        if stage == 1:
-            return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
-        return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
-
     always = frozenset(PHASES)
-    there = always
+    device_phases = always
     if not offload and _makes_room_for_vllm(config, machine):
-        there = always - {ROLLOUT}
-        per_number = 8 + 4 * (stage > 0) + accumulated * (stage == 3)
+        device_phases = always - {ROLLOUT}
+        per_number = 8 + 4 * (stage > 0) + gradients.accumulated * (stage == 3)
         yield part("put aside while vLLM samples", always, per_number * shard, host=True)
     if stage > 0:
-        yield part("fp32 masters", there, 4 * shard, offload)
-    yield part("Adam", there - {LOADING}, 8 * shard, offload)
+        yield part("fp32 masters", device_phases, 4 * shard, offload)
+    yield part("Adam", device_phases - {LOADING}, 8 * shard, offload)
     if offload:
         yield part("gradients and copies of shards", always, (4 + counted.width) * shard, host=True)
     if stage == 3:
-        yield part("gradients of the shard", there, accumulated * shard, offload)
-        yield part("reduction", always, bucket)
+        size = gradients.accumulated * shard
+        yield part("gradients of the shard", device_phases, size, offload)
+        yield part("reduction", always, gradients.bucket)
         gathered = min(counted.total, LIVE_ELEMENTS) * counted.width
         yield part("gathered weights", [train], gathered, sure=False)
-    elif whole:
+    elif gradients.keeps_all:
         yield part("gradients", always, 4 * counted.trained)
     else:
-        size = 4 * counted.trained if stage == 0 else accumulated * shard
-        made = part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
-        share = 0 if stage == 0 or machine.gpus else counted.trained_small / counted.trained
-        yield from _with_small_blocks(made, share, train)
-    if stage > 0 and not offload and (stage == 3 or not apart):
+        phases = {step}
+        if gradients.has_several:  # from the first backward pass to the step
+            # The other model trains between them, where both take each micro batch in turn.
+            phases = TRAINING if _train_by_turns(config) else {train, step}
+        size = (4 if stage == 0 else gradients.accumulated) * shard
+        summed = part("gradients", phases, size, sure=gradients.has_several or stage > 0)
+        share = 0.0
+        if stage > 0 and not machine.gpus:
+            share = counted.trained_small / counted.trained
+        yield from _gradient_parts(summed, share, train)
+    if stage > 0 and not offload and (stage == 3 or not gradients.sums_in_fp32):
         yield part("flat gradients", [step], 4 * shard, sure=False)
     # Only the engine that is made last adds to the peak while models load.
-    if stage > 0 and not whole and (critic or not rules.needs_critic(config)):
+    is_last = role == "critic" or not rules.needs_critic(config)
+    if stage > 0 and not gradients.keeps_all and is_last:
         yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
     activations = _training_pass(role, shape, config, machine)
-    held = part("activations, buckets", [train], activations.peak(beside), sure=False)
-    yield dataclasses.replace(held, small=activations.small)
+    size = activations.peak(gradients.beside)
+    yield dataclasses.replace(
+        part("activations, buckets", [train], size, sure=False), small=activations.small
+    )
 
 
 def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> PassBytes:
-    """Forward and backward over a full micro batch of actor or critic."""
+    """Run forward and backward over a full micro batch of actor or critic."""
     rows, kind = _rows(config, f"{role}_train", machine)
     return pass_bytes(
         shape,
@@ -693,16 +770,18 @@ def _training_pass(role: str, shape: Shape, config: PPOConfig, machine: Machine)
     )
 
 
-def _with_small_blocks(gradients: Part, share: float, train: str) -> Iterator[Part]:
+def _gradient_parts(gradients: Part, share: float, train: str) -> Iterator[Part]:
     """Yield the sum of gradients, and those of a pass: they may find no room between the activations that it frees.
 
     ZeRO copies a pass's gradients; where there is no sum of earlier passes, both are new.
     """
     small = int(share * gradients.gpu)
     yield dataclasses.replace(gradients, small=small)
-    what = f"gradients of a pass ({gradients.owner})"
-    new = small * (1 + (train not in gradients.phases))
-    yield Part("process", what, frozenset({train}), host=new, sure=False, small=new)
+    description = f"gradients of a pass ({gradients.owner})"
+    new_bytes = small * (1 + (train not in gradients.phases))
+    yield Part(
+        "process", description, frozenset({train}), host=new_bytes, sure=False, small=new_bytes
+    )
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
@@ -714,7 +793,7 @@ def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
 # -- passes and their rows ---------------------------------------------------------------------------------------------
 
 
-def _joint(config: PPOConfig) -> bool:
+def _train_by_turns(config: PPOConfig) -> bool:
     """Return whether actor and critic take each micro batch in turn."""
     actor, critic = (
         rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train")
@@ -732,25 +811,17 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
     spec = rules.micro_batch_spec(config, call)
     samples = config.rollout.rollout_batch_size * per_prompt
     packed = attention != "eager" and training.packing_samples is not False and call != "reward"
-    whole_groups = (
-        not call.endswith("train")
-        or training.shuffle == "groups"
-        or training.train_batch_size >= samples
-    )
+    rows_of_call = samples
+    if call.endswith("train"):
+        rows_of_call = min(samples, training.train_batch_size)
+    whole_groups = rows_of_call == samples or training.shuffle == "groups"
+    shared = 1
     if packed and training.share_prompts and whole_groups and attention != "flash_attention_2":
         shared = per_prompt
-    else:
-        shared = 1
-    per_rank = max(
-        1,
-        min(samples, training.train_batch_size if call.endswith("train") else samples)
-        // machine.world_size,
-    )
-    if spec.unit == "samples":
-        fitting = spec.size
-    else:
+    fitting = spec.size
+    if spec.unit == "tokens":
         fitting = max(1, math.floor(spec.size / (prompt / shared + response)))
-    count = min(fitting, per_rank)
+    count = min(fitting, max(1, rows_of_call // machine.world_size))
     if not packed:
         return PassRows(count, prompt + response, count * response, False), "masked"
     fused = attention == "flash_attention_2" or (
@@ -761,7 +832,7 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[PassRows, str
 
 
 def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
-    """Of an optimizer step, on a rank."""
+    """Return those of an optimizer step, on a rank."""
     rollout = config.rollout
     training = config.training
     samples = min(
@@ -770,7 +841,9 @@ def _micro_batches(config: PPOConfig, rows: PassRows, machine: Machine) -> int:
     return math.ceil(samples / machine.world_size * rollout.generate_max_len / rows.read)
 
 
-def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _scoring_parts(
+    roles: Mapping[str, Shape], config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     """Yield the largest pass without gradients."""
     calls = {name: name for name in ("critic", "reference", *frozen_models(config))}
     flat = config.flat()
@@ -778,80 +851,61 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
     exact = config.engine.rollout_engine == "hf" and not plays
     if not config.evaluation.val_only and old_log_probs_from(config, exact) == "forward":
         calls["actor"] = "actor"
-    found = []
+    passes = []
     for role, shape in roles.items():
-        if (call := "reward" if role.startswith("reward") else calls.get(role)) is not None:
+        call = "reward" if role.startswith("reward") else calls.get(role)
+        if call is not None:
             rows, kind = _rows(config, call, machine)
-            gathered = (
-                min(sizes(shape).total, LIVE_ELEMENTS)
-                * sizes(shape).width
-                * (_placed(role, config)[0] == 3)
-            )
+            gathered = 0
+            if _placement(role, config)[0] == 3:
+                gathered = min(sizes(shape).total, LIVE_ELEMENTS) * sizes(shape).width
             run = pass_bytes(shape, rows, kind=kind)
-            found.append((run.peak() + gathered, role, run.small))
-    if found:
-        size, role, small = max(found)
+            passes.append((run.peak() + gathered, role, run.small))
+    if passes:
+        size, role, small = max(passes)
         phases = frozenset({SCORING})
         yield Part(role, "pass without gradients", phases, gpu=size, sure=False, small=small)
 
 
-def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _rollout_parts(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """Yield the KV cache of the HF engine, or vLLM's share."""
     engine = config.engine
     rollout = config.rollout
-    counted = sizes(shape)
+    weights = sizes(shape).total * sizes(shape).width
     prompt = config.data.prompt_max_len
-    slots = max(
-        1,
-        min(
-            rules.rollout_rows(config),
-            rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size,
-        ),
-    )
+    response = rollout.generate_max_len
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    slots = max(1, min(rules.rollout_rows(config), samples // machine.world_size))
     prompts = max(1, slots // rollout.n_samples_per_prompt)
     run = pass_bytes(shape, PassRows(prompts, prompt, prompts, False), kind="cache")
     of_token = run.cache / (prompts * prompt)
+    while_sampling = frozenset({ROLLOUT})
     if engine.rollout_engine == "vllm":
-        sleeps = engine.free_cache_engine and machine.gpus
-        share = counted.total * counted.width + min(
-            4 << 30,
-            of_token
-            * engine.max_num_seqs
-            * (engine.max_model_len or prompt + rollout.generate_max_len),
-        )
+        longest = engine.max_model_len or prompt + response
+        share = weights + min(4 << 30, of_token * engine.max_num_seqs * longest)
         if engine.kv_cache_memory_bytes is not None:
-            share = counted.total * counted.width + engine.kv_cache_memory_bytes
+            share = weights + engine.kv_cache_memory_bytes
         elif machine.gpus:
-            share = max(
-                counted.total * counted.width + slots * of_token,
-                engine.gpu_memory_utilization * (machine.device_bytes or 0),
-            )
-        yield Part(
-            "vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share)
-        )
+            reserved = engine.gpu_memory_utilization * (machine.device_bytes or 0)
+            share = max(weights + slots * of_token, reserved)
+        sleeps = engine.free_cache_engine and machine.gpus
+        phases = frozenset({ROLLOUT, SYNC} if sleeps else PHASES)
+        yield Part("vLLM", "its share", phases, gpu=int(share))
         if sleeps and rules.sleep_level(config) == 1:
-            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=counted.bytes)
+            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=sizes(shape).bytes)
     elif engine.rollout_engine == "hf":
         if config.strategy.zero_stage == 3:
-            yield Part(
-                "actor",
-                "gathered for generation",
-                frozenset({ROLLOUT}),
-                gpu=counted.total * counted.width,
-            )
-        columns = prompt + rollout.generate_max_len + (128 if machine.gpus else 16)
+            yield Part("actor", "gathered for generation", while_sampling, gpu=weights)
+        columns = prompt + response + (128 if machine.gpus else 16)
+        cache = int(slots * (columns * of_token + run.states / prompts))
+        yield Part("HF engine", "KV cache", while_sampling, gpu=cache, sure=False)
         yield Part(
-            "HF engine",
-            "KV cache",
-            frozenset({ROLLOUT}),
-            gpu=int(slots * (columns * of_token + run.states / prompts)),
-            sure=False,
+            "HF engine", "prompts", while_sampling, gpu=run.peak(), sure=False, small=run.small
         )
-        phases = frozenset({ROLLOUT})
-        yield Part("HF engine", "prompts", phases, gpu=run.peak(), sure=False, small=run.small)
         if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
-            held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
-            yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
+            logits = slots * shape.config.get_text_config().vocab_size
+            size = SAMPLER_BYTES * logits
+            yield Part("HF engine", "CUDA graphs", while_sampling, gpu=size, sure=False)
 
 
 SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
@@ -866,21 +920,23 @@ def decoding_rows(
 
     A step of decoding launches the same kernels for any number of rows.
     """
-    found = estimate(config, machine, configs)
+    estimated = estimate(config, machine, configs)
     rollout = config.rollout
-    held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
-    ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
+    bytes_of_others = sum(
+        part.gpu for part in estimated.parts if ROLLOUT in part.phases and part.owner != "HF engine"
+    )
+    engine_bytes = sum(part.gpu for part in estimated.parts if part.owner == "HF engine")
     samples = max(
         1, rollout.rollout_batch_size * rollout.n_samples_per_prompt // machine.world_size
     )
     vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
-    row = ours / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
-    fit = int((1 - SPARE) * machine.device_bytes - held) // int(row)
-    return max(8, min(fit, samples, MOST_ROWS) // 8 * 8)
+    row = engine_bytes / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
+    fitting_rows = int((1 - SPARE) * machine.device_bytes - bytes_of_others) // int(row)
+    return max(8, min(fitting_rows, samples, MOST_ROWS) // 8 * 8)
 
 
 def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
-    """:func:`decoding_rows` on the GPU with least room; says so. Collective."""
+    """Return :func:`decoding_rows` on the GPU with least room, and say so. Collective."""
     # What other processes hold is not there for this one.
     size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
     try:
@@ -917,7 +973,7 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 def advice(
     config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> list[str]:
-    """For a run that does not fit: what each remedy saves by itself, and the first ones that are enough together."""
+    """Say of a run that does not fit what each remedy saves, and the first ones that are enough together."""
     start = best = estimate(config, machine, configs).peak()[1]
     now = config
     lines = []
@@ -954,7 +1010,9 @@ def advice(
             lines.append(f"  {flags(changed)}: {gigabytes(start - alone)} less")
         if best > 0.9 * machine.limit:  # the estimate may be 10% off
             together, changed = peak(now, remedy)
-            now, best = (changed, together) if together < 0.99 * best else (now, best)
+            if together < 0.99 * best:
+                now = changed
+                best = together
     if best <= machine.limit:
         fits = "fits"
     else:
@@ -970,36 +1028,35 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def table(found: Estimate) -> list[str]:
-    """Parts and phases for people."""
-    gpus = found.machine.gpus
-    ranks = min(found.machine.world_size, found.machine.per_node)
+def table(estimated: Estimate) -> list[str]:
+    """Write parts and phases for people."""
+    gpus = estimated.machine.gpus
+    ranks = min(estimated.machine.world_size, estimated.machine.per_node)
     lines = [
-        f"GB of {found.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
+        f"GB of {estimated.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
     ]
-    for p in found.parts:
-        if len(p.phases) < 8:
-            when = ", ".join(phase for phase in PHASES if phase in p.phases)
-        else:
-            when = ""
+    for part in estimated.parts:
+        when = ""
+        if len(part.phases) < 8:
+            when = ", ".join(phase for phase in PHASES if phase in part.phases)
         lines.append(
-            f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip()
+            f"  {part.owner:<16}{part.what:<32}{part.gpu / 1e9:>10.2f}{part.host * ranks / 1e9:>10.2f}   {when}".rstrip()
         )
     lines.append("in each phase")
     for phase in [
-        one
-        for one in PHASES
-        if "critic" not in one or any(p.owner == "critic" for p in found.parts)
+        phase_name
+        for phase_name in PHASES
+        if "critic" not in phase_name or any(part.owner == "critic" for part in estimated.parts)
     ]:
-        of_gpu, host = found.of_phase(phase)
+        of_gpu, host = estimated.of_phase(phase)
         lines.append(
             f"  {phase:<48}{(of_gpu if gpus else host / ranks) / 1e9:>10.2f}{host / 1e9:>10.2f}"
         )
-    (phase, size), (host_phase, host) = found.peak(), found.peak(of_host=True)
+    (phase, size), (host_phase, host) = estimated.peak(), estimated.peak(of_host=True)
     of_gpu = f"{gigabytes(size)} of a GPU ({phase}), " if gpus else ""
-    limit = found.machine.host_bytes
-    told = f"; it has {gigabytes(limit)}, so the run fits" if limit and found.fits else ""
-    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase}){told}"]
+    limit = estimated.machine.host_bytes
+    host_note = f"; it has {gigabytes(limit)}, so the run fits" if limit and estimated.fits else ""
+    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase}){host_note}"]
 
 
 def check_memory(
@@ -1010,14 +1067,35 @@ def check_memory(
     Raises:
         ConfigError: even what is certain does not fit into a GPU, or a host; the message says what would help.
     """
-    found = estimate(config, machine, configs)
-    lines = table(found)
-    if not found.fits:
+    estimated = estimate(config, machine, configs)
+    lines = table(estimated)
+    if not estimated.fits:
         lines += [f"this does not fit into {gigabytes(machine.limit)}:"]
         lines += advice(config, machine, configs)
-        phase, certain = found.peak(sure=True)
+        phase, certain = estimated.peak(sure=True)
         if certain > machine.limit:
-            place = "a GPU" if machine.gpus else "a host"
-            problem = f"{gigabytes(certain)} of {place} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
+            device = "a GPU" if machine.gpus else "a host"
+            problem = f"{gigabytes(certain)} of {device} are needed at least ({phase}), it has {gigabytes(machine.limit)}"
             raise ConfigError("\n".join([problem, *lines]))
     return lines
+
+
+# -- the memory of this host, and of this process --------------------------------------------------------------------
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of the container that this process is in."""
+    sizes = [psutil.virtual_memory().total]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups, version 2 and 1
+        try:
+            sizes.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+    return min(sizes)
+
+
+def library_bytes(ranks: int = 1) -> int:
+    """Return the memory of this process; ranks of a host share what is mapped from files."""
+    memory = psutil.Process().memory_info()
+    shared = getattr(memory, "shared", 0)
+    return memory.rss - shared + shared // ranks

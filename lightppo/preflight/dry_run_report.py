@@ -23,7 +23,7 @@ import numpy as np
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.config.reward_plan import reward_sources
+from lightppo.config.reward_options import reward_sources
 from lightppo.config.supervised_options import SFTConfig
 from lightppo.data.examples import Example, examples_of
 from lightppo.data.records import Prompt, Rollout
@@ -69,17 +69,22 @@ def rehearse(
         lengths(rows),
     ):
         ranks.print(line)
-    some = [examples_of(rows, position) for position in range(min(_ROWS, len(rows)))]
-    told = _settings(config, rows), _prompts(rows, some), _answers(rows, some), _pairs(rows, some)
-    for line in chain(*told, _chats(config, rows), _repeated(config, rows, held_out)):
+    first_rows = [examples_of(rows, position) for position in range(min(_ROWS, len(rows)))]
+    findings_of_rows = (
+        _settings(config, rows),
+        _prompts(rows, first_rows),
+        _answers(rows, first_rows),
+        _pairs(rows, first_rows),
+    )
+    for line in chain(*findings_of_rows, _chats(config, rows), _repeated(config, rows, held_out)):
         ranks.print(plain(f"look at this: {line}"))
     if isinstance(config, PPOConfig) and "environment" in reward_sources(config):
         ranks.print(
             "--reward_source environment scores episodes, so no answers are made up to try it: see the score of the step"
         )
     elif source is not None and not isinstance(source, NoReward):
-        found = list(_scores(config, rows, source)) if ranks.is_rank_0() else []
-        for line in found:
+        findings = list(_scores(config, rows, source)) if ranks.is_rank_0() else []
+        for line in findings:
             ranks.print(plain(f"look at this: {line}"))
         ranks.barrier()
 
@@ -87,8 +92,8 @@ def rehearse(
 def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
     """Yield what the numbers of the step tell; of rank 0."""
     rows = [
-        json.loads(x)
-        for x in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
     ]
     row = next((row for row in rows if row.get("rollout/samples", 0) >= _FEWEST), {})
     if row.get("rollout/reward_std") == 0:
@@ -99,10 +104,10 @@ def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
     if isinstance(config, SFTConfig) and not config.model.init_from_scratch:
         row = next(row for row in rows if "train/loss" in row)
         loss = row["train/loss"]
-        known = len(tokenizer)
-        if row["train/tokens"] >= _FEWEST_TOKENS and loss > _GUESSING * math.log(known):
+        vocabulary = len(tokenizer)
+        if row["train/tokens"] >= _FEWEST_TOKENS and loss > _GUESSING * math.log(vocabulary):
             yield (
-                f"look at this: the loss of the step, {loss:.2f}, is that of guessing among {known} tokens: do the "
+                f"look at this: the loss of the step, {loss:.2f}, is that of guessing among {vocabulary} tokens: do the "
                 "weights of --pretrain, its tokenizer and the language of the data belong together?"
             )
 
@@ -141,11 +146,12 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
 
 
 def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) -> Iterator[str]:
-    left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
+    opening, closing = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
 
     def all_of(text: Callable[[list[int]], str], between: str) -> str:
         return between.join(
-            f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans
+            f"{opening}{text(span)}{closing}" if is_trained else text(span)
+            for is_trained, span in spans
         )
 
     def shown(ids: list[int]) -> str:
@@ -186,30 +192,32 @@ def _names(config: OptionSet) -> tuple[str, ...]:
 
 def fewer_rows(config: OptionSet, rows: Any) -> str | None:
     """Return what to say where a step asks for more rows than there are."""
-    _, size, *_, what = _names(config)
-    wanted = config.flat()[size]
-    if len(rows) >= wanted:
+    _, size, *_, noun = _names(config)
+    batch_size = config.flat()[size]
+    if len(rows) >= batch_size:
         return None
-    return f"--{size} {wanted} is more than the {len(rows)} {what}: every step has all of them"
+    return f"--{size} {batch_size} is more than the {len(rows)} {noun}: every step has all of them"
 
 
 def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
     flat = config.flat()
     usual = type(config)().flat()
     report = rows.report
-    rate, _, limit, _, _, what = _names(config)
+    rate, _, limit, _, _, noun = _names(config)
     if flat[rate] > 100 * usual[rate] and config.adapter.lora_rank == 0:
         usually = f"{usual[rate] / 10:g} to {usual[rate] * 10:g}"
         yield f"--{rate} {flat[rate]:g}: models of some size are trained with {usually}, adapters up to 1e-3"
-    if told := fewer_rows(config, rows):
-        yield told
+    if shortage := fewer_rows(config, rows):
+        yield shortage
     over = f"--{limit} {flat[limit]}"
     if report.truncated:
-        cut = f"{report.truncated} of {report.kept} {what} are cut to {over}"
-        lost = "is the question still there" if what == "prompts" else "their answers never end"
-        yield f"{cut}: {lost} (--truncation {flat['truncation']})? Else raise it, or drop"
+        cut = f"{report.truncated} of {report.kept} {noun} are cut to {over}"
+        consequence = (
+            "is the question still there" if noun == "prompts" else "their answers never end"
+        )
+        yield f"{cut}: {consequence} (--truncation {flat['truncation']})? Else raise it, or drop"
     if left_out := report.dropped.get("overlong"):
-        yield f"{left_out} of {report.rows} {what} are longer than {over}, and left out: raise it, or is that meant?"
+        yield f"{left_out} of {report.rows} {noun} are longer than {over}, and left out: raise it, or is that meant?"
     for text in flat.get("stop", ()):
         ids = rows.tokenizer(text, add_special_tokens=False)["input_ids"]
         if "\\n" in text:
@@ -220,87 +228,109 @@ def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
 
 def _prompts(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
     tokenizer = rows.tokenizer
-    prompts = [one[0].prompt for one in some]
+    prompts = [examples[0].prompt for examples in some]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     unknown = tokenizer.unk_token_id
     marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
-    labels = Counter(type(p.label).__name__ for p in prompts if p.label is not None)
+    labels = Counter(type(prompt.label).__name__ for prompt in prompts if prompt.label is not None)
     usual = labels.most_common(1)[0][0] if labels else None
-    found = {
-        "begin with two begin-of-text tokens": (lambda p: bos is not None and p.token_ids[:2] == [bos, bos],
+    mistakes = {
+        "begin with two begin-of-text tokens": (lambda row: bos is not None and row.token_ids[:2] == [bos, bos],
             "leave it out of the rows, or of the chat template"),
         "hold special tokens inside a message": (
-            lambda p: any(mark in (message["content"] or "") for message in p.messages or () for mark in marks),
+            lambda row: any(mark in (message["content"] or "") for message in row.messages or () for mark in marks),
             "was a chat template applied before? Give the bare text"),
-        "end with end-of-text": (lambda p: p.token_ids[-1:] == [eos], "the answer comes after the end: leave it out"),
-        "end with a blank": (lambda p: p.messages is None and p.text.endswith(" "),
+        "end with end-of-text": (lambda row: row.token_ids[-1:] == [eos], "the answer comes after the end: leave it out"),
+        "end with a blank": (lambda row: row.messages is None and row.text.endswith(" "),
             "words begin with their blank, so answers get odd tokens: cut it off the rows or --input_template"),
-        "have tokens that the tokenizer does not know": (lambda p: unknown is not None and unknown in p.token_ids,
+        "have tokens that the tokenizer does not know": (lambda row: unknown is not None and unknown in row.token_ids,
             "do the data and the tokenizer of --pretrain belong together?"),
-        "have no label": (lambda p: usual is not None and p.label is None,
+        "have no label": (lambda row: usual is not None and row.label is None,
             "others have one: fill them, or leave the rows out"),
-        f"have a label that is not {usual} as most are": (lambda p: type(p.label).__name__ not in (usual, "NoneType"),
+        f"have a label that is not {usual} as most are": (lambda row: type(row.label).__name__ not in (usual, "NoneType"),
             "'8' == 8 is false in Python: write all in one type"),
     }  # fmt: skip
-    yield from _told(rows, "prompts", [[p] for p in prompts], lambda p: f"…{p.text[-40:]!r}", found)
+    yield from _mistake_lines(
+        rows,
+        "prompts",
+        [[prompt] for prompt in prompts],
+        lambda prompt: f"…{prompt.text[-40:]!r}",
+        mistakes,
+    )
 
 
-def _answers(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
+def _question(prompt: Prompt) -> str:
+    return prompt.messages[-1]["content"] if prompt.messages else prompt.text
+
+
+def _answers(rows: Any, row_examples: Sequence[Sequence[Example]]) -> Iterator[str]:
     tokenizer = rows.tokenizer
     unknown = rows.tokenizer.unk_token_id
     marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
-    found = {
-        "hold special tokens": (lambda e: any(mark in e.written for mark in marks),
+    mistakes = {
+        "hold special tokens": (lambda row: any(mark in row.written for mark in marks),
             "was a template applied before? Give the bare text, whose end-of-text is added"),
-        "have tokens that the tokenizer does not know": (lambda e: unknown is not None and unknown in e.answer_ids,
+        "have tokens that the tokenizer does not know": (lambda row: unknown is not None and unknown in row.answer_ids,
             "do the data and the tokenizer of --pretrain belong together?"),
         "have no text to learn": (
-            lambda e: not tokenizer.decode(list(e.answer_ids), skip_special_tokens=True).strip(),
+            lambda row: not tokenizer.decode(list(row.answer_ids), skip_special_tokens=True).strip(),
             "only special tokens are trained: fill the rows, or leave them out"),
         "are the prompt once more": (
-            lambda e: e.written.strip() == (e.prompt.messages[-1]["content"] if e.prompt.messages else e.prompt.text),
+            lambda row: row.written.strip() == _question(row.prompt),
             "is the right column named?"),
         "follow a word without a blank or a line": (
-            lambda e: e.prompt.messages is None and e.prompt.text[-1:].isalpha() and e.answer[:1].isalpha(),
+            lambda row: row.prompt.messages is None and row.prompt.text[-1:].isalpha() and row.answer[:1].isalpha(),
             "set --input_template, such as $'{}\\n', or write it into the rows"),
     }  # fmt: skip
-    trained = [[e for e in one if e.answer_ids] for one in some]
-    yield from _told(rows, "answers", trained, lambda e: f"{e.answer[:40]!r}…", found)
-    if len(some) >= _FEWEST and len(all_of := {e.written for one in trained for e in one}) == 1:
-        yield f"all {len(some)} answers are {all_of.pop()[:40]!r}: is the right column named (--output_key)?"
+    trained = [[example for example in examples if example.answer_ids] for examples in row_examples]
+    yield from _mistake_lines(
+        rows, "answers", trained, lambda example: f"{example.answer[:40]!r}…", mistakes
+    )
+    if (
+        len(row_examples) >= _FEWEST
+        and len(all_of := {example.written for examples in trained for example in examples}) == 1
+    ):
+        yield f"all {len(row_examples)} answers are {all_of.pop()[:40]!r}: is the right column named (--output_key)?"
 
 
-def _told(
+def _mistake_lines(
     rows: Any,
     kind: str,
     some: Sequence[Sequence[Any]],
     text: Callable[[Any], str],
-    found: dict[str, Any],
+    mistakes: dict[str, Any],
 ) -> Iterator[str]:
     """Yield each kind of mistake with its number and the first of them."""
     total = sum(map(len, some))
-    for what, (is_so, cure) in found.items():
-        if at := [
-            (position, one) for position, of_row in enumerate(some) for one in of_row if is_so(one)
+    for description, (is_so, cure) in mistakes.items():
+        if matches := [
+            (position, item)
+            for position, of_row in enumerate(some)
+            for item in of_row
+            if is_so(item)
         ]:
-            position, first = at[0]
-            shown = f"first {rows.origin(position)} ({text(first)})"
-            yield f"{len(at)} of {total} {kind} {what}, {shown}: {cure}"
+            position, first_item = matches[0]
+            first_match = f"first {rows.origin(position)} ({text(first_item)})"
+            yield f"{len(matches)} of {total} {kind} {description}, {first_match}: {cure}"
 
 
 def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
     """Yield what pairs teach beside what they mean to."""
     if len(pairs[0]) < 2:
         return
-    known = {
-        tuple((tuple(e.prompt.token_ids), tuple(e.answer_ids)) for e in pair): i
+    position_of_pair = {
+        tuple((tuple(example.prompt.token_ids), tuple(example.answer_ids)) for example in pair): i
         for i, pair in enumerate(pairs)
     }
-    both = [(known[pair[::-1]], i) for pair, i in known.items() if known.get(pair[::-1], i) < i]
+    both = [
+        (position_of_pair[pair[::-1]], i)
+        for pair, i in position_of_pair.items()
+        if position_of_pair.get(pair[::-1], i) < i
+    ]
     if both:
-        first, second = map(rows.origin, both[0])
-        yield f"{len(both)} pairs are there the other way round, first {first} and {second}: which answer is better?"
+        forward, backward = map(rows.origin, both[0])
+        yield f"{len(both)} pairs are there the other way round, first {forward} and {backward}: which answer is better?"
     longer = sum(len(chosen.answer_ids) > len(rejected.answer_ids) for chosen, rejected in pairs)
     if len(pairs) >= _FEWEST_PAIRS and longer >= _MOSTLY_LONGER * len(pairs):
         yield f"the chosen answer is the longer one in {longer} of {len(pairs)} pairs: length may be what is learned"
@@ -310,7 +340,7 @@ def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
 
 
 def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
-    *_, data, eval_data, what = _names(config)
+    *_, data, eval_data, noun = _names(config)
     plays = isinstance(config, PPOConfig) and config.episodes.env
 
     def row_of(dataset: Any, position: int, ids: list[int]) -> tuple:
@@ -320,11 +350,11 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
         prompt = dataset[position]
         return (*ids, json.dumps([prompt.label, prompt.extra], sort_keys=True, default=repr))
 
-    seen = Counter(row_of(rows, position, rows.ids_of(position)) for position in range(len(rows)))
-    if (more := len(rows) - len(seen)) > 0:
-        yield f"{more} of {len(rows)} {what} of --{data} are there before: they count as often"
-    known = range(len(rows)) if held_out else ()
-    prompts = {row_of(rows, position, rows.prompt_ids_of(position)) for position in known}
+    counts = Counter(row_of(rows, position, rows.ids_of(position)) for position in range(len(rows)))
+    if (repeated := len(rows) - len(counts)) > 0:
+        yield f"{repeated} of {len(rows)} {noun} of --{data} are there before: they count as often"
+    positions = range(len(rows)) if held_out else ()
+    prompts = {row_of(rows, position, rows.prompt_ids_of(position)) for position in positions}
     both = [
         at
         for at in range(len(held_out or ()))
@@ -339,17 +369,21 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
 
 
 def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
-    first = examples_of(rows, 0)[0].prompt
+    prompt = examples_of(rows, 0)[0].prompt
     template = rows.template
     tokenizer = rows.tokenizer
-    if first.messages is None:
+    if prompt.messages is None:
         return
-    chat = first.messages
-    own = {mark for message in chat for mark in _MARK.findall(message["content"] or "")}
-    if foreign := sorted(set(_MARK.findall(first.text)) - own - set(tokenizer.get_vocab())):
+    chat = prompt.messages
+    marks_of_messages = {
+        mark for message in chat for mark in _MARK.findall(message["content"] or "")
+    }
+    if foreign := sorted(
+        set(_MARK.findall(prompt.text)) - marks_of_messages - set(tokenizer.get_vocab())
+    ):
         yield f"the chat template writes {foreign[0]!r}, no token of this tokenizer: is it another model's template?"
-    asked = template.chat_text(chat, add_generation_prompt=chat[-1]["role"] != "assistant")
-    if chat[-1]["role"] != "assistant" and asked == template.chat_text(chat):
+    prompt_text = template.chat_text(chat, add_generation_prompt=chat[-1]["role"] != "assistant")
+    if chat[-1]["role"] != "assistant" and prompt_text == template.chat_text(chat):
         yield "the chat template has no generation prompt: the model has to write the assistant's header itself"
     # Rows of supervised training end with end-of-text, whatever the template writes.
     if not isinstance(config, PPOConfig):
@@ -372,8 +406,8 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     if tail and not stops & set(ids) and not any(stop in tail for stop in rollout.stop):
         ends = f"the chat template ends an answer with {tail!r}, at which sampling goes on"
         # Sampling cannot wait for a special token and text behind it.
-        first = tokenizer.decode(ids[:1])
-        stop = tail if tokenizer.decode(ids[:1], skip_special_tokens=True) else first
+        first_token = tokenizer.decode(ids[:1])
+        stop = tail if tokenizer.decode(ids[:1], skip_special_tokens=True) else first_token
         yield f"{ends}: --stop {stop!r}, or the right eos_token in tokenizer_config.json"
 
 
@@ -382,10 +416,10 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
 
 def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[str]:
     """Yield the labels themselves and nonsense as answers: the ones should score higher, in the time there is."""
-    made = [
+    answers_by_prompt = [
         _made_up(prompts.tokenizer, prompts[position]) for position in range(min(8, len(prompts)))
     ]
-    everything = [rollout for right, wrong in made for rollout in (*right, *wrong)]
+    everything = [rollout for right, wrong in answers_by_prompt for rollout in (*right, *wrong)]
     try:
         start = time.monotonic()
         in_daemon_thread(score_rollouts, source, everything[:1]).result(_LONGEST_SCORE)
@@ -402,19 +436,19 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
         yield f"the reward fails on answers that were made up for this check; the model's may be like them: {error}"
         return
     samples = config.rollout.rollout_batch_size * config.sampling.generation_size
-    if (whole := seconds * samples) > _LONGEST_STEP:
+    if (step_seconds := seconds * samples) > _LONGEST_STEP:
         yield (
             f"{source.name} took {seconds:.2g} s for one sample; one after the other, the {samples} of a step would "
-            f"take {whole / 60:.0f} minutes: make it faster, or --async_rewards, or --reward_manager prime"
+            f"take {step_seconds / 60:.0f} minutes: make it faster, or --async_rewards, or --reward_manager prime"
         )
     scored = [rollout for rollout in everything if rollout.reward is not None]
-    labelled = [both for both in made if both[0] and everything]
+    labelled = [both for both in answers_by_prompt if both[0] and everything]
     if labelled and len({rollout.reward for rollout in scored}) == 1:
         yield (
             f"{source.name} gave {scored[0].reward:g} to all of {len(scored)} made-up answers, right and wrong: does "
             "it read the answer, and in the form in which models give it?"
         )
-    elif labelled and not any(map(_tells, labelled)):
+    elif labelled and not any(map(_separates, labelled)):
         right = max(labelled[0][0], key=lambda rollout: rollout.reward or 0)
         yield (
             f"{source.name} scores labels as answers no higher than {_WRONG[0]!r} and {_WRONG[1]!r}, such as "
@@ -423,7 +457,7 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
 
 
 def _made_up(tokenizer: Any, prompt: Prompt) -> tuple[list[Rollout], list[Rollout]]:
-    """Answers with the label and without it. One that is long, such as a worked solution, is an answer as it is."""
+    """Make answers with the label and without it. A long one, such as a worked solution, is an answer as it is."""
 
     def rollout(number: int, text: str) -> Rollout:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -438,14 +472,17 @@ def _made_up(tokenizer: Any, prompt: Prompt) -> tuple[list[Rollout], list[Rollou
 
 def _answer_of(label: Any) -> str:
     """Return the label as a text that may be an answer; empty where it is none, such as the tests of a program."""
-    first = label[0] if isinstance(label, (list, tuple)) and label else label
-    text = str(first).strip() if isinstance(first, (str, int, float)) else ""
+    value = label[0] if isinstance(label, (list, tuple)) and label else label
+    text = str(value).strip() if isinstance(value, (str, int, float)) else ""
     try:
         return "" if isinstance(json.loads(text), dict) else text
     except (ValueError, RecursionError):
         return text
 
 
-def _tells(answers: tuple[Sequence[Rollout], Sequence[Rollout]]) -> bool:
-    right, wrong = ([r.reward for r in part if r.reward is not None] for part in answers)
+def _separates(answers: tuple[Sequence[Rollout], Sequence[Rollout]]) -> bool:
+    right, wrong = (
+        [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        for rollouts in answers
+    )
     return bool(right) and (not wrong or max(right) > max(wrong))

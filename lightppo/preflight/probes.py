@@ -6,9 +6,10 @@ may run over the padding (RecurrentGemma), and experts may be chosen by the plac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from transformers import PreTrainedModel
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
 from lightppo.experience.rollout_check import ROUNDING
+from lightppo.logging.run_folder import versions
+from lightppo.logging.run_paths import MODELS
 from lightppo.models.attention.row_attention import caps_scores
 from lightppo.models.batches import Batch
 from lightppo.models.packing import alike, is_models_own, one_line
@@ -24,6 +27,11 @@ from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.storage import in_cache
+
+if TYPE_CHECKING:
+    from lightppo.trainer.building import Building
+
 
 LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
 _FEW = 3.0  # the mean of six tokens may be that much larger than one of many
@@ -31,7 +39,7 @@ _PROMPTS, _NEW_TOKENS = ([3, 10, 17, 24, 31], [5, 12]), 3  # token ids, taken mo
 
 
 def check_padding(models: Mapping[str, Any], strategy: Ranks, always_padded: bool = False) -> None:
-    """ModelLoadError for a model, by its flag, whose padded batches are wrong. Collective.
+    """Raise ModelLoadError for a model, by its flag, whose padded batches are wrong. Collective.
 
     A model that packs is tried only if it also pads (``always_padded``: the actor with a language-model loss).
     """
@@ -62,7 +70,7 @@ def _check_one(flag: str, wrapper: Any, strategy: Ranks) -> None:
 
 
 def check_training(models: Mapping[str, Any], strategy: Ranks) -> None:
-    """ModelLoadError for a model that trains, by its flag, whose numbers are then others. Collective."""
+    """Raise ModelLoadError for a model that trains, by its flag, whose numbers are then others. Collective."""
     for flag in ("--pretrain", "--critic_pretrain"):
         if (model := models.get(flag)) is None:
             continue
@@ -80,7 +88,7 @@ def _agreed(strategy: Ranks, reason: str | None) -> str | None:
 
 
 def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
-    """ModelLoadError if the HF engine's own code or log probs do not fit this model. Collective.
+    """Raise ModelLoadError if the HF engine's own code or log probs do not fit this model. Collective.
 
     Two short prompts get a few tokens, whose log probs must be those of a forward pass of each row alone.
     """
@@ -96,7 +104,7 @@ def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
 
 @torch.no_grad()
 def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) -> str | None:
-    """Why responses of this engine are not the actor's, of one rank; None: they are. Under ZeRO-3 on all ranks."""
+    """Say why responses of this engine are not the actor's, of one rank; None: they are. Under ZeRO-3 on all ranks."""
     text = actor.hf_model.config.get_text_config()
     positions = (
         getattr(text, "max_position_embeddings", None) or max(map(len, _PROMPTS)) + _NEW_TOKENS
@@ -104,7 +112,10 @@ def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) 
     if positions < max(map(len, _PROMPTS)) + _NEW_TOKENS:
         return None
     vocabulary = actor.valid_vocab_size or text.vocab_size
-    prompts = [Prompt("", [i % vocabulary for i in ids], index=n) for n, ids in enumerate(_PROMPTS)]
+    prompts = [
+        Prompt("", [i % vocabulary for i in ids], index=position)
+        for position, ids in enumerate(_PROMPTS)
+    ]
     sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=actor.temperature)
     was_training = actor.training
     runner = engine.runner
@@ -136,7 +147,7 @@ def _differences(
     sampling: SamplingParams,
     device: torch.device,
 ) -> Iterator[torch.Tensor]:
-    """For each response |log prob while sampling - log prob of the forward pass| (A,)."""
+    """Return for each response |log prob while sampling - log prob of the forward pass| (A,)."""
     for rollout in engine.generate(prompts, sampling):
         row = torch.tensor([rollout.prompt.token_ids + rollout.response_ids], device=device)
         scored = actor.score_actions(row, len(rollout.response_ids)).log_probs[0]
@@ -151,12 +162,12 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
     """Return what is wrong with a padded batch of two rows; None: each is as alone. Under ZeRO-3 on all ranks together."""
     long, short = tiny_rows(wrapper.hf_model, device)
     end = long.shape[1] - RIGHT
-    real = slice(end - SHORT, end)
+    columns = slice(end - SHORT, end)
     padded = torch.full_like(long, pad_id(wrapper.hf_model))
-    padded[:, real] = short
+    padded[:, columns] = short
     ids = torch.cat([long, padded])  # (2, LONG)
     mask = torch.ones_like(ids)
-    mask[1, : real.start] = mask[1, real.stop :] = 0
+    mask[1, : columns.start] = mask[1, columns.stop :] = 0
     try:
         with evaluating(wrapper.hf_model):
             together = wrapper.run_rows(Batch(ids, mask))
@@ -165,9 +176,12 @@ def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | N
         if not is_models_own(error):
             raise
         return f"its code fails on a padded batch: {one_line(error)}"
-    in_batch = [together[:1], together[1:, real]]
+    in_batch = [together[:1], together[1:, columns]]
     # Numbers that are not finite come from broken weights, which other checks report.
-    if all(alike(one, other) or not other.isfinite().all() for one, other in zip(in_batch, alone)):
+    if all(
+        alike(output, expected) or not expected.isfinite().all()
+        for output, expected in zip(in_batch, alone)
+    ):
         return None
     return f"{distance(wrapper, in_batch, alone)} between a padded batch and its rows alone"
 
@@ -189,14 +203,12 @@ def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | 
             model.eval()
             expected = wrapper.run_rows(Batch(row, torch.ones_like(row)))
             model.train()
-            found = wrapper.run_rows(Batch(row, torch.ones_like(row)))
+            trained = wrapper.run_rows(Batch(row, torch.ones_like(row)))
     finally:
         model.train(was_training)
-    if alike(found, expected) or not expected.isfinite().all():
+    if alike(trained, expected) or not expected.isfinite().all():
         return None
-    return (
-        f"{distance(wrapper, [found], [expected])} between training and evaluation, without dropout"
-    )
+    return f"{distance(wrapper, [trained], [expected])} between training and evaluation, without dropout"
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
@@ -204,7 +216,8 @@ def has_dropout(model: PreTrainedModel) -> bool:
     return any(
         (isinstance(module, torch.nn.Dropout) and module.p > 0)
         or any(
-            isinstance(x, float) and x > 0 and "drop" in name for name, x in vars(module).items()
+            isinstance(value, float) and value > 0 and "drop" in name
+            for name, value in vars(module).items()
         )
         for module in model.modules()
     )
@@ -220,18 +233,18 @@ def other_attentions(model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Another attention for a while."""
-    before = model.config._attn_implementation
+    """Use another attention for a while."""
+    previous = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(previous)
 
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout and compiled layers, which would be compiled again for each tiny shape."""
+    """Leave out dropout and compiled layers, which would be compiled again for each tiny shape."""
     was_training = model.training
     model.eval()
     try:
@@ -242,7 +255,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
+    """Return (1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
     text = model.config.get_text_config()
     length = min(LONG, getattr(text, "max_position_embeddings", None) or LONG)
     vocabulary = text.vocab_size
@@ -264,14 +277,63 @@ def distance(
     expected: list[Tensor],
 ) -> str:
     """Return how far outputs are apart: a causal LM's in nats, others in parts of their size."""
-    pairs = [(output.float(), other.float()) for output, other in zip(outputs, expected)]
+    pairs = [(output.float(), reference.float()) for output, reference in zip(outputs, expected)]
     if wrapper.hf_model.can_generate():
         nats = max(
-            (output.log_softmax(-1) - other.log_softmax(-1)).abs().max().item()
-            for output, other in pairs
+            (output.log_softmax(-1) - reference.log_softmax(-1)).abs().max().item()
+            for output, reference in pairs
         )
         return f"log probs differ by up to {nats:.2g} nats"
     share = max(
-        ((output - other).abs().mean() / other.abs().mean()).item() for output, other in pairs
+        ((output - reference).abs().mean() / reference.abs().mean()).item()
+        for output, reference in pairs
     )
     return f"hidden states differ by {100 * share:.2g}%"
+
+
+# -- what need not be tested again: a mark in this node's cache says what has passed ------------------------------------
+
+_SECTIONS = ("model", "adapter", "strategy", "engine")  # whose options a self-test depends on
+_OPTIONS = ("packing_samples", "share_prompts", "temperature", "pretrain_data")
+
+
+def once_per_model(run: Building, test_name: str, test: Callable[[], None]) -> None:
+    """Run a self-test in a dry run, and else where these models have not passed it with these options. Collective.
+
+    A model with code of its own, whose files may change, is tested at each start.
+    """
+    strategy = run.strategy
+    flat = run.config.flat()
+    has_own_code = flat["trust_remote_code"] or flat["external_lib"] is not None
+    if not run.keeps or has_own_code:
+        return test()
+    mark = in_cache("tested_models", tested(run), test_name)
+    if strategy.broadcast_object(mark.exists()):
+        return None
+    test()
+    strategy.on_rank_0(lambda: _write(mark), "mark what was tested")
+
+
+def tested(run: Building) -> dict[str, Any]:
+    """Return all that a self-test depends on: contents of models, options, versions and the device."""
+    flat = run.config.flat()
+    content = run.content
+    kinds = run.config.sections()
+    device = run.strategy.device
+    is_gpu = device.type == "cuda"
+    names = [name for title in _SECTIONS if title in kinds for name in kinds[title].options()]
+    return {
+        "models": {name: content[name] for name in MODELS if name in content},
+        "options": {name: repr(flat[name]) for name in (*names, *_OPTIONS) if name in flat},
+        "versions": dict(versions()),
+        "device": torch.cuda.get_device_name(device) if is_gpu else device.type,
+        "ranks": run.strategy.world_size,
+    }
+
+
+def _write(mark: Path) -> None:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError:  # a cache that cannot be written: the next start tests again
+        pass

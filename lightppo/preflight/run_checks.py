@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +15,24 @@ import torch
 
 from lightppo.callbacks import Callback
 from lightppo.checkpoint import layout
+from lightppo.checkpoint.run_checkpointer import Resumed
 from lightppo.config import PPOConfig
+from lightppo.config.contradictions import idle_flags
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import compute_dtype
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder, shown_size
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
+from lightppo.preflight.budget import Machine, check_memory, host_bytes, library_bytes
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
-from lightppo.preflight.host_memory import host_bytes, library_bytes
-from lightppo.preflight.probes import check_decoding, check_padding, check_training
-from lightppo.preflight.tested_models import once_per_model
+from lightppo.preflight.probes import check_decoding, check_padding, check_training, once_per_model
 from lightppo.ranks import ranks_on_node
+from lightppo.redaction import shown_value
 
 if TYPE_CHECKING:
-    from lightppo.preflight.budget import Machine
     from lightppo.trainer.building import Building
+
 
 # -- checks, in the order in which a run calls them ------------------------------------------------------------------
 
@@ -41,17 +43,14 @@ def check_files(building: Building) -> None:
     looked_at.clear()
     if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
         return  # the command has
-    problem = _refusal(building.config) if building.strategy.is_rank_0() else None
+    problem = None
+    if building.strategy.is_rank_0():
+        try:
+            preflight(building.config)
+        except ConfigError as error:
+            problem = str(error)
     if problem := building.strategy.broadcast_object(problem):
         raise ConfigError(problem)
-
-
-def _refusal(config: PPOConfig) -> str | None:
-    try:
-        preflight(config)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def tell_memory_of(building: Building) -> None:
@@ -96,8 +95,8 @@ def look_at_rows(building: Building) -> Iterator[str]:
     if rows is None:
         return
     if building.keeps:
-        if told := fewer_rows(building.config, rows):
-            yield f"warning: {told}"
+        if shortage := fewer_rows(building.config, rows):
+            yield f"warning: {shortage}"
         return
     rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
 
@@ -116,7 +115,7 @@ def check_places(building: Building) -> None:
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
     if not writes or not building.keeps or checkpoint.ckpt_path is None:
         return
-    parts = [part for part in building.sizes if part != "export"]
+    parts = [name for name in building.sizes if name != "export"]
 
     def look() -> None:
         if problem := in_the_way(local_folder(checkpoint.ckpt_path), parts):
@@ -162,8 +161,6 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
 
     A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
     """
-    from lightppo.preflight.budget import check_memory
-
     machine = _machine(strategy)
     answer = None
     if strategy.is_rank_0():
@@ -182,8 +179,6 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
 
 def _machine(strategy: DeepspeedStrategy) -> Machine:
     """Return the machine of this run."""
-    from lightppo.preflight.budget import Machine
-
     device = strategy.device
     ranks = strategy.world_size
     is_gpu = device.type == "cuda"
@@ -211,8 +206,8 @@ def check_disk_space(
     state = export = 0
     if saves and not checkpoint.disable_ds_ckpt:
         state = sum(
-            n * (4 if part in ("ema", "reference") else weight + 12)
-            for part, n in parameters.items()
+            count * (4 if role in ("ema", "reference") else weight + 12)
+            for role, count in parameters.items()
         )
     if (saves and checkpoint.save_hf_ckpt) or exports:
         export = (parameters["actor"] if exported is None else exported) * weight
@@ -266,12 +261,18 @@ class DryRun(Callback):
 
 
 def _optimizer_bytes(strategy: Any) -> int:
-    """Of this rank's optimizer states where the models run."""
+    """Return the bytes of this rank's optimizer states where the models run."""
     optimizers = [engine.optimizer for engine in strategy.trained_engines]
-    states = [getattr(one, "optimizer", one).state for one in optimizers]
-    tensors = [x for state in states for values in state.values() for x in values.values()]
+    states = [getattr(optimizer, "optimizer", optimizer).state for optimizer in optimizers]
+    tensors = [
+        tensor for state in states for values in state.values() for tensor in values.values()
+    ]
     device = strategy.device.type
-    return sum(x.nbytes for x in tensors if torch.is_tensor(x) and x.device.type == device)
+    return sum(
+        tensor.nbytes
+        for tensor in tensors
+        if torch.is_tensor(tensor) and tensor.device.type == device
+    )
 
 
 def _cost(run: Any) -> str:
@@ -298,3 +299,80 @@ def dry_run_cost(config: PPOConfig) -> str:
     samples = f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples"
     size = f"{samples}, ≤ {rollout.generate_max_len} tokens,"
     return f"one step of {size} took {times['perf/time_step']:.1f} s ({parts})"
+
+
+# -- a resumed run ---------------------------------------------------------------------------------------------------
+
+
+def check_same_run(resumed: Resumed) -> Iterator[str]:
+    """Yield a line for each option that may change, and did; ConfigError for what may not."""
+    saved = resumed.saved
+    options = resumed.options
+    content = resumed.content
+    # Older checkpoints hold values as they were given.
+    as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
+    idle: set[str] = set()
+    if resumed.command is not None:
+        idle = idle.union(*idle_flags(resumed.command, options).values())
+    kind = PPOConfig if resumed.command is None else type(resumed.command)
+    refused, safe = unsafe_changes(as_shown, options, idle, kind, resumed.trains)
+    refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
+    changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
+    marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
+    for name, mark in marks.items():
+        is_unread = not resumed.trains and name != "pretrain"
+        if name in refused or is_unread or content.get(name, mark) == mark:
+            continue
+        if name != "save_path":
+            changes.append(f"--{name} {options[name]} has other content than it had")
+        elif resumed.is_own:  # a path asks for another run that goes on from this one
+            changes.append(f"--save_path {as_shown[name]} → {options[name]}")
+    if changes:
+        raise ConfigError(
+            f"cannot resume {resumed.where} as another run: {', '.join(changes)}. Set that back, or start anew: with "
+            "another --save_path (and --ckpt_path), or with --resume never"
+        )
+    for name, (old, new) in safe.items():
+        yield f"resume: --{name} was {old}, is {new}"
+
+
+def unsafe_changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    idle: Container[str] = (),
+    kind: type[OptionSet] = PPOConfig,
+    trains: bool = True,
+) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """Compare a resumed run's options with those it was started with.
+
+    Args:
+        idle: options that do nothing in this run.
+        kind: the options of the command.
+        trains: False: only what makes the weights must be as it was.
+
+    Returns:
+        (refused, safe): for each option that changed, (old, new).
+    """
+    refused = {}
+    safe = {}
+    read_by = {name: section.of for name, section in PPOConfig.sections().items()}
+    for option in kind.all_options():
+        unread = not trains and (
+            read_by.get(option.owner) == "training"
+            or (option.required and now[option.name] is None)
+        )
+        if (
+            option.name not in saved
+            or saved[option.name] == now[option.name]
+            or unread
+            or option.name in idle
+        ):
+            continue
+        other_part = read_by.get(option.owner) != "weights" or option.name.startswith(
+            ("critic_", "ref_", "reward_")
+        )
+        (safe if option.resume_safe or (other_part and not trains) else refused)[option.name] = (
+            saved[option.name],
+            now[option.name],
+        )
+    return refused, safe

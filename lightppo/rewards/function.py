@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from lightppo.config import PPOConfig
-from lightppo.config.reward_plan import ANY_ROUTE, is_file_alone, reward_plan, reward_sources
+from lightppo.config.reward_options import ANY_ROUTE, is_file_alone, reward_plan, reward_sources
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.option import is_object

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightppo.config.reward_plan import (
+from lightppo.config.reward_options import (
     ANY_ROUTE,
     given_sources,
     is_file_alone,

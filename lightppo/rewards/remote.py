@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, pairwise
 
-from lightppo.config.reward_plan import is_file_alone
+from lightppo.config.reward_options import is_file_alone
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.http_client import HTTPClient, check_url, read_token

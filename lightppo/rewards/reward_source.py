@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from lightppo.config import PPOConfig
-from lightppo.config.reward_plan import reward_sources
+from lightppo.config.reward_options import reward_sources
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.processes.user_calls import in_daemon_thread

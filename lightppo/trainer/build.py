@@ -14,16 +14,17 @@ from lightppo.callbacks import Callback, load_callbacks
 from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config import PPOConfig
 from lightppo.config.evaluation_options import evaluation_config
-from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     estimator_entry,
     generation_batch,
     moves_reference,
     needs_reference,
+    old_log_probs_from,
+    optimizer_steps,
+    steps_per_episode,
     trains,
 )
-from lightppo.config.run_length import optimizer_steps, steps_per_episode
 from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy

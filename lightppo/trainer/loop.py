@@ -27,7 +27,7 @@ from lightppo.files import facts_of, files_in_use, local_folder
 from lightppo.logging.performance import Pace, PhaseTimer, bar_of_steps, on_bar
 from lightppo.logging.step_metrics import with_namespace
 from lightppo.plugin import METRICS
-from lightppo.preflight.resume_checks import check_same_run
+from lightppo.preflight.run_checks import check_same_run
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.trainer.run_callbacks import run_callbacks
 

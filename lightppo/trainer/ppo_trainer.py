@@ -19,8 +19,7 @@ from lightppo.compat.constructor_options import (
 from lightppo.compat.own_steps import give_router_loss
 from lightppo.compat.script_members import KLState, ScriptMembers, as_prompts, own_fit
 from lightppo.config import PPOConfig
-from lightppo.config.rules import trains
-from lightppo.config.run_length import steps_per_episode
+from lightppo.config.rules import steps_per_episode, trains
 from lightppo.data.records import Prompt
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, NonFiniteError

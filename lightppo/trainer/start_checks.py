@@ -16,8 +16,13 @@ from lightppo.models.loading import check_trained_models
 from lightppo.models.packing import settle_models
 from lightppo.models.run_models import check_vocabularies
 from lightppo.plugin import CHECKS
-from lightppo.preflight.advice import tell_advice, tell_frozen, tell_second_masters
-from lightppo.preflight.row_lengths import check_positions_of, check_rows
+from lightppo.preflight.advice import (
+    check_positions_of,
+    check_rows,
+    tell_advice,
+    tell_frozen,
+    tell_second_masters,
+)
 from lightppo.preflight.run_checks import (
     become_dry_run,
     check_decoding_of,

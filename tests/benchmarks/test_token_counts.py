@@ -16,8 +16,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightppo.algorithms.kl import FixedKLController
 from lightppo.config import parse_args
-from lightppo.config.old_log_probs import old_log_probs_from
-from lightppo.config.rules import micro_batch_spec
+from lightppo.config.rules import micro_batch_spec, old_log_probs_from
 from lightppo.data.records import Prompt, Rollout
 from lightppo.experience.batching import ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience

@@ -14,7 +14,7 @@ from lightppo.cli.conversions import convert
 from lightppo.cli.other_commands import PROGRAMS, OtherCommand
 from lightppo.cli.translate import defaults, translated
 from lightppo.config import parse_args
-from lightppo.config.other_trainers import meanings, tables
+from lightppo.config.other_trainers import tables, translations
 from lightppo.plugin import trained_by
 
 
@@ -509,9 +509,9 @@ def test_rules_read_names_that_are_in_the_tables():
         unknown = [
             name
             for name in one.names
-            if not meanings(name, titles)
-            and not meanings(f"{name}.x", titles)  # the whole of a part
-            and not meanings(name.rpartition(".")[0], titles)  # a key of an object
+            if not translations(name, titles)
+            and not translations(f"{name}.x", titles)  # the whole of a part
+            and not translations(name.rpartition(".")[0], titles)  # a key of an object
             and name not in flags
         ]
         assert unknown == [], one.trainer

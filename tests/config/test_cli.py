@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from lightppo.config import PPOConfig, parse_args
+from lightppo.config.cli import parse_section
+from lightppo.option import Section, option
 
 ROOT = Path(__file__).parents[2]
 REQUIRED_FLAGS = ("pretrain", "prompt_data")
@@ -345,3 +347,33 @@ print(json.dumps([codes, sorted(sys.modules)]))
 
 def test_round_trip_of_a_parsed_config(parse):
     assert PPOConfig.from_flat(parse("--gamma 0.5 --bf16").flat()) == parse("--gamma 0.5 --bf16")
+
+
+class PaperConfig(Section):
+    """Paper."""
+
+    size: str | None = option(None, "Format.", required=True)
+    sheets: int = option(1, "Number.", ge=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--size A4 --sheets 2", 2),
+        ("--sheets 2", ["--size is required"]),
+        ("--size A4 --sheets 0", ["--sheets"]),
+        ("--size A4 --sheats 2", ["--sheats", "--sheets"]),
+        ("--size A4 --sheets 9", ["too many for 1"]),
+    ],
+)
+def test_a_script_with_one_section(flags, expected, capsys):
+    check = lambda paper, ranks: [f"too many for {ranks}"] if paper.sheets > 8 else []  # noqa: E731
+    run = lambda: parse_section(PaperConfig, check, flags.split(), "print.py")  # noqa: E731
+    if isinstance(expected, int):
+        assert run().sheets == expected
+        return
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in ("print.py: error: ", *expected))

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.config.option_needs import condition_text
+from lightppo.config.contradictions import condition_text
 from lightppo.config.options import all_options
 from lightppo.option import range_text
 

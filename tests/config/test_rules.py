@@ -10,10 +10,10 @@ import pytest
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.contradictions import contradictions
-from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.config.rules import (
     MicroBatchSpec,
     micro_batch_spec,
+    old_log_probs_from,
     reference_is_actor,
 )
 from lightppo.errors import ConfigError

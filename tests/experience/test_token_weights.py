@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config import PPOConfig
-from lightppo.config.old_log_probs import old_log_probs_from
+from lightppo.config.rules import old_log_probs_from
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.experience.token_weights import token_weights

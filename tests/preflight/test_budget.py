@@ -26,8 +26,8 @@ from lightppo.preflight.budget import (
     check_memory,
     decoding_rows,
     estimate,
+    host_bytes,
 )
-from lightppo.preflight.host_memory import host_bytes
 from lightppo.preflight.run_checks import tell_memory
 
 QWEN_7B = Qwen2Config(

@@ -7,7 +7,7 @@ import pytest
 from support.runs import fitted
 
 from lightppo.config import PPOConfig
-from lightppo.config.help_page import help_text
+from lightppo.config.cli import help_text
 from lightppo.errors import ConfigError
 from lightppo.plugin import ENGINES
 from lightppo.rollout.engine import Capabilities, RolloutEngine, capabilities_of

@@ -9,8 +9,7 @@ from support.tables import REFERENCE, TablePolicy, answer, approx, make_one, mak
 from torch import Tensor
 
 from lightppo.algorithms.masking import token_mean
-from lightppo.config.old_log_probs import old_log_probs_from
-from lightppo.config.rules import parse_specs
+from lightppo.config.rules import old_log_probs_from, parse_specs
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.config.reward_plan import reward_plan, reward_sources
+from lightppo.config.reward_options import reward_plan, reward_sources
 
 ROUTES = {"gsm8k": {"math": 1, "format": 0.1}, "*": {"function": 2}}
 URL = {"reward_fn": None, "remote_rm_url": ["http://host/score"]}

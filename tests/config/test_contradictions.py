@@ -9,7 +9,7 @@ import pytest
 from support.options import other_value
 
 from lightppo.config import PPOConfig
-from lightppo.config.option_needs import condition_text, conditions, idle_flags
+from lightppo.config.contradictions import condition_text, conditions, idle_flags
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
 from lightppo.option import Option

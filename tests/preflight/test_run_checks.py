@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightppo.config import PPOConfig
-from lightppo.preflight.resume_checks import unsafe_changes
+from lightppo.preflight.run_checks import unsafe_changes
 
 
 def test_unsafe_changes():
