@@ -401,12 +401,12 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.experience.token_weights import systematic_sample
     from lightppo.models import preparation
     from lightppo.models.actor import Actor
     from lightppo.models.batches import on_cpu
     from lightppo.models.kernels.liger import use_liger_kernels
     from lightppo.models.kernels.offload import offloading
+    from lightppo.trainer.training_losses import systematic_sample
 
     counters.clear()
     config = llama_config(scale)

@@ -18,13 +18,9 @@ from torch import nn
 # -- lightppo model → DeepSpeed engine → module → Hugging Face model ---------------------------------------------------
 
 
-def engine_attribute(model: Any) -> str | None:
-    """Return the attribute under which this class of model keeps its engine; None if the engine is outermost."""
-    return getattr(type(model), "engine_attribute", None)
-
-
 def _engine_or_module(model: Any) -> Any:
-    attribute = engine_attribute(model)
+    """Return the engine that a class of model keeps under its ``engine_attribute``; else the model itself."""
+    attribute = getattr(type(model), "engine_attribute", None)
     return getattr(model, attribute) if attribute else model
 
 

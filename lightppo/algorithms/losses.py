@@ -377,21 +377,12 @@ class PolicyLoss:
             entropy_mask: (B, A), weights of 0 and 1 of scripts, which also have it in the place of ``normalizer``.
         """
         if (
-            normalizer is None
-            or isinstance(normalizer, Tensor)
+            not isinstance(normalizer, LossNormalizer)
             or action_mask is None
             or entropy_mask is not None
         ):
-            return self._loss_of_script(
-                log_probs,
-                old_log_probs,
-                advantages,
-                action_mask,
-                normalizer,
-                weights,
-                selected,
-                entropy_mask,
-            )
+            tensors = (log_probs, old_log_probs, advantages, action_mask)
+            return self._loss_of_script(*tensors, normalizer, weights, selected, entropy_mask)
         require_same_shape(
             log_probs=log_probs,
             old_log_probs=old_log_probs,

@@ -359,7 +359,7 @@ class DeepspeedStrategy(DistributedStrategy):
             if self.world_size == 1 and engine.optimizer is optimizer:
                 # There is nobody to average with. This spares two copies of the whole gradient.
                 engine.allreduce_no_retain = lambda gradients, **_: None
-        attribute = zero3.engine_attribute(model)
+        attribute = getattr(type(model), "engine_attribute", None)
         if attribute is None:
             return engine
         setattr(model, attribute, engine)

@@ -103,9 +103,9 @@ class ReplayBuffer:
         mask = torch.cat([item.action_mask for item in items], 1)
         all_reduce_sum = partial(ranks.all_reduce, op="sum")
         whitened = whiten(values, mask, all_reduce_sum=all_reduce_sum, **options)
-        rows = whitened.split([item.num_actions for item in items], dim=1)
-        for item, row in zip(items, rows):
-            item.advantages = row
+        rows_of_items = whitened.split([item.num_actions for item in items], dim=1)
+        for item, row_advantages in zip(items, rows_of_items):
+            item.advantages = row_advantages
 
 
 def pass_generator(seed: int, step: int, epoch: int, rank: int) -> torch.Generator:
@@ -153,14 +153,14 @@ def plan_step(
     normalizer = normalizer_of(
         micro_batches or [Experience.placeholder(ranks.device)], ranks, scale
     )
-    count = ranks.all_reduce(len(micro_batches), "sum")
-    part = StepPart(normalizer, status_scale=count / ranks.world_size)
+    total_count = ranks.all_reduce(len(micro_batches), "sum")
+    step_part = StepPart(normalizer, status_scale=total_count / ranks.world_size)
 
     def placeholder() -> Experience:
-        filler = Experience.placeholder(ranks.device)
-        return replace(filler, part=replace(part, has_samples=False))
+        empty_batch = Experience.placeholder(ranks.device)
+        return replace(empty_batch, part=replace(step_part, has_samples=False))
 
-    planned = [replace(micro_batch, part=part) for micro_batch in micro_batches]
+    planned = [replace(micro_batch, part=step_part) for micro_batch in micro_batches]
     return level(planned, ranks, filler=placeholder)
 
 
@@ -199,11 +199,11 @@ def minibatches(
         order.sort(key=lambda row: first_positions[prompts[row]])
     lengths = [item.row_lengths()[0] for item in items]
 
-    def planned(rows: Sequence[int], micro_batch_spec: MicroBatchSpec) -> list[Experience]:
+    def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
         """Return the micro batches of an optimizer step of these rows."""
         shared_prompts = [prompts[row] for row in rows if shares_prompts]
         row_lengths = [lengths[row] for row in rows]
-        parts = layout.split(row_lengths, micro_batch_spec, ranks, shared_prompts)
+        parts = layout.split(row_lengths, spec, ranks, shared_prompts)
         batches = [collate([items[rows[i]] for i in part]) for part in parts]
         return plan_step(batches, ranks, scale=loss_scale)
 

@@ -80,24 +80,24 @@ class Experience:
 
     def non_finite(self) -> dict[str, int]:
         """Count the rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
-        rows = {}
+        row_counts = {}
         tensors = {name: getattr(self, name) for name in self._present()} | self.extra
         for name, tensor in tensors.items():
-            broken = ~tensor.isfinite()
-            if broken.dim() == 3:
-                broken = broken.any(-1)
-            broken = broken & self.action_mask  # (B, A)
-            rows[name] = broken.any(1).sum()
+            is_broken = ~tensor.isfinite()
+            if is_broken.dim() == 3:
+                is_broken = is_broken.any(-1)
+            is_broken = is_broken & self.action_mask  # (B, A)
+            row_counts[name] = is_broken.any(1).sum()
         if "reward" in self.info:
-            rows["score"] = (~self.info["reward"].isfinite()).sum()
-        counts = torch.stack([*rows.values(), self.action_mask.sum()]).tolist()  # one copy
-        return {name: count for name, count in zip(rows, counts) if count}
+            row_counts["score"] = (~self.info["reward"].isfinite()).sum()
+        counts = torch.stack([*row_counts.values(), self.action_mask.sum()]).tolist()  # one copy
+        return {name: count for name, count in zip(row_counts, counts) if count}
 
     def prompts(self) -> list[bytes]:
         """Return the prompt of each row as bytes, equal for equal token ids."""
         ids = on_cpu(self.sequences)[:, : self._prompt_columns]
-        real = on_cpu(self.attention_mask)[:, : self._prompt_columns].bool()
-        return [row[row_mask].numpy().tobytes() for row, row_mask in zip(ids, real)]
+        attention_mask = on_cpu(self.attention_mask)[:, : self._prompt_columns].bool()
+        return [row[row_mask].numpy().tobytes() for row, row_mask in zip(ids, attention_mask)]
 
     def texts(self, decode: Callable[[Tensor], str]) -> list[tuple[str, str]]:
         """Return prompt and response of each row."""
@@ -158,19 +158,19 @@ class Experience:
 
     def _cut(self, rows: Sequence[tuple[int, int, int]]) -> Self:
         """Cut out rows by number, length of the prompt, and length of the response."""
-        numbers, prompts, responses = zip(*rows)
-        start = self._prompt_columns - max(prompts)
-        end = self._prompt_columns + max(responses)
-        columns = slice(start, end)
+        row_numbers, prompts, responses = zip(*rows)
+        first_column = self._prompt_columns - max(prompts)
+        last_column = self._prompt_columns + max(responses)
+        columns = slice(first_column, last_column)
         actions = slice(0, max(responses))
-        picked = to_device(torch.tensor(numbers), self.sequences.device)
+        index = to_device(torch.tensor(row_numbers), self.sequences.device)
         return type(self)(
-            self.sequences[picked, columns],
-            self.attention_mask[picked, columns],
-            self.action_mask[picked, actions],
-            extra={name: values[picked, actions] for name, values in self.extra.items()},
-            info={name: values[picked] for name, values in self.info.items()},
-            **{name: getattr(self, name)[picked, actions] for name in self._present()},
+            self.sequences[index, columns],
+            self.attention_mask[index, columns],
+            self.action_mask[index, actions],
+            extra={name: values[index, actions] for name, values in self.extra.items()},
+            info={name: values[index] for name, values in self.info.items()},
+            **{name: getattr(self, name)[index, actions] for name in self._present()},
         )
 
     def without_rows(self) -> Self:
@@ -198,14 +198,14 @@ class Experience:
             """Join (ΣB, S): prompts are padded on the left, responses on the right."""
             prompts = []
             responses = []
-            for part in parts:
-                prompts += getattr(part, name)[:, : part._prompt_columns]
-                responses += getattr(part, name)[:, part._prompt_columns :]
+            for experience in parts:
+                prompts += getattr(experience, name)[:, : experience._prompt_columns]
+                responses += getattr(experience, name)[:, experience._prompt_columns :]
             return torch.cat([_pad(prompts, left=True), _pad(responses)], 1)
 
         def action_shaped(name: str) -> Tensor:
             """Join (ΣB, A)."""
-            return _pad([row for part in parts for row in getattr(part, name)])
+            return _pad([row for experience in parts for row in getattr(experience, name)])
 
         return cls(
             sequence_shaped("sequences"),
@@ -243,22 +243,22 @@ class Experience:
 
 
 def _check_tokens(rollout: Rollout) -> None:
-    place = f"prompt {rollout.prompt.index}"
-    length = len(rollout.response_ids)
+    prompt_name = f"prompt {rollout.prompt.index}"
+    response_length = len(rollout.response_ids)
     if not rollout.prompt.token_ids:
-        raise ValueError(f"{place}: the prompt has no tokens")
-    if length == 0:
-        raise ValueError(f"{place}: the response has no tokens")
-    if rollout.log_probs is not None and len(rollout.log_probs) != length:
+        raise ValueError(f"{prompt_name}: the prompt has no tokens")
+    if response_length == 0:
+        raise ValueError(f"{prompt_name}: the response has no tokens")
+    if rollout.log_probs is not None and len(rollout.log_probs) != response_length:
         raise ValueError(
-            f"{place}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
-            f"probs for {length} response tokens"
+            f"{prompt_name}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
+            f"probs for {response_length} response tokens"
         )
     trained = rollout.trained
-    if trained is not None and (len(trained) != length or not any(trained)):
+    if trained is not None and (len(trained) != response_length or not any(trained)):
         raise ValueError(
-            f"{place}, sample {rollout.sample_index}: trained names {sum(trained)} of {len(trained)} "
-            f"tokens; the response has {length}, of which at least one is trained"
+            f"{prompt_name}, sample {rollout.sample_index}: trained names {sum(trained)} of {len(trained)} "
+            f"tokens; the response has {response_length}, of which at least one is trained"
         )
 
 

@@ -211,12 +211,13 @@ class ExperienceMaker:
 
     def _require_finite(self, batch: Experience) -> None:
         """Raise NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
-        rows = batch.non_finite()
+        bad_row_counts = batch.non_finite()
         # Its KL is checked instead: an infinite log prob may give a clipped KL, which is finite.
-        rows.pop("base_action_log_probs", None)
-        if self.strategy.all_reduce(len(rows), "max"):
+        bad_row_counts.pop("base_action_log_probs", None)
+        if self.strategy.all_reduce(len(bad_row_counts), "max"):
             raise NonFiniteError(
-                f"not finite: {non_finite_text(self.strategy.all_gather_object(rows))}", batch
+                f"not finite: {non_finite_text(self.strategy.all_gather_object(bad_row_counts))}",
+                batch,
             )
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
@@ -243,18 +244,18 @@ class ExperienceMaker:
         return weight_name is not None
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
-        sizes = Counter(rollout.prompt.index for rollout in rollouts)
+        group_sizes = Counter(rollout.prompt.index for rollout in rollouts)
         min_group_size = self.estimator.min_group_size
         for rollout in rollouts:
-            index = rollout.prompt.index
+            prompt_index = rollout.prompt.index
             if rollout.reward is None:
                 raise ValueError(
-                    f"prompt {index}, sample {rollout.sample_index} has no reward: score it first"
+                    f"prompt {prompt_index}, sample {rollout.sample_index} has no reward: score it first"
                 )
-            if sizes[index] < min_group_size:
+            if group_sizes[prompt_index] < min_group_size:
                 name = shown_object(self.algorithm.advantage_estimator)
                 raise ValueError(
-                    f"prompt {index} has {sizes[index]} sample, but --advantage_estimator {name} "
+                    f"prompt {prompt_index} has {group_sizes[prompt_index]} sample, but --advantage_estimator {name} "
                     f"needs at least {min_group_size}: raise --n_samples_per_prompt"
                 )
         if self.compared_with_engine and any(rollout.log_probs is None for rollout in rollouts):
@@ -289,10 +290,10 @@ class ExperienceMaker:
         )
         plan = []
         for name in calls:
-            spec = self.micro_batches[name]
+            batch_spec = self.micro_batches[name]
             if name in self.passes and self.passes[name].takes_all:
-                spec = MicroBatchSpec(len(lengths))
-            parts = self.layout.split(lengths, spec, self.strategy, prompts)
+                batch_spec = MicroBatchSpec(len(lengths))
+            parts = self.layout.split(lengths, batch_spec, self.strategy, prompts)
             parts = level(parts, self.strategy, partial(itemgetter(-1), parts))
             plan += [(name, rows) for rows in parts]
         outputs: dict[str, Tensor] = {}
@@ -300,13 +301,13 @@ class ExperienceMaker:
             tensors = batch.extra if name in self.passes else outputs
             with self.timer(_PHASES.get(name, name)):
                 for _, rows in micro_batches:
-                    places = to_device(torch.tensor(rows), device)
+                    positions = to_device(torch.tensor(rows), device)
                     micro_batch = batch_on_cpu.select(rows).to_device(device)
-                    for key, values in calls[name](micro_batch).items():  # (b, a), first a actions
-                        if key not in tensors:
+                    for tensor_name, values in calls[name](micro_batch).items():  # (b, a)
+                        if tensor_name not in tensors:
                             shape = *batch.action_mask.shape, *values.shape[2:]
-                            tensors[key] = torch.zeros(shape, device=device)
-                        tensors[key][places, : values.size(1)] = values.float()
+                            tensors[tensor_name] = torch.zeros(shape, device=device)
+                        tensors[tensor_name][positions, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
             outputs["action_log_probs"] = cast(Tensor, batch.rollout_log_probs).clone()
@@ -321,13 +322,13 @@ class ExperienceMaker:
         """Return ``--kl_estimator`` of each sampled token, k1 for one over the vocabulary; float32, without gradient."""
         return self.kl_of_samples(log_probs.detach(), ref_log_probs).float()
 
-    def _run_actor(self, part: Experience) -> dict[str, Tensor]:
+    def _run_actor(self, micro_batch: Experience) -> dict[str, Tensor]:
         """Return log probs of the actor, and of the reference beside it if whole distributions are compared."""
         wants_norms = self.estimator.needs_score_norms
         scores = self.actor.score_actions(
-            part.sequences,
-            part.num_actions,
-            part.attention_mask,
+            micro_batch.sequences,
+            micro_batch.num_actions,
+            micro_batch.attention_mask,
             entropy=self.wants_entropy,
             logits=self.full_kl or wants_norms,
         )
@@ -335,35 +336,35 @@ class ExperienceMaker:
         if self.wants_entropy:
             outputs["entropy"] = scores.entropy
         if wants_norms:
-            norms = score_norms(
+            token_norms = score_norms(
                 scores.logits, scores.log_probs[scores.real], self.actor.temperature
             )
             outputs["score_norms"] = torch.zeros_like(scores.log_probs)  # (b, a)
-            outputs["score_norms"][scores.real] = norms.to(scores.log_probs.dtype)
+            outputs["score_norms"][scores.real] = token_norms.to(scores.log_probs.dtype)
         if self.full_kl and self.kl_of_models is not None:
             outputs["kl"], outputs["base_action_log_probs"] = self.kl_of_models(
-                self.actor, self.initial_model, scores, part
+                self.actor, self.initial_model, scores, micro_batch
             )
         return outputs
 
-    def _run_reference(self, part: Experience) -> dict[str, Tensor]:
+    def _run_reference(self, micro_batch: Experience) -> dict[str, Tensor]:
         scores = self.initial_model.score_actions(
-            part.sequences, part.num_actions, part.attention_mask
+            micro_batch.sequences, micro_batch.num_actions, micro_batch.attention_mask
         )
         return {"base_action_log_probs": scores.log_probs}
 
-    def _run_critic(self, part: Experience) -> dict[str, Tensor]:
+    def _run_critic(self, micro_batch: Experience) -> dict[str, Tensor]:
         options = {
-            "num_actions": part.num_actions,
-            "attention_mask": part.attention_mask,
+            "num_actions": micro_batch.num_actions,
+            "attention_mask": micro_batch.attention_mask,
             "include_last": True,
         }
-        values = self.critic(part.sequences, **options).float()  # (b, a + 1)
+        values = self.critic(micro_batch.sequences, **options).float()  # (b, a + 1)
         if self.value_norm is not None:
             values = self.value_norm.denormalize(values)
         return {
             "values": values[:, :-1],
-            "last_values": values.gather(1, part.response_lengths[:, None]),
+            "last_values": values.gather(1, micro_batch.response_lengths[:, None]),
         }
 
     def _add_advantages(
@@ -371,7 +372,7 @@ class ExperienceMaker:
         batch: Experience,
         rollouts: Sequence[Rollout],
         bootstrap_values: Tensor | None,
-        norms: Tensor | None,
+        token_norms: Tensor | None,
     ) -> None:
         """Make token rewards, then advantages and returns; update the statistics of ``--value_norm``."""
         algorithm = self.algorithm
@@ -417,7 +418,7 @@ class ExperienceMaker:
             std_eps=algorithm.grpo_std_eps or 0.0,
             divide_std=algorithm.group_std_norm,
             batch_std=algorithm.grpo_std_scope == "batch",
-            score_norms=norms,
+            score_norms=token_norms,
             all_reduce_sum=self._all_reduce_sum,
             **inputs,
         )
@@ -453,8 +454,8 @@ class ExperienceMaker:
         if any(rollout.stale for rollout in rollouts):
             numbers["stale"] = [rollout.stale for rollout in rollouts]
         lengths = [len(rollout.prompt.token_ids) for rollout in rollouts]
-        longest = self.config.data.prompt_max_len
-        numbers["prompt_clip_ratio"] = [length >= longest for length in lengths]
+        max_length = self.config.data.prompt_max_len
+        numbers["prompt_clip_ratio"] = [length >= max_length for length in lengths]
         if self.estimator.needs_greedy_baseline:
             greedy: list[Any] = [rollout.baseline for rollout in rollouts]
             numbers["reward/greedy_baseline"] = [rollout.reward for rollout in greedy]
@@ -467,5 +468,5 @@ class ExperienceMaker:
             batch.info |= self.shaper.penalties(rollouts)
         if self.rewarded:
             batch.info |= self.shaper.numbers(rollouts)
-        kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
-        batch.info["kl"] = masked_mean(kl, batch.action_mask, dim=1)
+        token_kl = torch.zeros_like(batch.action_mask) if batch.kl is None else batch.kl
+        batch.info["kl"] = masked_mean(token_kl, batch.action_mask, dim=1)

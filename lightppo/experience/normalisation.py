@@ -50,11 +50,11 @@ def normalize_by(
     index, group_count = number_groups(group_ids, mask)
     groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], group_count)
     numbers = values[mask].double()  # (N,)
-    sums = {"group": groups.sum, "batch": lambda numbers: all_reduce_sum(numbers.sum())}
-    ones = torch.ones_like(numbers)
+    sum_of = {"group": groups.sum, "batch": lambda numbers: all_reduce_sum(numbers.sum())}
+    unit_weights = torch.ones_like(numbers)
     if norm.mean is not None:
-        total = sums[norm.mean](numbers)
-        count = sums[norm.mean](ones)
+        total = sum_of[norm.mean](numbers)
+        count = sum_of[norm.mean](unit_weights)
         if norm.leave_one_out:
             mean = (total - numbers) / (count - 1).clamp(min=1)
             mean = torch.where(count > 1, mean, 0.0)
@@ -62,8 +62,8 @@ def normalize_by(
             mean = total / count.clamp(min=1)
         numbers = numbers - mean
     if norm.std is not None:
-        squares = sums[norm.std](numbers.square())
-        count = sums[norm.std](ones)
+        squares = sum_of[norm.std](numbers.square())
+        count = sum_of[norm.std](unit_weights)
         std = (squares / (count - int(norm.unbiased)).clamp(min=1)).sqrt()
         if norm.unbiased:
             std = torch.where(count > 1, std, 1.0)
@@ -111,13 +111,13 @@ class Moments:
 
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
         """Mix with the batch's, by share; with n_batch / n this is the merge of Chan, Golub and LeVeque 1979."""
-        step = batch.mean - self.mean
+        mean_difference = batch.mean - self.mean
         variance = (
             (1.0 - share) * self.variance
             + share * batch.variance
-            + share * (1.0 - share) * step * step
+            + share * (1.0 - share) * mean_difference * mean_difference
         )
-        return Moments(weight, self.mean + share * step, variance)
+        return Moments(weight, self.mean + share * mean_difference, variance)
 
 
 class RunningMeanStd:
@@ -149,10 +149,11 @@ class RunningMeanStd:
         self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
     ) -> None:
         """Call once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
-        batch = Moments.of(values, mask, all_reduce_sum, name="scores")
-        count = self.count + batch.weight
-        if batch.weight:
-            self._moments = self._moments.mixed_with(batch, batch.weight / count, count)
+        score_moments = Moments.of(values, mask, all_reduce_sum, name="scores")
+        total_count = self.count + score_moments.weight
+        if score_moments.weight:
+            share = score_moments.weight / total_count
+            self._moments = self._moments.mixed_with(score_moments, share, total_count)
 
     @torch.no_grad()
     def normalize(self, values: Tensor) -> Tensor:
@@ -210,19 +211,19 @@ class ValueNorm:
         self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity
     ) -> None:
         """Call once per rollout batch, on every rank, with unnormalised returns; errors of :meth:`Moments.of`."""
-        batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
+        returns_moments = Moments.of(returns, mask, all_reduce_sum, name="returns")
         self._old = (self.mean, self.std)
-        if batch.weight:
+        if returns_moments.weight:
             weight = self._moments.weight
             if self.kind == "ma":  # all returns ever seen weigh the same
-                weight = weight + batch.weight
-                share = batch.weight / weight
+                weight = weight + returns_moments.weight
+                share = returns_moments.weight / weight
             else:
                 # each later rollout multiplies a weight by beta; dividing by the sum of weights
                 # removes the bias
                 weight = self.beta * weight + (1.0 - self.beta)
                 share = (1.0 - self.beta) / weight
-            self._moments = self._moments.mixed_with(batch, share, weight)
+            self._moments = self._moments.mixed_with(returns_moments, share, weight)
 
     def denormalize(self, values: Tensor) -> Tensor:
         """Return the critic's outputs as returns: x · std + mean, with the current statistics."""
@@ -306,8 +307,8 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
     Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor. ``lengths`` (B,) are L in tokens.
     """
-    beyond = (lengths - (max_len - buffer_len)).clamp(0, buffer_len)  # (B,)
-    return -(beyond.float() / buffer_len) * factor
+    excess_tokens = (lengths - (max_len - buffer_len)).clamp(0, buffer_len)  # (B,)
+    return -(excess_tokens.float() / buffer_len) * factor
 
 
 @torch.no_grad()
@@ -388,9 +389,9 @@ class ScoreShaper:
         return torch.tensor(truncated, dtype=torch.bool, device=self.device)  # (B,)
 
     def _overlong_penalty(self, rollouts: Sequence[Rollout]) -> Tensor:
-        lengths = [rollout.trained_length for rollout in rollouts]
+        response_lengths = [rollout.trained_length for rollout in rollouts]
         return overlong_penalty(
-            torch.tensor(lengths, dtype=torch.float32, device=self.device),  # (B,)
+            torch.tensor(response_lengths, dtype=torch.float32, device=self.device),  # (B,)
             max_len=self.max_len,
             buffer_len=self.options.overlong_buffer_len,
             factor=self.options.overlong_penalty_factor,
@@ -411,8 +412,8 @@ class ScoreShaper:
             masks = [torch.tensor(mask, device=self.device) for mask in trained]
             action_mask = pad_sequence(masks, batch_first=True)  # (B, A)
         rows = torch.zeros(action_mask.shape, device=self.device)  # (B, A)
-        for row, rollout in zip(rows, rollouts):
-            row[: len(rollout.token_rewards)] = torch.tensor(
+        for score_row, rollout in zip(rows, rollouts):
+            score_row[: len(rollout.token_rewards)] = torch.tensor(
                 rollout.token_rewards, device=self.device
             )
         return dense_rewards(self.scale(rows), action_mask, self.options.reward_delta)
@@ -434,19 +435,22 @@ class ScoreShaper:
     def numbers(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return what is logged of each sample's score (B,), by name."""
         numbers = {}
-        scores = self.shape(rollouts)
-        if self.options.reward_clip_range is not None:
-            unclipped_scores = self.shape(rollouts, clip=False)
+        scores = self.shape(rollouts, clip=False)
+        if (limits := self.options.reward_clip_range) is not None:
+            unclipped_scores = scores
+            scores = unclipped_scores.clamp(*limits)
             numbers["reward_clip_ratio"] = (unclipped_scores != scores).float()
         if self.options.use_dense_reward:
             scores = scores + self.token_scores(rollouts).sum(-1)
         prompts = [rollout.prompt.index for rollout in rollouts]
-        groups = {prompt: group for group, prompt in enumerate(dict.fromkeys(prompts))}
-        if len(groups) < len(rollouts):
-            group_of_row = torch.tensor([groups[prompt] for prompt in prompts], device=self.device)
+        numbers_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        if len(numbers_of) < len(rollouts):
+            group_of_row = torch.tensor(
+                [numbers_of[prompt] for prompt in prompts], device=self.device
+            )
             # Not by the standard deviation: for equal values, rounding may put it above 0.
             lowest, highest = (
-                scores.new_zeros(len(groups)).scatter_reduce(
+                scores.new_zeros(len(numbers_of)).scatter_reduce(
                     0, group_of_row, scores, reduction, include_self=False
                 )
                 for reduction in ("amin", "amax")

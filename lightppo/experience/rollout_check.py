@@ -36,9 +36,11 @@ numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
 
 def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
     """Return the largest mean difference that is no mistake."""
-    types = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
-    rounding = [ROUNDING[name].get(strategy.device.type, ROUNDING[name]["cuda"]) for name in types]
-    return config.engine.logp_diff_tolerance or max(rounding)
+    dtypes = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
+    tolerances = [
+        ROUNDING[name].get(strategy.device.type, ROUNDING[name]["cuda"]) for name in dtypes
+    ]
+    return config.engine.logp_diff_tolerance or max(tolerances)
 
 
 def check_first(
@@ -98,9 +100,9 @@ class RolloutCheck:
                     f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most"
                 )
             return
-        whose = "" if adapter is None else f", with adapter {adapter}"
+        adapter_text = "" if adapter is None else f", with adapter {adapter}"
         message = (
-            f"the rollout engine's log probs are not the trainer's{whose}: {mean:.3g} nats apart on average, "
+            f"the rollout engine's log probs are not the trainer's{adapter_text}: {mean:.3g} nats apart on average, "
             f"{largest:.3g} at most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
         )
         if self.mode == "error":
@@ -127,10 +129,11 @@ class RolloutCheck:
             self.actor.train(training)
         # NaN would pass every comparison. A placeholder has no trained token.
         # (B, A)
-        diff = (scores.log_probs.float() - batch.rollout_log_probs).abs().nan_to_num(torch.inf)
-        diff = diff[batch.action_mask].double()
-        sums = self.strategy.all_reduce({"total": diff.sum().item(), "count": diff.numel()}, "sum")
-        largest = self.strategy.all_reduce(diff.max().item() if rollouts else 0.0, "max")
+        differences = (scores.log_probs.float() - batch.rollout_log_probs).abs()
+        differences = differences.nan_to_num(torch.inf)[batch.action_mask].double()
+        sums = {"total": differences.sum().item(), "count": differences.numel()}
+        sums = self.strategy.all_reduce(sums, "sum")
+        largest = self.strategy.all_reduce(differences.max().item() if rollouts else 0.0, "max")
         tokens = int(sums["count"])
         return (sums["total"] / tokens if tokens else 0.0), largest, tokens
 

@@ -83,8 +83,8 @@ class Origin:
 
 
 @dataclass
-class PPOInputs:
-    """Parts that ``build`` makes, or a script: models with their optimizers, data, rewards, engine."""
+class PPOParts:
+    """Everything that a trainer works with: what ``build`` or a script has made, and what :func:`assemble` adds."""
 
     strategy: DeepspeedStrategy
     actor: Actor
@@ -106,20 +106,16 @@ class PPOInputs:
     evaluator: Any = None
     origin: Origin = field(default_factory=Origin)
 
-
-@dataclass
-class PPOParts(PPOInputs):
-    """Everything that a trainer works with, finished."""
-
-    state: TrainerState = field(kw_only=True)
-    timer: PhaseTimer = field(kw_only=True)
-    kl_ctl: Any = field(kw_only=True)
-    experience_maker: ExperienceMaker = field(kw_only=True)
-    replay_buffer: ReplayBuffer = field(kw_only=True)
-    sampler: BatchCollector = field(kw_only=True)
-    value_norm: Any = field(kw_only=True)
-    checkpointer: RunCheckpointer = field(kw_only=True)
-    skipped: SkippedSteps = field(kw_only=True)
+    # what assemble adds
+    state: TrainerState = field(init=False)
+    timer: PhaseTimer = field(init=False)
+    kl_ctl: Any = field(init=False)
+    experience_maker: ExperienceMaker = field(init=False)
+    replay_buffer: ReplayBuffer = field(init=False)
+    sampler: BatchCollector = field(init=False)
+    value_norm: Any = field(init=False)
+    checkpointer: RunCheckpointer = field(init=False)
+    skipped: SkippedSteps = field(init=False)
 
 
 def build(config: PPOConfig, trainer: Callable[..., T], callbacks: Iterable[Callback] = ()) -> T:
@@ -231,74 +227,58 @@ def load_models(building: Building) -> tuple[Models, dict[str, Any]]:
     return models, optimizers
 
 
-def assemble(inputs: PPOInputs, own_training_step: bool = False) -> PPOParts:
+def assemble(parts: PPOParts, own_training_step: bool = False) -> None:
     """Make everything between prompts and weights, around the models, the engine and the rewards of a run.
 
     ``own_training_step``: its training step is a user's, which needs old log probs in place.
     """
-    config = inputs.config
-    strategy = inputs.strategy
-    state = TrainerState()
-    timer = PhaseTimer()
+    config = parts.config
+    strategy = parts.strategy
     algorithm = config.algorithm
-    kl_ctl = make_kl_controller(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    value_norm = make_value_norm(config)
-    maker = build_maker(inputs, kl_ctl, value_norm, timer, own_training_step)
-    buffer = ReplayBuffer(
+    parts.state = TrainerState()
+    parts.timer = PhaseTimer()
+    parts.kl_ctl = make_kl_controller(
+        algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
+    )
+    parts.value_norm = make_value_norm(config)
+    parts.experience_maker = build_maker(parts, own_training_step)
+    parts.replay_buffer = ReplayBuffer(
         config.training.micro_train_batch_size,
         config.training.buffer_limit,
         config.training.buffer_cpu_offload,
         strategy.device,
         pin_memory=config.data.dataloader_pin_memory,
     )
-    saved = saved_parts(config, inputs.actor, inputs.critic, inputs.followers, inputs.initial_model)
-    return PPOParts(
-        **vars(inputs),
-        state=state,
-        timer=timer,
-        kl_ctl=kl_ctl,
-        experience_maker=maker,
-        replay_buffer=buffer,
-        sampler=build_sampler(
-            config, strategy, inputs.rollout_engine, inputs.reward_source, maker, timer
-        ),
-        value_norm=value_norm,
-        checkpointer=RunCheckpointer(strategy, config.checkpoint, saved, inputs.tokenizer),
-        skipped=SkippedSteps(state, strategy),
-    )
+    parts.sampler = build_sampler(parts)
+    models = saved_parts(config, parts.actor, parts.critic, parts.followers, parts.initial_model)
+    parts.checkpointer = RunCheckpointer(strategy, config.checkpoint, models, parts.tokenizer)
+    parts.skipped = SkippedSteps(parts.state, strategy)
 
 
-def build_maker(
-    inputs: PPOInputs,
-    kl_ctl: Any,
-    value_norm: Any,
-    timer: PhaseTimer,
-    own_training_step: bool,
-) -> ExperienceMaker:
+def build_maker(parts: PPOParts, own_training_step: bool) -> ExperienceMaker:
     """Make what makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
-    config = inputs.config
-    strategy = inputs.strategy
-    old_log_probs = old_log_probs_from(
-        config, capabilities_of(inputs.rollout_engine).exact_log_probs
-    )
+    config = parts.config
+    strategy = parts.strategy
+    exact_rollout = capabilities_of(parts.rollout_engine).exact_log_probs
+    old_log_probs = old_log_probs_from(config, exact_rollout)
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    pass_of_teacher = teacher_pass(config, inputs.frozen)
+    pass_of_teacher = teacher_pass(config, parts.frozen)
     teacher_term = advantage_term(config)
     return ExperienceMaker(
-        inputs.actor,
-        inputs.critic,
-        inputs.initial_model,
+        parts.actor,
+        parts.critic,
+        parts.initial_model,
         strategy,
-        kl_ctl,
+        parts.kl_ctl,
         config,
         passes={} if pass_of_teacher is None else {TEACHER: pass_of_teacher},
         advantage_terms=[] if teacher_term is None else [teacher_term],
-        rewarded=not isinstance(inputs.reward_source, NoReward),
-        value_norm=value_norm,
+        rewarded=not isinstance(parts.reward_source, NoReward),
+        value_norm=parts.value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda parts: bar_of_part(parts, "experience", strategy),
-        timer=timer,
+        progress=lambda batches: bar_of_part(batches, "experience", strategy),
+        timer=parts.timer,
     )
 
 
@@ -387,15 +367,13 @@ def prompts_dataloader(
 # -- sampling --------------------------------------------------------------------------------------------------------
 
 
-def build_sampler(
-    config: PPOConfig,
-    strategy: Ranks,
-    engine: RolloutEngine,
-    source: RewardSource,
-    maker: ExperienceMaker,
-    timer: Callable[[str], Any],
-) -> BatchCollector:
+def build_sampler(parts: PPOParts) -> BatchCollector:
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
+    config = parts.config
+    strategy = parts.strategy
+    engine = parts.rollout_engine
+    source = parts.reward_source
+    maker = parts.experience_maker
     if config.sampling.fire_sampling and not capabilities_of(engine).heats_first_token:
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
@@ -413,14 +391,14 @@ def build_sampler(
         dense=config.reward.use_dense_reward,
         scorer=build_scorer(config, engine, source),
         checks=[] if status is None else [status],
-        timer=timer,
+        timer=parts.timer,
     )
     around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
     collector = BatchCollector(
         sampler,
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
-        timer=timer,
+        timer=parts.timer,
     )
     return with_selection(collector, config, maker.shaper.final_scores)
 

@@ -29,7 +29,6 @@ from lightppo.rollout.engine import RolloutEngine
 from lightppo.rollout.sampler import CollectedStep
 from lightppo.trainer.build import (
     Origin,
-    PPOInputs,
     PPOParts,
     assemble,
     build,
@@ -142,7 +141,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         terms |= loss_terms
         if pretrain_dataloader is not None:
             terms["pretraining"].batches = endless(pretrain_dataloader)
-        inputs = PPOInputs(
+        parts = PPOParts(
             strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
@@ -150,7 +149,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
-        self._take(assemble(inputs, own_training_step=own_actor_step), callbacks)
+        assemble(parts, own_training_step=own_actor_step)
+        self._take(parts, callbacks)
 
     def _options_of_script(
         self, config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any

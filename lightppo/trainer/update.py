@@ -25,7 +25,7 @@ from lightppo.config.rules import micro_batch_spec
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
 from lightppo.experience.experience import Experience
-from lightppo.experience.token_weights import entropy_sample, token_weights
+from lightppo.experience.token_weights import token_weights
 from lightppo.logging.performance import bar_of_part, minibatch_on_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
@@ -45,6 +45,7 @@ from lightppo.trainer.training_losses import (
     actor_loss,
     build_policy_loss,
     critic_loss,
+    entropy_sample,
     kl_to_reference,
 )
 from lightppo.zero3 import find_engine

@@ -34,7 +34,6 @@ from lightppo.config import PPOConfig
 from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
 from lightppo.distributed.deepspeed import StepOutcome, average_into
-from lightppo.experience import token_weights
 from lightppo.experience.token_weights import rejections_of
 from lightppo.logging.samples import Samples
 from lightppo.models import batches
@@ -43,6 +42,7 @@ from lightppo.models.batches import to_device
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.rewards.reward_model import RewardModelSource
 from lightppo.supervised import objectives
+from lightppo.trainer import training_losses
 
 TINY = {
     "vocab_size": 48,
@@ -182,7 +182,7 @@ def test_the_host_does_not_wait_between_micro_batches(
     monkeypatch.setattr(batches, "_KEPT_ASIDE", 0)  # as if its tensors were large
     run.strategy.far.kept_aside = 0
     if name == "the entropy of a sample":
-        monkeypatch.setattr(token_weights, "_ENTROPY_SAMPLE", 2)
+        monkeypatch.setattr(training_losses, "_ENTROPY_SAMPLE", 2)
     record = next(callback for callback in run.callbacks if isinstance(callback, Samples))
     for step in (1, 2):  # the first one also tries what a model can do
         run.replay_buffer.clear()

@@ -218,8 +218,8 @@ def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, eva
     loop = IdleLoop(config, checkpointer=calls, evaluator=calls, per_episode=2)
     exports = next(callback for callback in loop.callbacks if isinstance(callback, Exports))
     saves = next(callback for callback in loop.callbacks if isinstance(callback, TimedSaves))
-    for cadence in (saves.cadence, loop.evaluation.cadence, exports.cadence):
-        cadence.clock, cadence.last = lambda: now[0], 0.0
+    for due_times in (saves.due_times, loop.evaluation.due_times, exports.due_times):
+        due_times.clock, due_times.last = lambda: now[0], 0.0
     for _ in range(6):
         now[0] += 10
         loop.step()

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo import Callback, PPOTrainer
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.experience import token_weights as sampling
 from lightppo.experience.experience import Experience
-from lightppo.experience.token_weights import entropy_sample, systematic_sample
+from lightppo.trainer import training_losses as sampling
+from lightppo.trainer.training_losses import entropy_sample, systematic_sample
 
 pytestmark = pytest.mark.usefixtures("world")
 
