@@ -41,8 +41,7 @@ from lightppo.episodes.specs import PYTHON_TOOL, EnvironmentSpec, load_specs
 from lightppo.episodes.tools import BadCall
 from lightppo.errors import ConfigError
 from lightppo.processes.fork_server import Answer, Respond, Worker, WorkerPool
-from lightppo.processes.user_calls import importable_name, in_daemon_thread
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, importable_name, in_daemon_thread
 
 __all__ = [
     "EnvFailure",

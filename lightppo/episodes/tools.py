@@ -15,8 +15,7 @@ from typing import Any
 
 from lightppo.episodes.env_failures import EnvFailure, Reply
 from lightppo.errors import ConfigError, SandboxError
-from lightppo.processes.user_calls import in_daemon_thread
-from lightppo.user_code import error_text
+from lightppo.user_code import error_text, in_daemon_thread
 
 _BASIC = (int, float, str, bool, type(None), list, tuple, dict, Any)
 _MAX_EXAMPLE = 80  # characters of a wrong argument

@@ -29,11 +29,11 @@ from lightppo.data.examples import Example, examples_of
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.files import stage_to_local
-from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import Ranks
 from lightppo.redaction import plain
 from lightppo.rewards.reward_source import NoReward, RewardSource, score_rollouts
 from lightppo.rollout.sampling import end_of_text_ids
+from lightppo.user_code import in_daemon_thread
 
 _ROWS = 1000  # that are looked at
 _FEWEST = 4  # scores or answers, of which it says something that all are equal

@@ -14,9 +14,16 @@ from typing import Any
 
 from lightppo.errors import RewardError
 from lightppo.processes.fork_server import Answer, Respond, WorkerPool, default_processes
-from lightppo.processes.user_calls import Outcome, UserCall, awaited, in_daemon_thread, late
 from lightppo.ranks import heartbeat
-from lightppo.user_code import load_python_function, without_copies
+from lightppo.user_code import (
+    Outcome,
+    UserCall,
+    awaited,
+    in_daemon_thread,
+    late,
+    load_python_function,
+    without_copies,
+)
 
 _QUESTION_TRIES = 3  # with workers that died before they had read it
 

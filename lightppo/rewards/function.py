@@ -23,16 +23,6 @@ from lightppo.config.reward_options import ANY_ROUTE, is_file_alone, reward_plan
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.option import is_object
-from lightppo.processes.user_calls import (
-    Outcome,
-    UserCall,
-    awaited,
-    importable_name,
-    in_daemon_thread,
-    is_coroutine_function,
-    late,
-    raised,
-)
 from lightppo.ranks import heartbeat
 from lightppo.rewards.reward_source import (
     RewardOutput,
@@ -50,10 +40,18 @@ from lightppo.rewards.reward_styles import (
     RewardFunction,
 )
 from lightppo.user_code import (
+    Outcome,
+    UserCall,
+    awaited,
     error_text,
     fails_when_run,
+    importable_name,
+    in_daemon_thread,
+    is_coroutine_function,
+    late,
     load_python_object,
     no_such_name,
+    raised,
     split_python_spec,
     without_copies,
 )

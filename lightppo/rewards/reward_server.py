@@ -29,8 +29,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.http_client import check_bind, check_token, cleaned, secret_texts
-from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.rewards.reward_source import RewardSource, check_output, close_source
+from lightppo.user_code import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.plugin import REWARD_STYLES
-from lightppo.processes.user_calls import UserCall
 from lightppo.rewards.reward_source import (
     POSITIONAL,
     RewardOutput,
@@ -25,7 +24,7 @@ from lightppo.rewards.reward_source import (
     shown,
     values_of,
 )
-from lightppo.user_code import finite, is_non_finite, reading_error
+from lightppo.user_code import UserCall, finite, is_non_finite, reading_error
 
 RewardFunction = Callable[..., Any]
 

@@ -47,7 +47,13 @@ from lightppo.plugin import (
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import source_of
-from lightppo.rewards.reward_source import AsyncScorer, NoReward, RewardRequest, RewardSource
+from lightppo.rewards.reward_source import (
+    AsyncScorer,
+    NoReward,
+    RewardRequest,
+    RewardSource,
+    status_check,
+)
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampler import BatchCollector, RolloutSampler, with_selection
 from lightppo.trainer.building import Building
@@ -68,7 +74,6 @@ from lightppo.trainer.start_checks import (
 )
 from lightppo.trainer.training_losses import LossTerm
 from lightppo.verifiers.formats import with_xml_format
-from lightppo.verifiers.status import status_check
 
 T = TypeVar("T")
 

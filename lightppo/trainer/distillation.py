@@ -32,9 +32,9 @@ from lightppo.experience.maker import RolloutPass
 from lightppo.http_client import HTTPClient, read_token
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.batches import real_actions
-from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import Ranks
 from lightppo.trainer.training_losses import Metrics, ScoreTerm
+from lightppo.user_code import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 

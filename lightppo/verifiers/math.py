@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.processes.killable_pool import KillablePool
-from lightppo.processes.user_calls import UserCall
 from lightppo.rewards.function import NO_LABELS, OnFailure, check_failure_options, settle
 from lightppo.rewards.reward_source import RewardOutput, describe_sample
+from lightppo.user_code import UserCall
 from lightppo.verifiers.math_equality import equal
 from lightppo.verifiers.math_notation import NO_UNITS, SPACING, tidy
 from lightppo.verifiers.math_numbers import DECIMAL, as_number, compare

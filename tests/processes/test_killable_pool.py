@@ -19,7 +19,7 @@ import pytest
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.processes.fork_server import default_processes
 from lightppo.processes.killable_pool import KillablePool
-from lightppo.processes.user_calls import UserCall
+from lightppo.user_code import UserCall
 
 MOST_SECONDS = 60  # until what never comes fails a test
 TARGETS = Path(__file__).parents[1] / "support" / "fixtures" / "runner_targets.py"
@@ -272,7 +272,7 @@ SCRIPT = """
 import os, sys, threading, time
 import psutil
 from lightppo.processes.killable_pool import KillablePool
-from lightppo.processes.user_calls import UserCall
+from lightppo.user_code import UserCall
 
 def workers():
     servers = [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]

@@ -17,7 +17,6 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.processes.user_calls import Outcome, UserCall
 from lightppo.rewards.function import (
     FunctionReward,
     LoopRunner,
@@ -28,7 +27,7 @@ from lightppo.rewards.function import (
 from lightppo.rewards.reward_source import AsyncScorer, score_rollouts
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import RolloutSampler
-from lightppo.user_code import load_python_function
+from lightppo.user_code import Outcome, UserCall, load_python_function
 
 Make = Callable[..., Rollout]
 MOST_SECONDS = 60  # until what never comes fails a test

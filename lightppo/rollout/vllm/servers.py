@@ -22,7 +22,6 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
 from lightppo.http_client import HTTPClient, read_token
-from lightppo.processes.user_calls import in_daemon_thread
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams, progress_bar
 from lightppo.rollout.vllm.colocated import (
@@ -49,6 +48,7 @@ from lightppo.rollout.vllm.weights import (
     trainer_fingerprints,
     whole_names,
 )
+from lightppo.user_code import in_daemon_thread
 from lightppo.zero3 import find_whole
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lightppo.errors import RolloutError
-from lightppo.processes.user_calls import in_daemon_thread
+from lightppo.user_code import in_daemon_thread
 from lightppo.zero3 import (
     find_adapters,
     find_engine,

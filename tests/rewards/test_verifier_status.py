@@ -9,7 +9,7 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.ranks import Alone
-from lightppo.verifiers.status import check_verifier_status
+from lightppo.rewards.reward_source import check_verifier_status
 
 Make = Callable[..., Rollout]
 
