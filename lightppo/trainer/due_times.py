@@ -23,11 +23,6 @@ class DueTimes:
     def __post_init__(self) -> None:
         self.last = self.clock()
 
-    @property
-    def active(self) -> bool:
-        """Tell whether it can ever be due."""
-        return self.steps > 0 or self.epochs is not None or self.seconds is not None
-
     def due(self, step: int, finished_episodes: int | None = None) -> bool:
         """Tell whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
         is_due = self.steps > 0 and step % self.steps == 0
@@ -40,11 +35,18 @@ class DueTimes:
         return is_due
 
 
-class TimedSaves(Callback):
-    """Checkpoints by ``--save_epochs`` and ``--save_seconds``; one by steps begins the seconds anew."""
+def timed_saves(run: Any) -> TimedSaves | None:
+    """Make the callback that asks for checkpoints; ``None``: the run saves none before its end."""
+    options = run.config.checkpoint
+    if options.save_steps <= 0 and options.save_epochs is None and options.save_seconds is None:
+        return None
+    return TimedSaves()
 
-    def __init__(self, run: Any) -> None:
-        self.due_times: DueTimes | None = None  # from the start of the run on
+
+class TimedSaves(Callback):
+    """Checkpoints by ``--save_steps``, ``--save_epochs`` and ``--save_seconds``; each begins the seconds anew."""
+
+    due_times: DueTimes  # from the start of the run on
 
     def on_start(self, run: Any) -> None:
         """Start the clocks."""
@@ -55,7 +57,7 @@ class TimedSaves(Callback):
             options.save_seconds,
             agree=run.strategy.broadcast_object,
         )
-        run.saves |= self.due_times.active
+        run.saves = True
 
     def votes(self, run: Any) -> Mapping[str, float]:
         is_due = self.due_times.due(run.state.global_step, run.finished_episodes)

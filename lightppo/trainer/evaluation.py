@@ -18,7 +18,6 @@ from lightppo.logging.performance import PhaseTimer
 from lightppo.ranks import Ranks
 from lightppo.rewards.reward_source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.trainer.due_times import DueTimes
 
 logger = logging.getLogger(__name__)
 
@@ -201,15 +200,9 @@ class Evaluation(Callback):
     def __init__(self, run: Any) -> None:
         self.run = run
         run.evaluation = self
-        self.due_times: DueTimes | None = None  # from the start of the run on
         self.step: int | None = None  # of the last evaluation
         self.result: Mapping[str, float] | None = None  # None where a score was not finite
         run.register_state("evaluation", self)
-
-    def on_start(self, run: Any) -> None:
-        """Start the clocks."""
-        eval_steps = run.config.evaluation.eval_steps
-        self.due_times = DueTimes(eval_steps, epochs=1 if eval_steps == -1 else None)
 
     def before_steps(self, run: Any) -> None:
         """Do the evaluation that a resumed run lacks, or that before training. Collective."""
@@ -217,14 +210,20 @@ class Evaluation(Callback):
         if run.only_evaluates:
             self.evaluate(run, step)
         elif step > 0:
-            if run.owns_parts and self.due_times.due(step, run.finished_episodes):
+            if run.owns_parts and self._is_due(run):
                 self.evaluate(run, step)
         elif run.config.evaluation.val_before_train:
             self.evaluate(run, step)
 
     def votes(self, run: Any) -> Mapping[str, float]:
-        is_due = self.due_times.due(run.state.global_step, run.finished_episodes)
-        return {"evaluate": float(is_due)}
+        return {"evaluate": float(self._is_due(run))}
+
+    def _is_due(self, run: Any) -> bool:
+        """Tell whether ``--eval_steps`` asks for an evaluation after this step; without it one follows an episode."""
+        eval_steps = run.config.evaluation.eval_steps
+        if eval_steps == -1:
+            return run.finished_episodes is not None
+        return eval_steps > 0 and run.state.global_step % eval_steps == 0
 
     def evaluate(self, run: Any, step: int) -> None:
         if run.evaluator is not None:

@@ -10,7 +10,6 @@ from lightppo.callbacks import Callback
 from lightppo.checkpoint.layout import best_folder
 from lightppo.checkpoint.run_exports import best_line, best_note, catch_up, save_best, save_hf
 from lightppo.errors import ConfigError
-from lightppo.trainer.due_times import DueTimes
 
 
 class Exports(Callback):
@@ -21,17 +20,15 @@ class Exports(Callback):
 
     def __init__(self, run: Any) -> None:
         self.run = run
-        self.due_times: DueTimes | None = None  # from the start of the run on
         self.best: float | None = None  # value of --best_metric
         self.knows_best = False  # a checkpoint of this run has said it
         run.register_state("best", self)
 
     def on_start(self, run: Any) -> None:
-        """Start the clocks, and make what an interrupted run lacks."""
+        """Make what an interrupted run lacks."""
         checkpoint = run.config.checkpoint
         metric = _metric(run)
         step = run.state.global_step
-        self.due_times = DueTimes(checkpoint.hf_save_steps)
         if step == 0:
             return
         if metric is not None:
@@ -39,7 +36,7 @@ class Exports(Callback):
         if run.owns_parts and not run.only_evaluates:
             if run.evaluation.step == step and run.evaluation.result and metric is not None:
                 self._keep_best(run, step, metric)
-            due = checkpoint.save_hf_ckpt or self.due_times.due(step, run.finished_episodes)
+            due = checkpoint.save_hf_ckpt or _is_due(run, step)
             catch_up(run.checkpointer, run.ckpt_path, step, due and checkpoint.resume == "auto")
 
     def _look_at_kept(self, run: Any, step: int, metric: str) -> None:
@@ -56,7 +53,7 @@ class Exports(Callback):
             )
 
     def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
-        if self.due_times.due(step, run.finished_episodes):
+        if _is_due(run, step):
             with run.saving("save"):
                 save_hf(run.checkpointer, run.ckpt_path, step)
 
@@ -96,6 +93,12 @@ class Exports(Callback):
         # With --resume PATH another run goes on, whose best_hf is another one.
         if (state["run"], state["metric"]) == (self.run.checkpointer.run, _metric(self.run)):
             self.best = state["value"]
+
+
+def _is_due(run: Any, step: int) -> bool:
+    """Tell whether ``--hf_save_steps`` asks for an export of this step."""
+    every = run.config.checkpoint.hf_save_steps
+    return every > 0 and step % every == 0
 
 
 def _metric(run: Any) -> str | None:

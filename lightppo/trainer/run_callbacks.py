@@ -24,7 +24,7 @@ from lightppo.rollout.balancing import Balancing
 from lightppo.rollout.sampler import keep_surplus
 from lightppo.rollout.vllm.lora_adapters import PushedBytes
 from lightppo.rollout.vllm.offload_optimizer import SleepAfterEvaluation
-from lightppo.trainer.due_times import TimedSaves
+from lightppo.trainer.due_times import timed_saves
 from lightppo.trainer.evaluation import Evaluation
 from lightppo.trainer.exports import Exports
 from lightppo.trainer.prompts import prompt_filter
@@ -37,7 +37,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
     """
     early_callbacks = [
         Speeds() if run.samples_tokens else None,
-        TimedSaves(run),
+        timed_saves(run),
         Evaluation(run),
         prompt_filter(run),
         followers(run),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.trainer.due_times import DueTimes
+from lightppo.config import PPOConfig
+from lightppo.trainer.due_times import DueTimes, timed_saves
 
 
 class Clock:
@@ -60,17 +63,17 @@ def test_whichever_comes_first_starts_the_clock_anew():
 
 
 @pytest.mark.parametrize(
-    ("options", "active"),
+    ("options", "is_made"),
     [
         ({}, False),
-        ({"steps": 0}, False),
-        ({"steps": 2}, True),
-        ({"epochs": 1}, True),
-        ({"seconds": 0.5}, True),
+        ({"save_steps": 2}, True),
+        ({"save_epochs": 1}, True),
+        ({"save_seconds": 9}, True),
     ],
 )
-def test_active(options, active):
-    assert DueTimes(**options).active is active
+def test_a_run_that_saves_only_its_end_has_no_clock(options, is_made):
+    run = SimpleNamespace(config=PPOConfig.from_flat(**options))
+    assert (timed_saves(run) is not None) is is_made
 
 
 def test_rank_0_clock_decides_for_all():
