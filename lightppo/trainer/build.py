@@ -463,8 +463,12 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
     """Say how training rollouts are sampled."""
     rollout = config.rollout
     sampling = config.sampling
-    names = [option.name for option in fields(SamplingParams) if hasattr(rollout, option.name)]
-    values = {name: getattr(rollout, name) for name in names}
+    options = vars(rollout)
+    values = {
+        parameter.name: options[parameter.name]
+        for parameter in fields(SamplingParams)
+        if parameter.name in options
+    }
     return SamplingParams(
         **values,
         max_new_tokens=rollout.generate_max_len,
