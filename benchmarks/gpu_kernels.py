@@ -401,11 +401,11 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.models import preparation
     from lightppo.models.actor import Actor
     from lightppo.models.batches import on_cpu
     from lightppo.models.kernels.liger import use_liger_kernels
     from lightppo.models.kernels.offload import offloading
+    from lightppo.models.wrapper import compile_layers
     from lightppo.trainer.training_losses import systematic_sample
 
     counters.clear()
@@ -422,7 +422,7 @@ def train_once(
     if liger:
         use_liger_kernels(model)
     if compiled:
-        preparation.compile_layers(model, "eager" if device == "cpu" else "inductor")
+        compile_layers(model, "eager" if device == "cpu" else "inductor")
     given, turn = batches_of(scale, device), iter(range(10**9))
 
     def step() -> None:

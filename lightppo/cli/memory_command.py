@@ -15,7 +15,6 @@ from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.data.folders import check_model
 from lightppo.errors import ConfigError, UserError
 from lightppo.preflight.advice import second_masters, with_second_masters
-from lightppo.preflight.budget import host_bytes, library_bytes
 
 if TYPE_CHECKING:
     from lightppo.preflight.budget import Estimate, Machine
@@ -58,7 +57,9 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
         from lightppo.preflight import budget
 
         _import_as_a_rank()
-        machine = budget.Machine(**placement, library_bytes=library_bytes(placement["per_node"]))
+        machine = budget.Machine(
+            **placement, library_bytes=budget.library_bytes(placement["per_node"])
+        )
         advice = []
         try:
             estimate = budget.estimate(config.resolved(), machine)
@@ -127,6 +128,8 @@ def _place(request: argparse.Namespace) -> dict[str, Any]:
         "per_node": ranks_per_node,
     }
     if not gpus:
+        from lightppo.preflight.budget import host_bytes
+
         return placement | {"host_bytes": host_memory or host_bytes()}
     if host_memory is not None:
         raise ConfigError("--host_memory is for ranks on the CPU: add --gpus 0, or leave it out")

@@ -53,13 +53,6 @@ def test_rollouts_of_other_prompts_are_refused(tmp_path):
         replay.rollouts(PROMPTS[::-1], 1, 0, never)
 
 
-def test_one_batch_for_ever(tmp_path):
-    replay = RolloutReplay(tmp_path, FakeStrategy(), reuse=True)
-    first = replay.rollouts(PROMPTS, 1, 0, sampled)
-    assert replay.rollouts(PROMPTS[::-1], 2, 0, never) == first
-    assert RolloutReplay(tmp_path, FakeStrategy(), reuse=True).rollouts([], 9, 0, never) == first
-
-
 def test_all_ranks_sample_where_one_has_no_file(tmp_path):
     calls = []
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 
 from lightppo.config.options import OptionSet
@@ -71,7 +72,7 @@ def _contents(thing: Any, seen: dict[int, Any]) -> Any:
         ]
     if hasattr(thing, "chat_template"):  # a tokenizer
         return [kind, len(thing), thing.chat_template, thing.padding_side]
-    if kind.startswith("datasets."):
+    if isinstance(thing, datasets.Dataset):
         return [kind, [dict(row) for row in thing]]
     if isinstance(thing, torch.utils.data.DataLoader):
         return [

@@ -300,6 +300,7 @@ RAN: Changes = [
     (SHORT | {"use_tensorboard": "@root/tensorboard"}, {"metric_names": "verl"}),
     (CHECKPOINTS, {"save_hf_ckpt": True, "max_ckpt_num": 1, "max_ckpt_mem": 1e-6}),
     (CHECKPOINTS | {"save_hf_ckpt": True}, {"disable_ds_ckpt": True}),
+    (SHORT | EVALUATED, {"eval_steps": 1, "val_before_train": False}),
     (SHORT | EVALUATED | {"val_before_train": False}, {"best_metric": "eval/reward"}),
     (SHORT | TEXT, {"ptx_coef": 0.5, "output_key": "output"}),
     (SHORT | {"enable_ema": True}, {"ema_beta": 0.1}),

@@ -16,6 +16,7 @@ from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.vllm import servers as vllm_server
 from lightppo.rollout.vllm import weights
 from lightppo.trainer.build import build_rollout_engine
+from lightppo.user_code import in_daemon_thread
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.7, top_p=0.95, n=2, seed=5)
@@ -194,7 +195,7 @@ def push_during_a_request(case):
     expected = [one.response_ids for one in case.hf.generate(prompt, GREEDY)]
     server.post("/pause?mode=keep")
     old, version = engine.adapter, engine.version
-    answer = vllm_server.thread(server.complete)(how, prompt[0].token_ids, 64, version, old)
+    answer = in_daemon_thread(server.complete, how, prompt[0].token_ids, 64, version, old)
     wait_for(lambda: server.post(vllm_server.ADAPTERS)["served"] == {old: 1})
     case.train()
     engine.sync_weights(case.actor)

@@ -22,6 +22,7 @@ from lightppo.errors import RequestError
 from lightppo.rollout.vllm import weights
 from lightppo.rollout.vllm.weights import Broadcasts, NCCLGroup
 from lightppo.rollout.vllm.worker import PushedWeights, Reload
+from lightppo.user_code import in_daemon_thread
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -175,7 +176,7 @@ def limited(push_step):
     """As over HTTP, which gives up; the request goes on."""
 
     def limited_step(route, body=None):
-        return weights.thread(push_step)(route, body).result(3.0)
+        return in_daemon_thread(push_step, route, body).result(3.0)
 
     return limited_step
 
