@@ -107,7 +107,6 @@ docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.logging.metrics_page > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
 	$(BIN)/python tests/families/table.py
-	$(BIN)/python benchmarks/house.py --store now --no_run
 	$(BIN)/python benchmarks/house_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "the site: runs/site/index.html"
@@ -134,6 +133,7 @@ gpu-check: $(INSTALLED)
 
 house: $(INSTALLED)
 	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE),--store now) $(HOUSE_ARGS)
+	$(if $(TREE),,$(BIN)/python benchmarks/house_page.py)
 
 # RUNS="quick zero3" runs some of them only: names and areas as `reference_runs.py list` shows them.
 reference-runs: $(INSTALLED)

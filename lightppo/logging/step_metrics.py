@@ -136,7 +136,7 @@ def effective_share(weights: Summary) -> float:
 
 
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """Return the metrics, from a summary over all ranks of each vector of :func:`.ratios.mismatch_terms`."""
+    """Return the metrics, from a summary over all ranks of each vector of :func:`.kl.mismatch_terms`."""
     token_ratios = summaries["ratio"]
     sequence_ratios = summaries["seq_ratio"]
     difference = summaries["logp_diff"]

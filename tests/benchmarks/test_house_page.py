@@ -26,7 +26,7 @@ def test_pages_are_as_they_are_generated(page, stored):
 
 
 def test_stored_numbers_are_not_old(stored, benchmark_script):
-    """Within a tenth of what the code has now; otherwise: make docs."""
+    """Within a tenth of what the code has now; otherwise: make house."""
     house = benchmark_script("house")
     now = house.writing(house.sources_of(REPO).values())
     for measure in ("files", "tokens of code"):

@@ -131,6 +131,7 @@ def test_the_reward_rises(name, warm, tmp_path, request):
     if "teacher_pretrain" in options:
         options["teacher_pretrain"] = request.getfixturevalue("better")
     rows = train(warm, tmp_path, **options)
+    assert name in MEASURED, f"write the mean rise over a few seeds into MEASURED: {rise(rows):.2f}"
     assert rise(rows) > MEASURED[name] / 2
     if "teacher_pretrain" in options:
         assert rows[-1]["rollout/teacher_kl"] < rows[0]["rollout/teacher_kl"] / 2
