@@ -301,7 +301,7 @@ def test_frozen_weights_in_4_bits(make_config, tmp_path):
 
 
 def test_memory_is_counted_without_the_tower(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightppo.cli.memory_command.library_bytes", lambda ranks: 10**9)
+    monkeypatch.setattr("lightppo.preflight.budget.library_bytes", lambda ranks: 10**9)
     whole = save_with_tower("gemma3", tmp_path / "gemma3")
     printed = []
     for model in (whole, save_text(whole)):
