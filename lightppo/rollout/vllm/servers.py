@@ -153,15 +153,31 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     # -- generation ------------------------------------------------------------------------------------------------
 
+    def start(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished = lambda rollouts: None,
+    ) -> Future[list[Rollout]]:
+        """Have a thread ask the servers for this rank's responses; collective only where servers sleep.
+
+        ``on_finished`` is called in that thread. What fails is raised by :meth:`finish`.
+        """
+        self.wake()
+        return in_daemon_thread(self._ask, prompts, sampling, on_finished)
+
+    def finish(self, ticket: Future[list[Rollout]]) -> list[Rollout]:
+        """Wait for the responses of :meth:`start`; raise as :meth:`generate`. Collective."""
+        with self._together():
+            return ticket.result()
+
     def _sample(
         self,
         prompts: list[Prompt],
         sampling: SamplingParams,
         on_finished: OnFinished,
     ) -> list[Rollout]:
-        """Sample: every rank asks for its own. Collective."""
-        with self._together():
-            return self._ask(Requests(self, prompts, sampling), on_finished)
+        return self.finish(self.start(prompts, sampling, on_finished))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -230,8 +246,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
             self.check_any_left()
             return None
 
-    def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
+    def _ask(
+        self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished
+    ) -> list[Rollout]:
         """Send the dearest requests first, each to the server with the least under way."""
+        requests = Requests(self, prompts, sampling)
         self.check_any_left()
         rank = self.strategy.get_rank()
         costs = [
