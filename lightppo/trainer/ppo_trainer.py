@@ -137,15 +137,17 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if eval_prompts is not None:
             judge = judge_of(eval_reward_fn, source)
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
-        terms: dict[str, Any] = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy)}
-        terms |= loss_terms
+        self.pretraining = loss_terms.get("pretraining") or Pretraining(
+            config.algorithm.ptx_coef, strategy
+        )
         if pretrain_dataloader is not None:
-            terms["pretraining"].batches = endless(pretrain_dataloader)
+            self.pretraining.batches = endless(pretrain_dataloader)
+            loss_terms = {"pretraining": self.pretraining} | loss_terms
         parts = PPOParts(
             strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
-            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator,
+            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=loss_terms, evaluator=evaluator,
             origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
@@ -193,6 +195,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             "kl_ctl": self.kl_ctl,
             **self.experience_maker.shaper.states,
             "value_statistics": self.value_norm,
+            "pretraining": self.pretraining,
             **self.loss_terms,
         }
         for name, stateful in states.items():

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.config import PPOConfig
 from lightppo.config.rules import moves_reference
 from lightppo.distributed.signals import StopAtSignal
-from lightppo.experience.rollout_check import watch
-from lightppo.logging.alarms import AlarmBell
+from lightppo.experience.rollout_check import tolerance_of
+from lightppo.logging.alarms import AlarmBell, DriftWatch
 from lightppo.logging.evaluations import Evaluations
 from lightppo.logging.performance import GPUMemory, Profiles, Speeds
 from lightppo.logging.recorder import Recorder
@@ -26,7 +27,7 @@ from lightppo.rollout.vllm.lora_adapters import PushedBytes
 from lightppo.rollout.vllm.offload_optimizer import SleepAfterEvaluation
 from lightppo.trainer.due_times import timed_saves
 from lightppo.trainer.evaluation import Evaluation
-from lightppo.trainer.exports import Exports
+from lightppo.trainer.exports import Exports, TimedExports
 from lightppo.trainer.prompts import prompt_filter
 
 
@@ -43,9 +44,10 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         followers(run),
         keep_surplus(run),
         *of_rollouts(run),
-        watch(run),
+        drift_watch(run),
         *_of_episodes(run),
         Exports(run),
+        TimedExports() if run.config.checkpoint.hf_save_steps > 0 else None,
         Profiles(run.config.logging.profile_steps) if run.config.logging.profile_steps else None,
         GPUMemory() if run.strategy.device.type == "cuda" else None,
         Evaluations(run),
@@ -64,6 +66,13 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
     ]
     callbacks = (*early_callbacks, *user_callbacks, *late_callbacks)
     return [callback for callback in callbacks if callback is not None]
+
+
+def drift_watch(run: Any) -> DriftWatch | None:
+    """Make the callback of a PPO run, whatever its engine is; None with ``--rollout_check off``."""
+    if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
+        return None
+    return DriftWatch(tolerance_of(run.config, run.strategy))
 
 
 def of_rollouts(run: Any) -> list[Callback]:
