@@ -222,8 +222,13 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
     ``extra_logs`` (name → as many numbers or texts, or one number for the batch), ``token_scores`` (per sample one number
     per response token). :func:`check_output` checks the values.
     """
-    if not isinstance(result, Mapping):
-        return RewardOutput(_as_list(result, source_name, "the result"))
+    if isinstance(result, Mapping):
+        return _output_from_mapping(result, count, source_name)
+    return RewardOutput(_as_list(result, source_name, "the result"))
+
+
+def _output_from_mapping(result: Mapping[str, Any], count: int, source_name: str) -> RewardOutput:
+    """Read the dict of :func:`output_from_result`."""
     if result.get("rewards") is None or result.keys() - _KEYS:
         raise RewardError(
             f"{source_name}: the keys must be 'rewards' and, optionally, 'scores', 'extra_logs', 'token_scores'; "

@@ -610,7 +610,8 @@ class SlotDecoder(Decoder):
             history,
             torch.tensor(self.queue.limits(numbers), device=self.device),
         )
-        self.queue.give_way(range(new_rows.start, new_rows.stop))
+        if self.queue.keeps_rows:
+            self.queue.give_way(range(new_rows.start, new_rows.stop))
         self.cache.append(block.cache, rows, max(lengths))
         self.rows.write(new_rows, *self.sampler(block.logits[indices[0]], seeds[:, 0], 0, history))
         self._see_starts()
@@ -645,7 +646,8 @@ class SlotDecoder(Decoder):
             self._move_columns(min(self.slots, max_rows), self.queue.longest)
 
     def _move_columns(self, slots: int, min_columns: int) -> None:
-        self.queue.give_way(range(self.slots))
+        if self.queue.keeps_rows:
+            self.queue.give_way(range(self.slots))
         column_shift = self.cache.make_room(slots, min_columns)
         self.rows.starts = [start - column_shift for start in self.rows.starts]
         if len(self.rows):

@@ -246,12 +246,14 @@ class HFRolloutEngine:
         texts = [""] * len(ids)
         if with_text:
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if stop.strings:
+            texts = [stop.trim(row_ids, text) for row_ids, text in zip(ids, texts)]
         return [
             Rollout(
                 prompt=prompt,
                 sample_index=sample_index,
                 response_ids=ids[row_index],
-                response_text=stop.trim(ids[row_index], texts[row_index]),
+                response_text=texts[row_index],
                 finish_reason="stop" if stopped[row_index] else "length",
                 log_probs=log_probs[row_index],
             )

@@ -195,7 +195,8 @@ class Update:
             if not experience.part.has_samples:
                 numbers = {name: numbers[name] for name in numbers if name in term_metrics}
             statuses.append(without_means(numbers) if self.has_own_steps else numbers)
-        self.samples.read()
+        if self.samples.unread:
+            self.samples.read()
         return statuses
 
     # -- one micro batch -----------------------------------------------------------------------------------------
