@@ -46,9 +46,9 @@ def check_first(
     config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
 ) -> AroundSampling | None:
     """Return what compares the log probs of the first rollouts, around their sampling; None: nothing is compared."""
-    check = RolloutCheck(actor, engine, strategy, config)
-    if not check.pending:
+    if config.engine.rollout_check == "off" or not capabilities_of(engine).keeps_weights:
         return None
+    check = RolloutCheck(actor, engine, strategy, config)
 
     def checked(
         prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]

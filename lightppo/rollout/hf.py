@@ -27,7 +27,7 @@ from lightppo.rollout.decoding import (
     SlotDecoder,
     can_use_slots,
 )
-from lightppo.rollout.decoding_runners import DecodingRunner, decoding_runner
+from lightppo.rollout.decoding_runners import CUDAGraphs, DecodingRunner, InvariantSteps
 from lightppo.rollout.engine import Capabilities, SamplingParams, progress_bar
 from lightppo.rollout.sampling import (
     StopCriteria,
@@ -268,13 +268,18 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
 ) -> HFRolloutEngine:
     """Make the engine of ``--rollout_engine hf``. Collective."""
+    runner: DecodingRunner | None = None
+    if config.engine.batch_invariant:
+        runner = InvariantSteps()
+    elif config.engine.hf_cuda_graphs:
+        runner = CUDAGraphs()
     return HFRolloutEngine(
         actor,
         tokenizer,
         micro_rollout_batch_size=rollout_rows(config),
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        runner=decoding_runner(config),
+        runner=runner,
     )
 
 

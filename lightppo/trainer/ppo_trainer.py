@@ -19,7 +19,7 @@ from lightppo.compat.constructor_options import (
 from lightppo.compat.own_steps import give_router_loss
 from lightppo.compat.script_members import KLState, ScriptMembers, as_prompts, own_fit
 from lightppo.config import PPOConfig
-from lightppo.config.rules import steps_per_episode, trains
+from lightppo.config.rules import moves_reference, steps_per_episode, trains
 from lightppo.data.records import Prompt
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, NonFiniteError
@@ -37,7 +37,7 @@ from lightppo.trainer.build import (
 )
 from lightppo.trainer.by_hand import (
     check_models,
-    check_reference,
+    check_moving_reference,
     judge_of,
     reward_source_of,
     sample_texts,
@@ -125,7 +125,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             if options.get("gradient_checkpointing"):
                 for model in filter(None, (actor, critic)):
                     model.gradient_checkpointing_enable()
-        check_reference(config, initial_model)
+        if moves_reference(config):
+            check_moving_reference(initial_model)
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
         self.reward_fn = reward_fn
         self.remote_rm_url = remote_rm_url

@@ -37,7 +37,7 @@ from lightppo.models.actor import ActionScores
 from lightppo.models.batches import layout_of_all
 from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import nothing_scored
-from lightppo.trainer.distillation import score_term
+from lightppo.trainer.distillation import TEACHER, score_term
 from lightppo.trainer.training_losses import (
     Metrics,
     ScoreTerm,
@@ -119,8 +119,8 @@ class Update:
         if config.algorithm.use_kl_loss:
             reads_logits = self.experience_maker.kl_of_models is not None
             self.score_terms.append(ScoreTerm(self.kl_loss, logits=reads_logits))
-        if (teacher_term := score_term(config, self.frozen)) is not None:
-            self.score_terms.append(teacher_term)
+        if TEACHER in self.frozen and config.distill.distill_by == "loss":
+            self.score_terms.append(score_term(config, self.frozen[TEACHER]))
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer. Collective.
