@@ -178,13 +178,8 @@ def check_output(
         scores = _numbers(output.scores, rollouts, source_name, "score")
         if (token_scores := output.token_scores) is not None:
             token_scores = _token_numbers(token_scores, rollouts, source_name)
-        for column_name, text_values in output.texts.items():
-            if len(text_values) != len(rollouts) or not all(
-                isinstance(text, str | None) for text in text_values
-            ):
-                raise RewardError(
-                    f"{source_name}: {column_name!r} must be a text or None for each of {len(rollouts)} samples"
-                )
+        if output.texts:
+            _check_texts(output.texts, len(rollouts), source_name)
         return RewardOutput(scores, metrics, token_scores, dict(output.texts))
     except RewardError:
         raise
@@ -192,6 +187,14 @@ def check_output(
         raise RewardError(
             f"{source_name}: its answer cannot be read: {error_text(error)}"
         ) from error
+
+
+def _check_texts(texts: Mapping[str, Sequence[str | None]], count: int, source_name: str) -> None:
+    for column_name, column in texts.items():
+        if len(column) != count or not all(isinstance(text, str | None) for text in column):
+            raise RewardError(
+                f"{source_name}: {column_name!r} must be a text or None for each of {count} samples"
+            )
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:

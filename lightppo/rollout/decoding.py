@@ -213,13 +213,7 @@ class SlotCache(DynamicCache):
     """
 
     def __init__(
-        self,
-        config,
-        *,
-        slots: int,
-        prompt_columns: int,
-        max_columns: int,
-        tight: bool,
+        self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool
     ) -> None:
         self.span = Span(rows=0, first=prompt_columns, end=prompt_columns)
         layers = [slot_layer(layer, self.span) for layer in DynamicCache(config=config).layers]
@@ -457,11 +451,7 @@ class SlotRows:
     """The responses in the slots; row r of every tensor is row r of the cache."""
 
     def __init__(
-        self,
-        slots: int,
-        max_new_tokens: int,
-        device: torch.device,
-        prompt_width: int = 0,
+        self, slots: int, max_new_tokens: int, device: torch.device, prompt_width: int = 0
     ) -> None:
         self.numbers: list[int] = []  # of the requests
         self.starts: list[int] = []  # first columns
@@ -587,11 +577,7 @@ class SlotDecoder(Decoder):
         self._keeps_rows = queue.keeps_rows and is_whole and self.forward.takes_position_ids
 
     def _admit(
-        self,
-        block: Prefilled,
-        rows: list[int],
-        numbers: list[int],
-        seeds_of: Seeds,
+        self, block: Prefilled, rows: list[int], numbers: list[int], seeds_of: Seeds
     ) -> None:
         """Give requests a slot and their first token."""
         seeds = seeds_of(numbers)

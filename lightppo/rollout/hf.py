@@ -61,11 +61,7 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = False
         # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training. Layers would be
         # compiled again for every kind of cache.
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            packed_weights(model),
-        ):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), packed_weights(model):
             yield
     finally:
         for module in training:

@@ -50,12 +50,7 @@ def in_any_order() -> Iterator[None]:
             torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
 
-def token_seeds(
-    seed: int,
-    prompt_index: int,
-    sample_index: int,
-    count: int,
-) -> np.ndarray:
+def token_seeds(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
     """Return the seeds of one request's tokens, (count,) odd int64; a longer request begins with the same seeds."""
     return _random_words(f"lightppo/{seed}/{prompt_index}/{sample_index}", count)
 
@@ -160,11 +155,7 @@ class TokenSampler:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
 
     def __call__(
-        self,
-        logits: Tensor,
-        seeds: Tensor,
-        step: int | Tensor,
-        history: Tensor | None,
+        self, logits: Tensor, seeds: Tensor, step: int | Tensor, history: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Sample one token per row of raw ``logits`` (B, V): tokens (B,) long, and log_probs (B,) float32.
 

@@ -305,7 +305,7 @@ class TrainingLoop:
         """Tell whether ``--eval_steps`` asks for an evaluation after this step; without it one follows an episode."""
         eval_steps = self.config.evaluation.eval_steps
         if eval_steps == -1:
-            return self.finished_episodes is not None
+            return self.state.consumed_prompts == 0
         return eval_steps > 0 and self.state.global_step % eval_steps == 0
 
     def saved_models(self) -> list[str]:
@@ -388,7 +388,7 @@ class TrainingLoop:
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
         metrics = with_namespace(status, self.full_names)
-        if self.bar is not None:
+        if self.bar is not None and not self.bar.disable:
             self.bar.set_postfix(on_bar(status), refresh=False)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))

@@ -175,17 +175,13 @@ class Update:
         if self.has_own_steps:
             micro_batches = weighed_by_samples(self, micro_batches)
             critic_batches = critic_batches and weighed_by_samples(self, critic_batches)
-        results = []
         if critic_batches is None:
-            for experience in micro_batches:
-                results.append((experience, self.training_step(experience, global_steps)))
+            results = [
+                (experience, self.training_step(experience, global_steps))
+                for experience in micro_batches
+            ]
         else:
-            with self.timer("actor_update"):
-                for experience in micro_batches if self.actor_trains(global_steps) else ():
-                    results.append((experience, self.training_step_actor(experience)))
-            with self.timer("critic_update"):
-                for experience in critic_batches if self.critic is not None else ():
-                    results.append((experience, self.training_step_critic(experience)))
+            results = self._train_apart(micro_batches, critic_batches, global_steps)
         # A placeholder says nothing but the losses of further terms.
         term_metrics = [name for term in self.loss_terms.values() for name in term.metrics]
         statuses = []
@@ -198,6 +194,19 @@ class Update:
         if self.samples.unread:
             self.samples.read()
         return statuses
+
+    def _train_apart(
+        self, micro_batches: Sequence[Experience], critic_batches: Sequence[Experience], step: int
+    ) -> list[tuple[Experience, Status]]:
+        """Train the actor, then the critic on micro batches of its own."""
+        results = []
+        with self.timer("actor_update"):
+            for experience in micro_batches if self.actor_trains(step) else ():
+                results.append((experience, self.training_step_actor(experience)))
+        with self.timer("critic_update"):
+            for experience in critic_batches if self.critic is not None else ():
+                results.append((experience, self.training_step_critic(experience)))
+        return results
 
     # -- one micro batch -----------------------------------------------------------------------------------------
 
