@@ -165,6 +165,7 @@ def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
 class ScriptMembers:
     """What ``PPOTrainer`` has for scripts alone: ``fit`` enters none of it unless a script uses it."""
 
+    loss_terms: dict[str, Any]  # further terms of the actor's loss
     trackers: Mapping[str, Any] = {}  # that a script has set
     outcomes: Sequence[Mapping[str, float]] = ()  # of optimizer steps in a loop of a script
     args_of_fit: Any = None  # that a script gave to fit

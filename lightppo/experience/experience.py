@@ -66,6 +66,11 @@ class Experience:
         """Count the tokens of each response, trained or not (B,)."""
         return self.attention_mask[:, -self.num_actions :].sum(-1)
 
+    @property
+    def total_lengths(self) -> Tensor:
+        """Count the real tokens of each row (B,)."""
+        return self.attention_mask.sum(-1)
+
     def row_lengths(self) -> list[tuple[int, int]]:
         """Count the prompt and response tokens of each row."""
         attention_mask = on_cpu(self.attention_mask)
@@ -127,7 +132,7 @@ class Experience:
             )
         experience.info = {
             "response_length": experience.action_mask.sum(-1).float(),
-            "total_length": experience.attention_mask.sum(-1).float(),
+            "total_length": experience.total_lengths.float(),
             "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
         }
         return experience

@@ -138,12 +138,13 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if eval_prompts is not None:
             judge = judge_of(eval_reward_fn, source)
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
-        self.pretraining = loss_terms.get("pretraining") or Pretraining(
-            config.algorithm.ptx_coef, strategy
-        )
+        # One of the terms as soon as it has text; checkpoints keep its state anyway.
+        self.pretraining: Any = loss_terms.get("pretraining")
+        if self.pretraining is None:
+            self.pretraining = Pretraining(config.algorithm.ptx_coef, strategy)
         if pretrain_dataloader is not None:
             self.pretraining.batches = endless(pretrain_dataloader)
-            loss_terms = {"pretraining": self.pretraining} | loss_terms
+            loss_terms = {"pretraining": self.pretraining, **loss_terms}
         parts = PPOParts(
             strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
