@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import Aggregation, LossNormalizer, token_mean
-from lightppo.config import LossConfig, PPOConfig
+from lightppo.config import LossConfig
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
 from lightppo.models.batches import on_cpu, to_device
@@ -197,21 +196,6 @@ def critic_loss(
     loss, metrics = loss_fn(values, old_values, returns, mask, normalizer)
     mean_value = token_mean(denormalized_values, mask, normalizer)
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
-
-
-def build_policy_loss(config: PPOConfig) -> PolicyLoss:
-    """Return the policy loss of a resolved config."""
-    loss = config.loss
-    return PolicyLoss(
-        loss.eps_clip_low,
-        loss.eps_clip_high,
-        policy_loss=loss.policy_loss,
-        loss_agg_mode=loss.loss_agg_mode,
-        options={
-            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
-        },
-        horizon=float(config.rollout.generate_max_len),
-    )
 
 
 # -- the logged entropy, of a sample of the tokens: of all it takes as long as half of the log softmax ----------------

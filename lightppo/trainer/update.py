@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES
-from lightppo.algorithms.losses import ValueLoss
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.compat.own_steps import (
     lone_part,
@@ -43,7 +43,6 @@ from lightppo.trainer.training_losses import (
     ScoreTerm,
     TermLoss,
     actor_loss,
-    build_policy_loss,
     critic_loss,
     entropy_sample,
     kl_to_reference,
@@ -415,6 +414,21 @@ class Update:
             self.callbacks.on_optimizer_step(self, name)
             status[f"{name}_grad_norm"] = outcome.grad_norm
         return status | {f"{name}_{key}": value for key, value in outcome.metrics().items()}
+
+
+def build_policy_loss(config: PPOConfig) -> PolicyLoss:
+    """Return the policy loss of a resolved config."""
+    loss = config.loss
+    return PolicyLoss(
+        loss.eps_clip_low,
+        loss.eps_clip_high,
+        policy_loss=loss.policy_loss,
+        loss_agg_mode=loss.loss_agg_mode,
+        options={
+            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
+        },
+        horizon=float(config.rollout.generate_max_len),
+    )
 
 
 # -- early stop -------------------------------------------------------------------------------------------------------
