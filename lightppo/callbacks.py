@@ -72,7 +72,7 @@ class Callback:
         """Act when the actor's or the critic's optimizer step was taken, and not skipped. PPO only."""
 
     def entropy_rows(self, run: Any, experience: Experience) -> Iterable[int]:
-        """Return rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
+        """Return rows of a micro batch of a large step for which ``on_micro_batch`` needs every entropy. PPO only."""
         return ()
 
     def on_step_end(

@@ -402,6 +402,8 @@ class PackedLayout(PaddedLayout):
         if not self.packs:
             return super().split(lengths, spec, ranks, prompts)
         micro_batches = packed_micro_batches(lengths, spec, prompts)
+        if spec.unit == "samples":
+            return micro_batches
         most_batches = ranks.same_count(len(micro_batches))
         return packed_micro_batches(lengths, spec, prompts, at_least=most_batches)
 

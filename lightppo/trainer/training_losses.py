@@ -235,16 +235,16 @@ class EntropySample:
         return mean, entropy.masked_fill(~computed, torch.nan)
 
 
-def entropy_sample(
-    experience: Experience, tokens: float, rows: Iterable[int] = ()
-) -> EntropySample | None:
-    """Return the tokens of a micro batch that are in the sample of a step of ``tokens``; ``None``: all are.
+def sample_stride(tokens: float) -> int:
+    """Return how many tokens of a step of ``tokens`` each token of the sample stands for; 1: all are in the sample."""
+    return max(1, min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE))
+
+
+def entropy_sample(experience: Experience, stride: int, rows: Iterable[int] = ()) -> EntropySample:
+    """Return the tokens of a micro batch that are in the sample, and those of ``rows``.
 
     The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
     """
-    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
-    if stride < 2:
-        return None
     ids, attention_mask, mask = map(
         on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
     )

@@ -46,6 +46,7 @@ from lightppo.trainer.training_losses import (
     critic_loss,
     entropy_sample,
     kl_to_reference,
+    sample_stride,
 )
 from lightppo.zero3 import find_engine
 
@@ -239,8 +240,10 @@ class Update:
         part = experience.part or self.lone_part(experience)
         sample = None  # the tokens whose entropy is logged, where nothing else needs it; None: all
         if not (self.config.loss.entropy_coef > 0 or self.token_weights):
-            rows = self.callbacks.entropy_rows(self, experience)
-            sample = entropy_sample(experience, part.normalizer.tokens, rows)
+            stride = sample_stride(part.normalizer.tokens)
+            if stride > 1:
+                rows = self.callbacks.entropy_rows(self, experience)
+                sample = entropy_sample(experience, stride, rows)
         self.actor.train()
         loss, metrics, log_probs, entropy = actor_loss(
             self.actor,
