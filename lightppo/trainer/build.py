@@ -404,12 +404,18 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         checks=[] if status is None else [status],
         timer=parts.timer,
     )
+    if config.rollout.max_staleness > 0 and not capabilities_of(engine).samples_ahead:
+        raise ConfigError(
+            f"--max_staleness {config.rollout.max_staleness}: {type(engine).__name__} cannot sample while the trainer "
+            "trains (it has no start and finish): set --rollout_engine vllm_server, or 0"
+        )
     around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
     collector = BatchCollector(
         sampler,
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
         timer=parts.timer,
+        max_staleness=config.rollout.max_staleness,
     )
     return with_selection(collector, config, maker.shaper.final_scores)
 
@@ -417,8 +423,10 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
 def build_scorer(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource
 ) -> AsyncScorer | None:
-    """Return what scores samples while others are generated, with ``--async_rewards``."""
-    if not config.verifier.async_rewards:
+    """Return what scores samples while others are generated: with ``--async_rewards``, and with ``--max_staleness``
+    where the source may be called in a thread."""
+    is_ahead = config.rollout.max_staleness > 0 and not getattr(source, "needs_all_ranks", False)
+    if not config.verifier.async_rewards and not is_ahead:
         return None
     if not capabilities_of(engine).reports_finished:
         raise ConfigError(
