@@ -13,6 +13,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightppo ppo") -> 
     """Train, as the arguments say; those of this process, if ``None`` are given."""
     config = parse_args(arguments, prog)
 
+    from lightppo.distributed.rank_main import importing
     from lightppo.trainer import run
 
     def train() -> None:
@@ -24,7 +25,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightppo ppo") -> 
         before_imports.look(config, prog)
 
         # After options, files and folders are checked: this import takes seconds.
-        public("PPOTrainer").from_config(config).fit()
+        with importing():
+            trainer_class = public("PPOTrainer")
+        trainer_class.from_config(config).fit()
 
     run(train, prog, debug=config.logging.debug)
 

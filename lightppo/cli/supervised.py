@@ -29,6 +29,7 @@ def _train(
     """Train, as the arguments say; those of this process, if ``None`` are given."""
     config = parse_args(arguments, prog, config_class)
 
+    from lightppo.distributed.rank_main import importing
     from lightppo.trainer import run
 
     def train() -> None:
@@ -38,7 +39,8 @@ def _train(
         before_imports.look(config, prog)
 
         # Imported here, because its imports take seconds.
-        from lightppo.supervised.trainer import SupervisedTrainer
+        with importing():
+            from lightppo.supervised.trainer import SupervisedTrainer
 
         SupervisedTrainer.from_config(config).fit()
 

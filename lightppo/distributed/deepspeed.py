@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
 from lightppo.checkpoint import export
-from lightppo.distributed.device import on_cuda, report_memory
+from lightppo.distributed.device import compiling_at_first_call, on_cuda, report_memory
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
@@ -337,7 +337,7 @@ class DeepspeedStrategy(DistributedStrategy):
             gradient_clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
             config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
-        with contextlib.redirect_stdout(None):
+        with contextlib.redirect_stdout(None), compiling_at_first_call():
             engine, *_ = deepspeed.initialize(
                 model=unwrap_model(model),
                 optimizer=optimizer,

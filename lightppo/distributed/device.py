@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +42,37 @@ def import_deepspeed() -> ModuleType:
         if was_absent:
             del sys.modules["mlflow"]
     return deepspeed
+
+
+@contextmanager
+def compiling_at_first_call() -> Iterator[None]:
+    """Let ``torch.compile`` wait until a function is called.
+
+    With every first engine of ZeRO DeepSpeed imports its Muon optimizer, whose functions are compiled: that loads
+    Inductor, which takes a second, for an optimizer that nobody has chosen.
+    """
+    compile_now: Callable[..., Any] = torch.compile
+
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        if isinstance(model, torch.nn.Module):
+            return compile_now(model, **options)
+        compiled: list[Any] = []
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not compiled:
+                compiled.append(compile_now(model, **options))
+            return compiled[0](*args, **kwargs)
+
+        return call
+
+    torch.compile = compile_later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 def check_type(strategy: Any) -> None:

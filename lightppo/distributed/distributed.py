@@ -131,8 +131,9 @@ class DistributedStrategy(Ranks):
         else:
             self.device = torch.device("cpu")
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
-            # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # Private hook of DeepSpeed 0.19; the plain gloo collectives take over. It is set, not read: DeepSpeed
+            # would run a C compiler to find out which other ops could be built.
+            deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         with join_ranks(self):
             timeout = timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)

@@ -18,6 +18,7 @@ from lightppo.distributed import device
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.distributed.device import (
     check_type,
+    compiling_at_first_call,
     keep_freed_memory,
     peak_of_process,
     report_memory,
@@ -44,6 +45,37 @@ def test_a_type_that_the_device_lacks_is_refused(monkeypatch):
     told = "^--fp16: DeepSpeed does not train in it on this CPU: set --bf16, or neither for fp32"
     with pytest.raises(LaunchError, match=told):
         check_type(DeepspeedStrategy(zero_stage=2, fp16=True))
+
+
+def test_functions_are_compiled_when_they_are_called(monkeypatch):
+    """As DeepSpeed's Muon decorates them; whoever compiles a module, or later, compiles at once."""
+    compiled = []
+
+    def compile_now(model, **options):
+        compiled.append((getattr(model, "__name__", "module"), options))
+        return model if isinstance(model, torch.nn.Module) else lambda x: model(x) + 0.5
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    with compiling_at_first_call():
+
+        @torch.compile
+        def double(x):
+            return 2 * x
+
+        @torch.compile(dynamic=True)
+        def triple(x):
+            return 3 * double(x)
+
+        assert compiled == []
+        module = torch.nn.Identity()
+        assert torch.compile(module, mode="default") is module
+    assert torch.compile is compile_now
+    assert [triple(1), triple(2), triple.__name__] == [8.0, 14.0, "triple"]
+    assert compiled == [
+        ("module", {"mode": "default"}),
+        ("triple", {"dynamic": True}),
+        ("double", {}),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,21 @@ SCRIPT = REPO / "examples" / "train_ppo.py"
 # Scores the share of digits; on rank 1 it dies without a word in the batch that DIE_AT names, or ends `deepspeed`
 # (which leaves its launch.py) in the one that STOP_AT names.
 REWARD = """
-import os, signal, sys, psutil
+import gc, os, signal, sys, psutil
 
 calls = 0
+# A run that needs none of them would take a second longer for each: what DeepSpeed's autotuner logs to; what compiles
+# its Muon optimizer; what asks a C compiler which of its ops can be built.
+UNUSED = {"mlflow", "torch._inductor.compile_fx", "distutils.ccompiler"}
 
 def reward_func(queries, prompts, labels):
     global calls
     calls += 1
     if os.environ.get("RANK") == "1" and calls == int(os.environ.get("DIE_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    # under a real launcher: DeepSpeed would take a second to import it
-    assert "STOP_AT" not in os.environ or "mlflow" not in sys.modules
+    if "STOP_AT" in os.environ:  # under a real launcher, whose ranks import for themselves
+        assert not UNUSED & sys.modules.keys()
+        assert gc.isenabled() and gc.get_freeze_count() > 100_000  # imports are no garbage to look through
     if os.environ.get("RANK") == "1" and calls == int(os.environ.get("STOP_AT", 0)):
         psutil.Process().parents()[1].terminate()
     answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
@@ -138,6 +142,9 @@ def test_ranks_whose_launcher_ends_save_and_go_on_as_if_nothing_had_happened(
     said = f"stopped by SIGTERM after step 3 of 5; saved in {tmp_path / 'ckpt'}: the same command goes on"
     assert said in stopped.output  # which ends with the last process: nobody is left
     assert "Traceback" not in stopped.output
+    assert (
+        "leaked" not in stopped.output
+    )  # by extension modules, where imports stay frozen to the end
     assert list(steps(tmp_path)) == [1, 2, 3]
 
     assert "3 steps done" in launch(assets, tmp_path).output
