@@ -329,7 +329,7 @@ def test_a_process_on_a_cpu_has_libraries_and_keeps_small_blocks_that_it_freed()
         batches = {"micro_train_batch_size": rows, "micro_rollout_batch_size": 16}
         found = estimate(config(bf16=False, **options, **batches), machine, {"model": model})
         assert found.peak()[1] == pytest.approx(seen, rel=0.1)
-        kept = {part.phases: part.host for part in found.parts if "keeps" in part.what}
+        kept = {frozenset(part.phases): part.host for part in found.parts if "keeps" in part.what}
         # Behind a pass: its activations, its gradients, and their copies or the sum with those of earlier passes.
         activations = next(part.small for part in found.parts if "activations" in part.what)
         # All but the embedding, whose block is not small.
