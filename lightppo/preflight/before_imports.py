@@ -84,7 +84,8 @@ SPLITS = {
     "pretrain_split": "pretrain_data",
 }
 SPLITS_OF_ROWS = {"dataset_split": "dataset", "eval_split": "eval_dataset"}
-_DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per response
+_DRY_SAMPLES = 4  # of a dry run: at most, per prompt
+_DRY_TOKENS = 32  # per response
 
 
 def preflight(config: PPOConfig) -> None:
@@ -96,7 +97,7 @@ def preflight(config: PPOConfig) -> None:
     data = config.data
     options = config.flat()
     models = [("--pretrain", model.pretrain)]
-    models += [("--reward_pretrain", path) for path in model.reward_pretrain]
+    models += [("--reward_pretrain", model_path) for model_path in model.reward_pretrain]
     if needs_reference(config):
         models.append(("--ref_pretrain", model.ref_pretrain))
     models += [
@@ -105,18 +106,19 @@ def preflight(config: PPOConfig) -> None:
     if needs_critic(config):
         models.append(("--critic_pretrain", model.critic_pretrain))
     # Each is looked at once, by its first flag.
-    first_flags = {path: flag for flag, path in reversed(models) if path}
+    first_flags = {model_path: flag for flag, model_path in reversed(models) if model_path}
     tokenizers = [("--tokenizer_path", model.tokenizer_path)]
     tokenizers += [
-        ("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer
+        ("--reward_input_tokenizer", model_path)
+        for model_path in config.reward.reward_input_tokenizer
     ]
     folders = ("save_path", "ckpt_path", "use_tensorboard", "rollout_data_dir", "skip_rollout")
     checks = [
         *_path_checks(
             config,
-            [(flag, path) for path, flag in first_flags.items()],
+            [(flag, model_path) for model_path, flag in first_flags.items()],
             tokenizers,
-            [(f"--{name}", options[name]) for name in folders],
+            [(f"--{option_name}", options[option_name]) for option_name in folders],
         ),
         partial(check_places, config),
         partial(_check_worlds, config),
@@ -172,16 +174,20 @@ def preflight_supervised(config: SupervisedConfig) -> None:
             flag, paths, split, fields, render, data.on_bad_row, resolve=resolve_example_fields
         )
 
-    models = [(f"--{name}", options.get(name)) for name in ("pretrain", "ref_pretrain")]
+    models = [
+        (f"--{option_name}", options.get(option_name))
+        for option_name in ("pretrain", "ref_pretrain")
+    ]
     folders = [
-        (f"--{name}", options[name]) for name in ("save_path", "ckpt_path", "use_tensorboard")
+        (f"--{option_name}", options[option_name])
+        for option_name in ("save_path", "ckpt_path", "use_tensorboard")
     ]
     if options["log_file"]:
         folders.append(("--log_file", os.path.dirname(options["log_file"]) or "."))
     checks = [
         *_path_checks(
             config,
-            [(flag, path) for flag, path in models if path],
+            [(flag, model_path) for flag, model_path in models if model_path],
             [("--tokenizer_path", config.model.tokenizer_path)],
             folders,
         ),
@@ -199,12 +205,12 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     _run_all(checks, config.logging.debug)
 
 
-def look(config: OptionSet, prog: str) -> None:
+def look(config: OptionSet, program: str) -> None:
     """Look at what a command can know before it imports anything heavy."""
     if not isinstance(config, PPOConfig):
-        return before_imports(lambda: preflight_supervised(config), prog)
+        return before_imports(lambda: preflight_supervised(config), program)
     resolved = config.resolved()
-    before_imports(lambda: preflight(resolved), prog)
+    before_imports(lambda: preflight(resolved), program)
     looked_at.append(resolved.flat())
 
 
@@ -212,10 +218,10 @@ looked_at: list[dict[str, Any]] = []
 """What the command of this process has looked at: the run that it builds need not do it again, nor warn again."""
 
 
-def before_imports(check: Callable[[], None], prog: str) -> None:
+def before_imports(check: Callable[[], None], program: str) -> None:
     """Run a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
     if os.environ.get("RANK", "0") == "0":
-        with exit_on_mistakes(prog):
+        with exit_on_mistakes(program):
             check()
 
 
@@ -290,9 +296,9 @@ def _path_checks(
 
 def _check_lengths(config: PPOConfig) -> None:
     """Check a local folder whose config names its positions as most do; others are checked after the imports."""
-    path = Path(config.model.pretrain).expanduser() / "config.json"
+    config_path = Path(config.model.pretrain).expanduser() / "config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(config_path.read_text(encoding="utf-8"))
         settings |= settings.get("text_config") or {}
         settings |= json.loads(config.model.override_config or "{}")
     except (OSError, ValueError, TypeError, AttributeError):
@@ -306,31 +312,35 @@ def _check_worlds(config: PPOConfig) -> None:
     options = config.flat()
     if options.get("tape_from"):
         return
-    for name in WORLDS:
-        for file in filter(None, map(file_of_world, options.get(name, ()))):
-            if not Path(file).expanduser().is_file():
-                raise ConfigError(f"--{name}: no file {file}")
+    for option_name in WORLDS:
+        for source_file in filter(None, map(file_of_world, options.get(option_name, ()))):
+            if not Path(source_file).expanduser().is_file():
+                raise ConfigError(f"--{option_name}: no file {source_file}")
 
 
 def _check_steps(config: PPOConfig) -> None:
     """Refuse JSONL files whose rows do not hold ``--total_training_steps``. What is dropped is seen later."""
-    files = [Path(path).expanduser() for path in _sources(config.data.prompt_data)]
+    data_files = [Path(data_path).expanduser() for data_path in _sources(config.data.prompt_data)]
     if (
         config.training.total_training_steps is None
         or config.training.dry_run
         or config.evaluation.val_only
         or config.data.prompt_data_probs
-        or not all(file.suffix == ".jsonl" and file.is_file() for file in files)
+        or not all(data_file.suffix == ".jsonl" and data_file.is_file() for data_file in data_files)
     ):
         return
-    rows = 0
-    for file in files:
-        with file.open("rb") as lines:
-            rows += sum(1 for line in lines if line.strip())
-    sampled = generation_batch(config)
-    batch = config.rollout.rollout_batch_size
+    row_count = 0
+    for data_file in data_files:
+        with data_file.open("rb") as stream:
+            row_count += sum(1 for line in stream if line.strip())
+    prompts_per_batch = generation_batch(config)
+    batch_size = config.rollout.rollout_batch_size
     # the last prompts of an episode count as many as are sampled at once
-    check_total_steps(config, math.ceil(math.ceil(rows / sampled) * sampled / batch), rows)
+    check_total_steps(
+        config,
+        math.ceil(math.ceil(row_count / prompts_per_batch) * prompts_per_batch / batch_size),
+        row_count,
+    )
 
 
 def _check_resume(resume: str) -> None:
@@ -342,30 +352,30 @@ def _check_resume(resume: str) -> None:
 def _check_shape(config: PPOConfig) -> None:
     """Refuse a last checkpoint of other ranks or another ZeRO stage; what else may be wrong is seen at the resume."""
     checkpoint = config.checkpoint
-    root = checkpoint.ckpt_path if checkpoint.resume == "auto" else checkpoint.resume
+    checkpoint_root = checkpoint.ckpt_path if checkpoint.resume == "auto" else checkpoint.resume
     if (
         checkpoint.resume == "never"
         or checkpoint.reshape_ckpt
         or config.training.dry_run
-        or "://" in root
+        or "://" in checkpoint_root
     ):
         return
-    if (last_shape := layout.last_shape(root)) is None:
+    if (last_shape := layout.last_shape(checkpoint_root)) is None:
         return
-    tag, saved_shape = last_shape
+    last_tag, saved_shape = last_shape
     shape = {
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "zero_stage": config.strategy.zero_stage,
     }
     differences = [
-        f"{name}={saved_shape.get(name)}, not {value}"
-        for name, value in shape.items()
-        if saved_shape.get(name) != value
+        f"{setting}={saved_shape.get(setting)}, not {current}"
+        for setting, current in shape.items()
+        if saved_shape.get(setting) != current
     ]
     if differences:
         raise CheckpointError(
-            f"{root}/{tag} was saved with {'; '.join(differences)}: set --reshape_ckpt to go on with it here, or take the "
-            "same number of processes and --zero_stage"
+            f"{checkpoint_root}/{last_tag} was saved with {'; '.join(differences)}: set --reshape_ckpt to go on with "
+            "it here, or take the same number of processes and --zero_stage"
         )
 
 
@@ -376,13 +386,17 @@ def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
     """Refuse a split that no source has, and whose name is none of the usual ones: files have no splits."""
     options = config.flat()
     defaults = type(config)().flat()
-    for name, source in splits.items():
-        split = options[name]
-        paths = _sources(options[source])
-        is_unusual = split != defaults[name] and split.lower() not in SPLIT_WORDS
-        if is_unusual and paths and all(Path(path).expanduser().is_file() for path in paths):
+    for split_option, data_option in splits.items():
+        split = options[split_option]
+        data_paths = _sources(options[data_option])
+        is_unusual = split != defaults[split_option] and split.lower() not in SPLIT_WORDS
+        if (
+            is_unusual
+            and data_paths
+            and all(Path(data_path).expanduser().is_file() for data_path in data_paths)
+        ):
             raise ConfigError(
-                f"--{name} {split}: files have no splits, as --{source} {options[source]}: leave it out"
+                f"--{split_option} {split}: files have no splits, as --{data_option} {options[data_option]}: leave it out"
             )
 
 
@@ -391,33 +405,33 @@ def _warn_of_same_rows(
 ) -> None:
     """Say where evaluations are of rows that are trained on."""
     options = config.flat()
-    split_options = {source: name for name, source in splits.items()}
+    split_options = {data_option: split_option for split_option, data_option in splits.items()}
 
-    def places(source: str) -> set[tuple[str, str]]:
-        split = options[split_options[source]]
-        return {_place(path, split) for path in _sources(options[source])}
+    def places(data_option: str) -> set[tuple[str, str]]:
+        split = options[split_options[data_option]]
+        return {_place(shared_path, split) for shared_path in _sources(options[data_option])}
 
     if shared_rows := places(training) & places(evaluation):
-        path, _ = min(shared_rows)
+        shared_path, _ = min(shared_rows)
         logger.warning(
             "--%s and --%s both have the rows of %s: %s",
             training,
             evaluation,
-            path,
+            shared_path,
             "evaluations measure what was learned by heart: hold some rows out",
         )
 
 
 def _sources(paths: str | None) -> list[str]:
-    return [path.strip() for path in (paths or "").split(",") if path.strip()]
+    return [data_path.strip() for data_path in (paths or "").split(",") if data_path.strip()]
 
 
-def _place(path: str, split: str) -> tuple[str, str]:
+def _place(data_path: str, split: str) -> tuple[str, str]:
     """Return a source, whichever way it is written, and the split where it has some."""
-    local = Path(path).expanduser()
-    if not local.exists():
-        return path, split
-    return str(local.resolve()), "" if local.is_file() else split
+    local_path = Path(data_path).expanduser()
+    if not local_path.exists():
+        return data_path, split
+    return str(local_path.resolve()), "" if local_path.is_file() else split
 
 
 # -- rewards and data ------------------------------------------------------------------------------------------------
@@ -426,14 +440,14 @@ def _place(path: str, split: str) -> tuple[str, str]:
 def _check_prompts(config: PPOConfig, flag: str) -> None:
     """Check the reward file, and the first rows of each source: keys, template, labels that the rewards need."""
     data = config.data
-    paths = data.prompt_data
-    probs = data.prompt_data_probs
+    data_paths = data.prompt_data
+    probabilities = data.prompt_data_probs
     split = data.prompt_split
     reward_config = config
     reward_flag = "--reward_fn"
     if flag == "--eval_data":
-        paths = data.eval_data
-        probs = None
+        data_paths = data.eval_data
+        probabilities = None
         split = data.eval_split
         if (judge_config := evaluation_config(config)) is not None:
             reward_config = judge_config
@@ -442,7 +456,7 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     label_parameter = None
     if not config.flat().get("tape_from"):  # which answers for reward files that may be gone
         function, label_parameter = check_reward_files(reward_config, reward_flag)
-    check_data_paths(paths, probs, flag=flag)
+    check_data_paths(data_paths, probabilities, flag=flag)
     template = _template(config)
 
     def render(row: Row, row_fields: RowFields) -> None:
@@ -452,27 +466,27 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     prompts: list[Prompt] = []
     fields = {"input_key": data.input_key, "label_key": data.label_key}
     for rows, row_fields in _check_rows(
-        flag, paths, split, fields, render, data.on_bad_row, data.prompt_metadata
+        flag, data_paths, split, fields, render, data.on_bad_row, data.prompt_metadata
     ):
-        for number, row in enumerate(rows):
-            chat, key = read_prompt(row, row_fields)
+        for row_number, row in enumerate(rows):
+            chat, prompt_key = read_prompt(row, row_fields)
             prompt = Prompt(
                 "",
                 [],
                 label=read_label(row, row_fields),
-                extra=other_columns(row, key),
+                extra=other_columns(row, prompt_key),
                 messages=chat if isinstance(chat, list) else None,
             )
             try:
                 check_label(reward_config, prompt)
             except ValueError as error:
-                raise DataError(f"{origin_of(row, number)}: {error}") from error
+                raise DataError(f"{origin_of(row, row_number)}: {error}") from error
             prompts.append(prompt)
     if function and prompts:  # only made: refused where an argument is missing
         function.calls([Rollout(prompt, 0, [], "", "stop") for prompt in prompts])
     if label_parameter and prompts and all(prompt.label is None for prompt in prompts):
         logger.warning(
-            "%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, label_parameter
+            "%s %s: %s; the reward function reads %s", flag, data_paths, NO_LABELS, label_parameter
         )
 
 
@@ -481,16 +495,16 @@ def check_label(config: PPOConfig, prompt: Prompt) -> None:
     plan = reward_plan(config) or {}
     if list(plan) != [ANY_ROUTE]:
         return
-    for name in plan[ANY_ROUTE]:
-        if check := REWARDS.find(name).check_prompt:
-            load(check)(prompt)
+    for source_name in plan[ANY_ROUTE]:
+        if check_prompt := REWARDS.find(source_name).check_prompt:
+            load(check_prompt)(prompt)
 
 
 def _check_pretraining(config: PPOConfig) -> None:
     data = config.data
     flag = "--pretrain_data"
-    paths = data.pretrain_data
-    check_data_paths(paths, data.pretrain_data_probs, flag=flag)
+    data_paths = data.pretrain_data
+    check_data_paths(data_paths, data.pretrain_data_probs, flag=flag)
     fields = {
         "input_key": data.input_key,
         "output_key": data.output_key,
@@ -498,7 +512,7 @@ def _check_pretraining(config: PPOConfig) -> None:
     }
     _check_rows(
         flag,
-        paths,
+        data_paths,
         data.pretrain_split,
         fields,
         read_example,
@@ -509,10 +523,10 @@ def _check_pretraining(config: PPOConfig) -> None:
 
 def _check_rows(
     flag: str,
-    paths: str,
+    data_paths: str,
     split: str,
     fields: dict[str, Any],
-    render: Callable[[Row, RowFields], Any],
+    check_row: Callable[[Row, RowFields], Any],
     on_bad_row: str,
     metadata: str | None = None,
     resolve: Callable[..., RowFields] = resolve_fields,
@@ -521,21 +535,21 @@ def _check_rows(
 
     def outcome(row: Row, row_fields: RowFields) -> Outcome:
         try:
-            render(row, row_fields)
+            check_row(row, row_fields)
         except BadRowError as error:
             return error
         return Encoded([], 0, truncated=False)
 
     checked_rows = []
-    for source in _sources(paths):
-        rows = first_rows(source, split, flag)
+    for data_path in _sources(data_paths):
+        rows = first_rows(data_path, split, flag)
         if rows is None or on_bad_row != "error":
             continue
         rows = with_metadata(rows, metadata)
         try:
             row_fields = resolve(rows.column_names, **fields)
         except DataError as error:
-            raise DataError(f"{flag} {source}: {error}") from error
+            raise DataError(f"{flag} {data_path}: {error}") from error
         columns = row_fields.columns_in(rows.column_names)
         prepare_rows(
             rows,
@@ -557,16 +571,16 @@ def _template(config: OptionSet) -> PromptTemplate:
     )
 
 
-def _tokenizer(folder: str) -> Any:
+def _tokenizer(model_folder: str) -> Any:
     """Stand for the tokenizer: it has a chat template unless files of this machine show none, and renders nothing."""
-    settings = Path(folder).expanduser() / "tokenizer_config.json"
+    settings = Path(model_folder).expanduser() / "tokenizer_config.json"
     has_template = (
         not settings.is_file()
         or '"chat_template"' in settings.read_text(encoding="utf-8")
         or any(settings.parent.glob("*chat_template*"))
     )
     return SimpleNamespace(
-        name_or_path=folder,
+        name_or_path=model_folder,
         chat_template=has_template,
         apply_chat_template=lambda *arguments, **options: "",
     )

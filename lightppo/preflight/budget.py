@@ -169,10 +169,10 @@ def _counted_attention(
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
         bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
-    output = _Attention.apply(query, key, value, bias)
+    attended = _Attention.apply(query, key, value, bias)
     if attention == "apart":
-        output = output.contiguous()
-    return output.transpose(1, 2), None
+        attended = attended.contiguous()
+    return attended.transpose(1, 2), None
 
 
 def _counted_experts(
@@ -275,7 +275,9 @@ def built(shape: Shape) -> Actor | Critic:
         ):
             model.set_attn_implementation(_COUNTED)
         for module in model.modules():
-            weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+            weights = [
+                getattr(module, weight_name, None) for weight_name in ("gate_up_proj", "down_proj")
+            ]
             if all(isinstance(weight, Tensor) for weight in weights):
                 module.forward = partial(_counted_experts, module, config.get_text_config())
         wrapper = (Critic if shape.scores else Actor)(model)
@@ -289,25 +291,27 @@ def built(shape: Shape) -> Actor | Critic:
 @lru_cache(maxsize=32)
 def sizes(shape: Shape) -> Sizes:
     """Return numbers of parameters, and bytes."""
-    model = built(shape).hf_model
-    counts = {
-        name.replace(".base_layer", ""): parameter.numel()
-        for name, parameter in model.named_parameters()
+    hf_model = built(shape).hf_model
+    weight_counts = {
+        weight_name.replace(".base_layer", ""): parameter.numel()
+        for weight_name, parameter in hf_model.named_parameters()
     }
-    trained = [weight.numel() for weight in model.parameters() if weight.requires_grad]
+    trained = [weight.numel() for weight in hf_model.parameters() if weight.requires_grad]
     quantised = 0
     if shape.in_4bit:
         bare_model = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
         layer_names = fitting_layers(bare_model, heads.head_names(bare_model))
-        quantised = sum(counts[f"{name}.weight"] for name in layer_names)
-    total = sum(counts.values())
+        quantised = sum(weight_counts[f"{weight_name}.weight"] for weight_name in layer_names)
+    total = sum(weight_counts.values())
     width = shape.dtype.itemsize
     return Sizes(
         total,
         sum(trained),
         bytes=int((total - quantised) * width + quantised * NF4_BYTES),
         width=width,
-        trained_small=sum(count for count in trained if 4 * count < SMALL_BLOCK),
+        trained_small=sum(
+            weight_count for weight_count in trained if 4 * weight_count < SMALL_BLOCK
+        ),
     )
 
 
@@ -322,36 +326,36 @@ def pass_bytes(
 ) -> PassBytes:
     """Return one pass on the meta device: forward through body and head, in training the backward too."""
     wrapper = built(shape)
-    model = wrapper.hf_model
-    live = LiveBytes("meta")
+    hf_model = wrapper.hf_model
+    live_bytes = LiveBytes("meta")
     attention = micro_batch.attention
     transformers.AttentionInterface.register(
         _COUNTED, partial(_counted_attention, attention=attention)
     )
-    model.train(trains)
+    hf_model.train(trains)
     if checkpoints:
         wrapper.gradient_checkpointing_enable()
     else:
         wrapper.gradient_checkpointing_disable()
     hooks = [
-        parameter.register_post_accumulate_grad_hook(live.finish)
-        for parameter in model.parameters()
+        parameter.register_post_accumulate_grad_hook(live_bytes.finish)
+        for parameter in hf_model.parameters()
         if parameter.requires_grad
     ]
     reads_few = micro_batch.read < READ_SHARE * micro_batch.length and not checkpoints
     layers = []
     if attention in ("fused", "apart") and reads_few:
-        layers = position_wise(model)
-    with torch.device("meta"), live, torch.set_grad_enabled(trains):
+        layers = position_wise(hf_model)
+    with torch.device("meta"), live_bytes, torch.set_grad_enabled(trains):
         places = torch.zeros(micro_batch.read // micro_batch.batch, dtype=torch.long)
         with only_at(layers, places):
-            scores, cache = _scores(shape, micro_batch, places, entropy)
+            scores, cache_bytes = _scores(shape, micro_batch, places, entropy)
         if trains:
             scores.sum().backward()
-    live.finish()
+    live_bytes.finish()
     for hook in hooks:
         hook.remove()
-    return PassBytes(tuple(live.curve), live.small_peak, *cache)
+    return PassBytes(tuple(live_bytes.curve), live_bytes.small_peak, *cache_bytes)
 
 
 def _cache_bytes(layers: Iterable[Any]) -> tuple[int, int]:
@@ -494,10 +498,10 @@ def estimate(
         Part("CUDA", "context, NCCL, gaps", ALWAYS, gpu=CUDA_BYTES * machine.gpus, sure=False),
         Part("process", "Python, torch, libraries", ALWAYS, host=machine.library_bytes),
     ]
-    for role, shape in roles.items():
-        parts += _weight_parts(role, shape, config, machine)
+    for role, model_shape in roles.items():
+        parts += _weight_parts(role, model_shape, config, machine)
         if role in ("actor", "critic") and not config.evaluation.val_only:
-            parts += _training_parts(role, shape, config, machine)
+            parts += _training_parts(role, model_shape, config, machine)
     parts += _loading_part(roles, config, machine)
     parts += _scoring_parts(roles, config, machine)
     parts += _rollout_parts(roles["actor"], config, machine)
@@ -524,8 +528,8 @@ def _file_copies(actor: Shape, machine: Machine) -> Iterator[Part]:
     counted = sizes(actor)
     adapted = sum(
         parameter.numel()
-        for name, parameter in built(actor).hf_model.named_parameters()
-        if name.endswith(".base_layer.weight")
+        for parameter_name, parameter in built(actor).hf_model.named_parameters()
+        if parameter_name.endswith(".base_layer.weight")
     )
     ranks = machine.ranks_of_host
     yield Part("actor", "copy for files", {SAVE}, host=counted.bytes // ranks)
@@ -548,8 +552,8 @@ def _freed_blocks(parts: Iterable[Part]) -> Iterator[Part]:
 
 def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
     """Return the models of a run, by role."""
-    model = config.model
-    adapter = config.adapter
+    model_options = config.model
+    adapter_options = config.adapter
     run_dtype = getattr(torch, rules.compute_dtype(config))
 
     def shape(
@@ -558,34 +562,40 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         model_config = configs.get(path) or loading.load_config(
             stage_to_local(path),
             flag=flag,
-            override_config=model.override_config,
-            trust_remote_code=model.trust_remote_code,
-            external_lib=model.external_lib,
+            override_config=model_options.override_config,
+            trust_remote_code=model_options.trust_remote_code,
+            external_lib=model_options.external_lib,
         )
-        eager = model.attn_implementation == "eager" or (
-            model.attn_implementation == "auto" and caps_scores(model_config)
+        eager = model_options.attn_implementation == "eager" or (
+            model_options.attn_implementation == "auto" and caps_scores(model_config)
         )
-        traits |= {"eager": eager, "trust_remote_code": model.trust_remote_code}
+        traits |= {"eager": eager, "trust_remote_code": model_options.trust_remote_code}
         return Shape(model_config, model_config.to_json_string(), scores, dtype, **traits)
 
-    traits: dict[str, Any] = {"in_4bit": adapter.load_in_4bit}
-    if adapter.lora_rank > 0:
+    traits: dict[str, Any] = {"in_4bit": adapter_options.load_in_4bit}
+    if adapter_options.lora_rank > 0:
         traits["adapters"] = LoraOptions(
-            adapter.lora_rank, adapter.lora_alpha, adapter.lora_dropout, adapter.target_modules
+            adapter_options.lora_rank,
+            adapter_options.lora_alpha,
+            adapter_options.lora_dropout,
+            adapter_options.target_modules,
         )
-    roles = {"actor": shape(model.pretrain, "--pretrain", **traits)}
+    roles = {"actor": shape(model_options.pretrain, "--pretrain", **traits)}
     if rules.needs_critic(config):
-        roles["critic"] = shape(model.critic_pretrain, "--critic_pretrain", True, **traits)
+        roles["critic"] = shape(model_options.critic_pretrain, "--critic_pretrain", True, **traits)
     if rules.needs_reference(config) and not rules.reference_is_actor(config):
         dtype = torch.float32 if rules.moves_reference(config) else run_dtype
         roles["reference"] = shape(
-            model.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=adapter.load_in_4bit
+            model_options.ref_pretrain,
+            "--ref_pretrain",
+            dtype=dtype,
+            in_4bit=adapter_options.load_in_4bit,
         )
     if "ema" in rules.moving_models(config):
-        roles["moving average"] = shape(model.pretrain, "--pretrain", dtype=torch.float32)
-    for name, frozen_model in frozen_models(config).items():
-        roles[name] = shape(frozen_model.path, frozen_model.flag)
-    for i, path in enumerate(model.reward_pretrain, start=1):
+        roles["moving average"] = shape(model_options.pretrain, "--pretrain", dtype=torch.float32)
+    for role, frozen_model in frozen_models(config).items():
+        roles[role] = shape(frozen_model.path, frozen_model.flag)
+    for i, path in enumerate(model_options.reward_pretrain, start=1):
         roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
     return roles
 
@@ -602,9 +612,11 @@ def _placement(role: str, config: PPOConfig) -> tuple[int, bool]:
     return strategy.ref_zero_stage, False
 
 
-def _weight_parts(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _weight_parts(
+    role: str, model_shape: Shape, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     stage, offload = _placement(role, config)
-    total_bytes = sizes(shape).bytes
+    total_bytes = sizes(model_shape).bytes
     rank_bytes = total_bytes
     if stage == 3:
         rank_bytes = math.ceil(total_bytes / machine.world_size)
@@ -619,14 +631,14 @@ def _loading_part(
 ) -> Iterator[Part]:
     """Yield the largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
     parts = []
-    for role, shape in roles.items():
+    for role, model_shape in roles.items():
         if _placement(role, config)[0] == 3:
             continue
-        byte_count = sizes(shape).total * sizes(shape).width
+        byte_count = sizes(model_shape).total * sizes(model_shape).width
         description = "whole on the host"
         # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
-        is_file_type = shape.config.dtype is built(shape).hf_model.dtype
-        if is_file_type and not (shape.in_4bit or config.model.init_from_scratch):
+        is_file_type = model_shape.config.dtype is built(model_shape).hf_model.dtype
+        if is_file_type and not (model_shape.in_4bit or config.model.init_from_scratch):
             byte_count = math.ceil(byte_count / machine.ranks_of_host)
             description = "mapped from the file"
         parts.append(Part(role, description, {LOADING}, host=byte_count))
@@ -655,50 +667,55 @@ class _Gradients:
             return finished * (self.keeps_all or not self.has_several) + is_done * self.copies
         if self.stage == 3:
             return 0
-        bucket = (finished > 0) * self.bucket
+        bucket_bytes = (finished > 0) * self.bucket
         pass_sum = self.shard * self.accumulated  # beside the sum of earlier passes
         if self.sums_in_fp32 and self.has_several:
             pass_sum = 0
         if self.stage == 1:
-            return bucket + finished * (1 + 2 * self.sums_in_fp32) + is_done * pass_sum
-        return bucket + (finished >= min(self.bucket, self.total)) * pass_sum
+            return bucket_bytes + finished * (1 + 2 * self.sums_in_fp32) + is_done * pass_sum
+        return bucket_bytes + (finished >= min(self.bucket, self.total)) * pass_sum
 
 
 def _gradients(
-    role: str, shape: Shape, offload: bool, config: PPOConfig, machine: Machine
+    role: str, model_shape: Shape, offload: bool, config: PPOConfig, machine: Machine
 ) -> _Gradients:
     strategy = config.strategy
     stage, _ = _placement(role, config)
-    counted = sizes(shape)
+    counted = sizes(model_shape)
     accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4
     sums_in_fp32 = counted.width == 2 and accumulated == 4
-    bucket = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
+    bucket_bytes = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
     if strategy.overlap_comm and stage == 2:  # stage 3 overlaps from one buffer
-        bucket *= 2
+        bucket_bytes *= 2
     shard = counted.trained
     if stage > 0:
         shard = math.ceil(counted.trained / machine.world_size)
-    copies = 0
+    copied_bytes = 0
     if machine.world_size > 1:  # DeepSpeed sends those of 16 bits
-        copies = (4 + 2 * sums_in_fp32) * min(counted.trained, GPU_BUCKET_ELEMENTS)
+        copied_bytes = (4 + 2 * sums_in_fp32) * min(counted.trained, GPU_BUCKET_ELEMENTS)
     samples = min(config.training.train_batch_size, rules.samples_per_rollout(config))
-    tokens = samples / machine.world_size * config.rollout.generate_max_len
+    rank_tokens = samples / machine.world_size * config.rollout.generate_max_len
     return _Gradients(
         stage,
         shard,
         counted.trained * counted.width,
         accumulated,
-        bucket,
-        copies,
-        has_several=tokens > _micro_batch(config, f"{role}_train", machine).read,
+        bucket_bytes,
+        copied_bytes,
+        has_several=rank_tokens > _micro_batch(config, f"{role}_train", machine).read,
         sums_in_fp32=sums_in_fp32,
-        keeps_all=stage == 1 and shape.dtype is torch.bfloat16 and sums_in_fp32 and not offload,
+        keeps_all=stage == 1
+        and model_shape.dtype is torch.bfloat16
+        and sums_in_fp32
+        and not offload,
     )
 
 
-def _training_parts(role: str, shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _training_parts(
+    role: str, model_shape: Shape, config: PPOConfig, machine: Machine
+) -> Iterator[Part]:
     """Yield fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
-    counted = sizes(shape)
+    counted = sizes(model_shape)
     offload = config.strategy.adam_offload
     training = ACTOR
     step = ACTOR_STEP
@@ -706,7 +723,7 @@ def _training_parts(role: str, shape: Shape, config: PPOConfig, machine: Machine
         offload = rules.critic_offloads(config)[0]
         training = CRITIC
         step = CRITIC_STEP
-    gradients = _gradients(role, shape, offload, config, machine)
+    gradients = _gradients(role, model_shape, offload, config, machine)
     shard = gradients.shard
     is_sharded = gradients.stage > 0
 
@@ -749,7 +766,7 @@ def _training_parts(role: str, shape: Shape, config: PPOConfig, machine: Machine
     if is_sharded and not gradients.keeps_all and is_last:
         yield part("first gradients", {LOADING}, 4 * shard, offload, sure=False)
     activations = pass_bytes(
-        shape,
+        model_shape,
         _micro_batch(config, f"{role}_train", machine),
         trains=True,
         checkpoints=config.model.gradient_checkpointing,
@@ -776,12 +793,12 @@ def _gradient_parts(summed: Part, small_share: float, training: str) -> Iterator
 
     ZeRO copies a pass's gradients; where there is no sum of earlier passes, both are new.
     """
-    small = int(small_share * summed.gpu)
-    yield dataclasses.replace(summed, small=small)
+    small_bytes = int(small_share * summed.gpu)
+    yield dataclasses.replace(summed, small=small_bytes)
     description = f"gradients of a pass ({summed.owner})"
     if training not in summed.phases:
-        small *= 2
-    yield Part("process", description, {training}, host=small, sure=False, small=small)
+        small_bytes *= 2
+    yield Part("process", description, {training}, host=small_bytes, sure=False, small=small_bytes)
 
 
 def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
@@ -796,8 +813,8 @@ def _makes_room_for_vllm(config: PPOConfig, machine: Machine) -> bool:
 def _micro_batch(config: PPOConfig, call: str, machine: Machine) -> MicroBatch:
     """Return a full micro batch of a call."""
     training = config.training
-    prompt = config.data.prompt_max_len
-    response = config.rollout.generate_max_len
+    prompt_length = config.data.prompt_max_len
+    response_length = config.rollout.generate_max_len
     implementation = config.model.attn_implementation
     spec = rules.micro_batch_spec(config, call)
     samples = rules.samples_per_rollout(config)
@@ -812,17 +829,23 @@ def _micro_batch(config: PPOConfig, call: str, machine: Machine) -> MicroBatch:
     is_flash = implementation == "flash_attention_2"
     if packed and training.share_prompts and has_groups and not is_flash:
         rows_per_prompt = config.rollout.n_samples_per_prompt
-    limit = spec.size
+    row_limit = spec.size
     if spec.unit == "tokens":
-        limit = max(1, math.floor(spec.size / (prompt / rows_per_prompt + response)))
-    batch = min(limit, max(1, rows_of_call // machine.world_size))
+        row_limit = max(
+            1, math.floor(spec.size / (prompt_length / rows_per_prompt + response_length))
+        )
+    row_count = min(row_limit, max(1, rows_of_call // machine.world_size))
     if not packed:
-        return MicroBatch(batch, prompt + response, batch * response, "masked")
+        return MicroBatch(
+            row_count, prompt_length + response_length, row_count * response_length, "masked"
+        )
     attention = "apart"
     if is_flash or (machine.gpus and rules.compute_dtype(config) != "float32"):
         attention = "fused"
-    tokens = math.ceil(batch / rows_per_prompt) * prompt + batch * response
-    return MicroBatch(1, tokens, batch * response, attention)
+    token_count = (
+        math.ceil(row_count / rows_per_prompt) * prompt_length + row_count * response_length
+    )
+    return MicroBatch(1, token_count, row_count * response_length, attention)
 
 
 def _scoring_parts(
@@ -837,54 +860,58 @@ def _scoring_parts(
     if not config.evaluation.val_only and old_log_probs_from(config, exact_rollout) == "forward":
         calls.add("actor")
     passes = []
-    for role, shape in roles.items():
+    for role, model_shape in roles.items():
         call = role.partition(" ")[0]  # "reward" of "reward model 1"
         if call in calls:
             gathered = 0
             if _placement(role, config)[0] == 3:
-                gathered = sizes(shape).gathered
-            forward = pass_bytes(shape, _micro_batch(config, call, machine))
+                gathered = sizes(model_shape).gathered
+            forward = pass_bytes(model_shape, _micro_batch(config, call, machine))
             passes.append((forward.peak() + gathered, role, forward.small))
     if passes:
-        peak, role, small = max(passes)
-        yield Part(role, "pass without gradients", {SCORING}, gpu=peak, sure=False, small=small)
+        peak_bytes, role, small_bytes = max(passes)
+        yield Part(
+            role, "pass without gradients", {SCORING}, gpu=peak_bytes, sure=False, small=small_bytes
+        )
 
 
-def _rollout_parts(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+def _rollout_parts(model_shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """Yield the KV cache of the HF engine, or vLLM's share."""
     engine = config.engine
-    weight_bytes = sizes(shape).total * sizes(shape).width
-    prompt = config.data.prompt_max_len
-    longest = prompt + config.rollout.generate_max_len
+    weight_bytes = sizes(model_shape).total * sizes(model_shape).width
+    prompt_length = config.data.prompt_max_len
+    longest_sequence = prompt_length + config.rollout.generate_max_len
     samples = rules.samples_per_rollout(config)
-    slots = max(1, min(rules.rollout_rows(config), samples // machine.world_size))
-    prompts = max(1, slots // config.rollout.n_samples_per_prompt)
-    prefill = pass_bytes(shape, MicroBatch(prompts, prompt, prompts, "cache"))
-    token_bytes = prefill.cache / (prompts * prompt)
+    row_count = max(1, min(rules.rollout_rows(config), samples // machine.world_size))
+    prompt_count = max(1, row_count // config.rollout.n_samples_per_prompt)
+    prefill = pass_bytes(
+        model_shape, MicroBatch(prompt_count, prompt_length, prompt_count, "cache")
+    )
+    token_bytes = prefill.cache / (prompt_count * prompt_length)
     if engine.rollout_engine == "vllm":
-        cache_tokens = engine.max_num_seqs * (engine.max_model_len or longest)
+        cache_tokens = engine.max_num_seqs * (engine.max_model_len or longest_sequence)
         vllm_bytes = weight_bytes + min(4 << 30, token_bytes * cache_tokens)
         if engine.kv_cache_memory_bytes is not None:
             vllm_bytes = weight_bytes + engine.kv_cache_memory_bytes
         elif machine.gpus:
             reserved = engine.gpu_memory_utilization * (machine.device_bytes or 0)
-            vllm_bytes = max(weight_bytes + slots * token_bytes, reserved)
+            vllm_bytes = max(weight_bytes + row_count * token_bytes, reserved)
         sleeps = engine.free_cache_engine and machine.gpus
         phases = {ROLLOUT, SYNC} if sleeps else ALWAYS
         yield Part("vLLM", "its share", phases, gpu=int(vllm_bytes))
         if sleeps and rules.sleep_level(config) == 1:
-            yield Part("vLLM", "weights, asleep", ALWAYS, host=sizes(shape).bytes)
+            yield Part("vLLM", "weights, asleep", ALWAYS, host=sizes(model_shape).bytes)
     elif engine.rollout_engine == "hf":
         engine_part = partial(Part, "HF engine", phases={ROLLOUT}, sure=False)
         if config.strategy.zero_stage == 3:
             yield Part("actor", "gathered for generation", {ROLLOUT}, gpu=weight_bytes)
-        columns = longest + (128 if machine.gpus else 16)
-        cache_bytes = int(slots * (columns * token_bytes + prefill.states / prompts))
+        columns = longest_sequence + (128 if machine.gpus else 16)
+        cache_bytes = int(row_count * (columns * token_bytes + prefill.states / prompt_count))
         yield engine_part(what="KV cache", gpu=cache_bytes)
         yield engine_part(what="prompts", gpu=prefill.peak(), small=prefill.small)
         if engine.hf_cuda_graphs:  # what a step needs for a moment, they hold
-            vocabulary = shape.config.get_text_config().vocab_size
-            yield engine_part(what="CUDA graphs", gpu=SAMPLER_BYTES * slots * vocabulary)
+            vocabulary = model_shape.config.get_text_config().vocab_size
+            yield engine_part(what="CUDA graphs", gpu=SAMPLER_BYTES * row_count * vocabulary)
 
 
 SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
@@ -919,17 +946,17 @@ def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
     free_bytes, _ = torch.cuda.mem_get_info(strategy.device)
     available = free_bytes + torch.cuda.memory_reserved(strategy.device)
     try:
-        rows = decoding_rows(config, Machine(strategy.world_size, device_bytes=available))
+        row_count = decoding_rows(config, Machine(strategy.world_size, device_bytes=available))
     except Exception as error:  # of the model's own code, on a device that holds no data
         strategy.print(
             f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}"
         )
-        rows = rules.rollout_rows(config)
-    rows = strategy.all_reduce(rows, "min")
+        row_count = rules.rollout_rows(config)
+    row_count = strategy.all_reduce(row_count, "min")
     strategy.print(
-        f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)"
+        f"HF engine: {row_count} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)"
     )
-    return rows
+    return row_count
 
 
 # -- what to say of it -------------------------------------------------------------------------------------------------
@@ -956,28 +983,32 @@ def advice(
     original_options = config.flat()
     has_frozen = rules.needs_reference(config) or config.model.reward_pretrain
 
-    def peak(base: PPOConfig, remedy: Mapping[str, Any]) -> tuple[float, PPOConfig]:
+    def peak(base_config: PPOConfig, remedy: Mapping[str, Any]) -> tuple[float, PPOConfig]:
         """Return the peak with a remedy; infinite where it does nothing, or is not for this run or model."""
-        options = base.flat()
-        changes = {name: value for name, value in remedy.items() if options[name] != value}
+        options = base_config.flat()
+        changes = {
+            option_name: value
+            for option_name, value in remedy.items()
+            if options[option_name] != value
+        }
         if not has_frozen:
             changes.pop("ref_zero_stage", None)
-        if not rules.needs_critic(base):
+        if not rules.needs_critic(base_config):
             changes.pop("critic_zero_stage", None)
         if not changes:
-            return math.inf, base
+            return math.inf, base_config
         try:
-            changed = base.with_options(**changes)
+            changed = base_config.with_options(**changes)
             changed.validate(machine.world_size, unfed=True)
             return estimate(changed.resolved(), machine, configs).peak()[1], changed
         except UserError:
-            return math.inf, base
+            return math.inf, base_config
 
     def flags(changed: PPOConfig) -> str:
         return " ".join(
-            f"--{name}" if value is True else f"--{name} {value}"
-            for name, value in changed.flat().items()
-            if original_options[name] != value
+            f"--{option_name}" if value is True else f"--{option_name} {value}"
+            for option_name, value in changed.flat().items()
+            if original_options[option_name] != value
         )
 
     original_peak = estimate(config, machine, configs).peak()[1]

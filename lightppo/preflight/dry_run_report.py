@@ -39,8 +39,10 @@ _ROWS = 1000  # that are looked at
 _FEWEST = 4  # scores or answers, of which it says something that all are equal
 _FEWEST_PAIRS = 20
 _MOSTLY_LONGER = 0.9
-_FEWEST_TOKENS, _GUESSING = 16, 0.95  # of the loss of a model to which all tokens are the same
-_LONGEST_SCORE, _LONGEST_STEP = 15.0, 60.0  # seconds: of one sample, of the rewards of a step
+_FEWEST_TOKENS = 16
+_GUESSING = 0.95  # of the loss of a model to which all tokens are the same
+_LONGEST_SCORE = 15.0  # seconds of one sample
+_LONGEST_STEP = 60.0  # seconds of the rewards of a step
 _RIGHT = (
     "{}",
     "The answer is {}",
@@ -54,37 +56,37 @@ _MARK = re.compile(r"<\|[^|<>\s]{1,30}\|>|<(?:start|end)_of_turn>")  # as templa
 
 
 def rehearse(
-    config: OptionSet, rows: Any, held_out: Any, source: RewardSource | None, ranks: Ranks
+    config: OptionSet, dataset: Any, held_out: Any, reward_source: RewardSource | None, ranks: Ranks
 ) -> None:
     """Print what to look at. Collective: rank 0 scores.
 
     Args:
         config: as asked for, resolved: of PPO, or of training on data.
-        rows: prompts, or rows to learn from; ``held_out`` likewise, or ``None``.
-        source: ``None``: reward models, which score answers of their own; without rewards there is nothing to say.
+        dataset: prompts, or rows to learn from; ``held_out`` likewise, or ``None``.
+        reward_source: ``None``: reward models, which score answers of their own; without rewards there is nothing to say.
     """
-    ranks.print(plain(f"the first row, {rows.origin(0)}"))
-    for line in (*described(rows, ids=False), lengths(rows)):
+    ranks.print(plain(f"the first row, {dataset.origin(0)}"))
+    for line in (*described(dataset, ids=False), lengths(dataset)):
         ranks.print(line)
-    examples = [examples_of(rows, position) for position in range(min(_ROWS, len(rows)))]
+    examples = [examples_of(dataset, position) for position in range(min(_ROWS, len(dataset)))]
     findings = chain(
-        _settings(config, rows),
-        _prompts(rows, examples),
-        _answers(rows, examples),
-        _pairs(rows, examples),
-        _chats(config, rows),
-        _repeated(config, rows, held_out),
+        _settings(config, dataset),
+        _prompts(dataset, examples),
+        _answers(dataset, examples),
+        _pairs(dataset, examples),
+        _chats(config, dataset),
+        _repeated(config, dataset, held_out),
     )
-    for line in findings:
-        ranks.print(plain(f"look at this: {line}"))
+    for finding in findings:
+        ranks.print(plain(f"look at this: {finding}"))
     if isinstance(config, PPOConfig) and "environment" in reward_sources(config):
         ranks.print(
             "--reward_source environment scores episodes, so no answers are made up to try it: see the score of the step"
         )
-    elif source is not None and not isinstance(source, NoReward):
+    elif reward_source is not None and not isinstance(reward_source, NoReward):
         if ranks.is_rank_0():
-            for line in list(_scores(config, rows, source)):
-                ranks.print(plain(f"look at this: {line}"))
+            for finding in list(_scores(config, dataset, reward_source)):
+                ranks.print(plain(f"look at this: {finding}"))
         ranks.barrier()
 
 
@@ -96,18 +98,20 @@ def logged_rows(config: OptionSet) -> list[dict[str, Any]]:
 
 def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
     """Yield what the numbers of the step tell; of rank 0."""
-    rows = logged_rows(config)
-    row = next((row for row in rows if row.get("rollout/samples", 0) >= _FEWEST), {})
-    if row.get("rollout/reward_std") == 0:
+    logged = logged_rows(config)
+    metrics = next(
+        (metrics for metrics in logged if metrics.get("rollout/samples", 0) >= _FEWEST), {}
+    )
+    if metrics.get("rollout/reward_std") == 0:
         yield (
-            f"look at this: all {row['rollout/samples']:g} scores of the step are {row['rollout/reward']:g}, which "
-            "teaches nothing: take easier prompts or a reward with steps between"
+            f"look at this: all {metrics['rollout/samples']:g} scores of the step are {metrics['rollout/reward']:g}, "
+            "which teaches nothing: take easier prompts or a reward with steps between"
         )
     if isinstance(config, SFTConfig) and not config.model.init_from_scratch:
-        row = next(row for row in rows if "train/loss" in row)
-        loss = row["train/loss"]
+        metrics = next(metrics for metrics in logged if "train/loss" in metrics)
+        loss = metrics["train/loss"]
         vocabulary = len(tokenizer)
-        if row["train/tokens"] >= _FEWEST_TOKENS and loss > _GUESSING * math.log(vocabulary):
+        if metrics["train/tokens"] >= _FEWEST_TOKENS and loss > _GUESSING * math.log(vocabulary):
             yield (
                 f"look at this: the loss of the step, {loss:.2f}, is that of guessing among {vocabulary} tokens: do the "
                 "weights of --pretrain, its tokenizer and the language of the data belong together?"
@@ -124,22 +128,22 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
     is_pair = len(examples) > 1
     # Prompts for rollouts have no completion.
     names = ("prompt", "completion", "label")
-    columns = {name: " or ".join(getattr(fields, name, ())) for name in names}
+    columns = {answer_name: " or ".join(getattr(fields, answer_name, ())) for answer_name in names}
     if is_pair:
         columns["chosen, rejected"] = ", ".join(fields.pair)
-    texts = [f"{name} {column}" for name, column in columns.items() if column]
-    yield plain("columns: " + "; ".join(texts))
+    descriptions = [f"{answer_name} {column}" for answer_name, column in columns.items() if column]
+    yield plain("columns: " + "; ".join(descriptions))
     if is_pair and (margin := dataset[0].get("margin")) is not None:
         yield f"margin: {margin:g}"
-    for name, example in zip(("chosen", "rejected"), examples):
+    for answer_name, example in zip(("chosen", "rejected"), examples):
         prompt = example.prompt
         if is_pair:
-            yield f"{name}:"
+            yield f"{answer_name}:"
         if not example.answer_ids:
             yield f"{_prompt_form(dataset, prompt)}; label: {prompt.label!r}; data source: {plain(prompt.data_source)}"
         spans = [(False, list(prompt.token_ids))]
-        pairs = zip(example.learned, example.answer_ids)
-        for is_trained, span in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        trained_tokens = zip(example.learned, example.answer_ids)
+        for is_trained, span in itertools.groupby(trained_tokens, key=lambda pair: pair[0]):
             spans.append((is_trained, [token for _, token in span]))
         yield from _marked(dataset.tokenizer, [span for span in spans if span[1]], ids)
         if not example.answer_ids:
@@ -155,7 +159,9 @@ def _prompt_form(dataset: Any, prompt: Prompt) -> str:
     return f"prompt: text in --input_template {template!r}"
 
 
-def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) -> Iterator[str]:
+def _marked(
+    tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], show_ids: bool
+) -> Iterator[str]:
     opening = "["
     closing = "]"
     if sys.stdout.isatty():
@@ -178,20 +184,20 @@ def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) 
     yield textwrap.indent(marked(decoded, ""), "    ")
     total = sum(len(span) for _, span in spans)
     trained = sum(len(span) for is_trained, span in spans if is_trained)
-    counts = f"{total} tokens, {trained} of them trained"
-    if not ids:
-        yield counts
+    summary = f"{total} tokens, {trained} of them trained"
+    if not show_ids:
+        yield summary
         return
-    yield f"{counts}: {marked(pieces, '|')}"
+    yield f"{summary}: {marked(pieces, '|')}"
     yield f"ids: {marked(lambda span: ' '.join(map(str, span)), ' ')}"
 
 
-def lengths(rows: Any) -> str:
+def lengths(dataset: Any) -> str:
     """Return tokens of the rows."""
-    median, most, longest = np.percentile(
-        rows.lengths, (50, 95, 100), method="inverted_cdf"
+    median, upper_limit, longest = np.percentile(
+        dataset.lengths, (50, 95, 100), method="inverted_cdf"
     ).astype(int)
-    return f"tokens: median {median}, 95% up to {most}, longest {longest}"
+    return f"tokens: median {median}, 95% up to {upper_limit}, longest {longest}"
 
 
 class _OptionNames(NamedTuple):
@@ -218,48 +224,52 @@ def _names(config: OptionSet) -> _OptionNames:
     )
 
 
-def fewer_rows(config: OptionSet, rows: Any) -> str | None:
+def fewer_rows(config: OptionSet, dataset: Any) -> str | None:
     """Return what to say where a step asks for more rows than there are."""
-    names = _names(config)
-    batch_size = config.flat()[names.batch_size]
-    if len(rows) >= batch_size:
+    option_names = _names(config)
+    batch_size = config.flat()[option_names.batch_size]
+    if len(dataset) >= batch_size:
         return None
-    return f"--{names.batch_size} {batch_size} is more than the {len(rows)} {names.rows}: every step has all of them"
+    return (
+        f"--{option_names.batch_size} {batch_size} is more than the {len(dataset)} {option_names.rows}: every step "
+        "has all of them"
+    )
 
 
-def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
+def _settings(config: OptionSet, dataset: Any) -> Iterator[str]:
     options = config.flat()
-    report = rows.report
-    names = _names(config)
-    learning_rate = options[names.learning_rate]
-    usual_rate = type(config)().flat()[names.learning_rate]
+    report = dataset.report
+    option_names = _names(config)
+    learning_rate = options[option_names.learning_rate]
+    usual_rate = type(config)().flat()[option_names.learning_rate]
     if learning_rate > 100 * usual_rate and config.adapter.lora_rank == 0:
         usual_range = f"{usual_rate / 10:g} to {usual_rate * 10:g}"
         yield (
-            f"--{names.learning_rate} {learning_rate:g}: models of some size are trained with {usual_range}, adapters up "
-            "to 1e-3"
+            f"--{option_names.learning_rate} {learning_rate:g}: models of some size are trained with {usual_range}, "
+            "adapters up to 1e-3"
         )
-    if shortage := fewer_rows(config, rows):
+    if shortage := fewer_rows(config, dataset):
         yield shortage
-    limit = f"--{names.max_len} {options[names.max_len]}"
+    length_limit = f"--{option_names.max_len} {options[option_names.max_len]}"
     if report.truncated:
         consequence = "their answers never end"
-        if names.rows == "prompts":
+        if option_names.rows == "prompts":
             consequence = "is the question still there"
         yield (
-            f"{report.truncated} of {report.kept} {names.rows} are cut to {limit}: {consequence} (--truncation "
-            f"{options['truncation']})? Else raise it, or drop"
+            f"{report.truncated} of {report.kept} {option_names.rows} are cut to {length_limit}: {consequence} "
+            f"(--truncation {options['truncation']})? Else raise it, or drop"
         )
     if overlong := report.dropped.get("overlong"):
         yield (
-            f"{overlong} of {report.rows} {names.rows} are longer than {limit}, and left out: raise it, or is that meant?"
+            f"{overlong} of {report.rows} {option_names.rows} are longer than {length_limit}, and left out: raise "
+            "it, or is that meant?"
         )
-    unknown = rows.tokenizer.unk_token_id
-    for text in options.get("stop", ()):
-        if "\\n" in text:
-            yield f"--stop {text!r} has a backslash and an n, not a line break: in bash write $'\\n'"
-        elif unknown is not None and unknown in _tokens(rows.tokenizer, text):
-            yield f"--stop {text!r}: the tokenizer cannot write it, so it ends no answer"
+    unknown = dataset.tokenizer.unk_token_id
+    for stop_text in options.get("stop", ()):
+        if "\\n" in stop_text:
+            yield f"--stop {stop_text!r} has a backslash and an n, not a line break: in bash write $'\\n'"
+        elif unknown is not None and unknown in _tokens(dataset.tokenizer, stop_text):
+            yield f"--stop {stop_text!r}: the tokenizer cannot write it, so it ends no answer"
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
@@ -270,8 +280,8 @@ def _marks(tokenizer: Any) -> list[str]:
     return [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
 
 
-def _prompts(rows: Any, examples: Sequence[Sequence[Example]]) -> Iterator[str]:
-    tokenizer = rows.tokenizer
+def _prompts(dataset: Any, examples: Sequence[Sequence[Example]]) -> Iterator[str]:
+    tokenizer = dataset.tokenizer
     prompts = [row_examples[0].prompt for row_examples in examples]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
@@ -298,7 +308,7 @@ def _prompts(rows: Any, examples: Sequence[Sequence[Example]]) -> Iterator[str]:
     }  # fmt: skip
     prompts_by_row = [[prompt] for prompt in prompts]
     yield from _mistake_lines(
-        rows, "prompts", prompts_by_row, lambda prompt: f"…{prompt.text[-40:]!r}", mistakes
+        dataset, "prompts", prompts_by_row, lambda prompt: f"…{prompt.text[-40:]!r}", mistakes
     )
 
 
@@ -306,12 +316,12 @@ def _question(prompt: Prompt) -> str:
     return prompt.messages[-1]["content"] if prompt.messages else prompt.text
 
 
-def _answers(rows: Any, examples: Sequence[Sequence[Example]]) -> Iterator[str]:
-    tokenizer = rows.tokenizer
+def _answers(dataset: Any, examples: Sequence[Sequence[Example]]) -> Iterator[str]:
+    tokenizer = dataset.tokenizer
     unknown = tokenizer.unk_token_id
-    marks = _marks(tokenizer)
+    special_tokens = _marks(tokenizer)
     mistakes = {
-        "hold special tokens": (lambda row: any(mark in row.written for mark in marks),
+        "hold special tokens": (lambda row: any(mark in row.written for mark in special_tokens),
             "was a template applied before? Give the bare text, whose end-of-text is added"),
         "have tokens that the tokenizer does not know": (lambda row: unknown is not None and unknown in row.answer_ids,
             "do the data and the tokenizer of --pretrain belong together?"),
@@ -327,30 +337,34 @@ def _answers(rows: Any, examples: Sequence[Sequence[Example]]) -> Iterator[str]:
     }  # fmt: skip
     trained = [[example for example in answers if example.answer_ids] for answers in examples]
     yield from _mistake_lines(
-        rows, "answers", trained, lambda example: f"{example.answer[:40]!r}…", mistakes
+        dataset, "answers", trained, lambda example: f"{example.answer[:40]!r}…", mistakes
     )
-    texts = {example.written for answers in trained for example in answers}
-    if len(examples) >= _FEWEST and len(texts) == 1:
-        yield f"all {len(examples)} answers are {texts.pop()[:40]!r}: is the right column named (--output_key)?"
+    written_texts = {example.written for answers in trained for example in answers}
+    if len(examples) >= _FEWEST and len(written_texts) == 1:
+        yield f"all {len(examples)} answers are {written_texts.pop()[:40]!r}: is the right column named (--output_key)?"
 
 
 def _mistake_lines(
-    rows: Any,
+    dataset: Any,
     kind: str,
     items_by_row: Sequence[Sequence[Any]],
-    text: Callable[[Any], str],
+    description_of: Callable[[Any], str],
     mistakes: dict[str, Any],
 ) -> Iterator[str]:
     """Yield each kind of mistake with its number and the first of them."""
-    items = [(position, item) for position, items in enumerate(items_by_row) for item in items]
+    numbered_items = [
+        (position, item)
+        for position, numbered_items in enumerate(items_by_row)
+        for item in numbered_items
+    ]
     for description, (is_mistake, cure) in mistakes.items():
-        if matches := [(position, item) for position, item in items if is_mistake(item)]:
+        if matches := [(position, item) for position, item in numbered_items if is_mistake(item)]:
             position, item = matches[0]
-            origin = f"{rows.origin(position)} ({text(item)})"
-            yield f"{len(matches)} of {len(items)} {kind} {description}, first {origin}: {cure}"
+            origin = f"{dataset.origin(position)} ({description_of(item)})"
+            yield f"{len(matches)} of {len(numbered_items)} {kind} {description}, first {origin}: {cure}"
 
 
-def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
+def _pairs(dataset: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
     """Yield what pairs teach beside what they mean to."""
     if len(pairs[0]) < 2:
         return
@@ -364,7 +378,7 @@ def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
         if positions.get(pair[::-1], position) < position
     ]
     if reversed_pairs:
-        first, second = map(rows.origin, reversed_pairs[0])
+        first, second = map(dataset.origin, reversed_pairs[0])
         yield (
             f"{len(reversed_pairs)} pairs are there the other way round, first {first} and {second}: which answer is "
             "better?"
@@ -372,13 +386,13 @@ def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
     longer = sum(len(chosen.answer_ids) > len(rejected.answer_ids) for chosen, rejected in pairs)
     if len(pairs) >= _FEWEST_PAIRS and longer >= _MOSTLY_LONGER * len(pairs):
         yield f"the chosen answer is the longer one in {longer} of {len(pairs)} pairs: length may be what is learned"
-    margins = {rows[i].get("margin") for i in range(len(pairs))}
+    margins = {dataset[i].get("margin") for i in range(len(pairs))}
     if len(pairs) >= _FEWEST and margins != {None} and len(margins) == 1:
         yield f"all margins of {len(pairs)} pairs are {margins.pop():g}: is the right column named (--margin_key)?"
 
 
 def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
-    names = _names(config)
+    option_names = _names(config)
     plays = isinstance(config, PPOConfig) and config.episodes.env
 
     def identity(dataset: Any, position: int, ids: list[int]) -> tuple:
@@ -391,29 +405,30 @@ def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
     positions = range(len(rows))
     distinct = {identity(rows, position, rows.ids_of(position)) for position in positions}
     if repeated := len(rows) - len(distinct):
-        yield f"{repeated} of {len(rows)} {names.rows} of --{names.data} are there before: they count as often"
+        yield f"{repeated} of {len(rows)} {option_names.rows} of --{option_names.data} are there before: they count as often"
     if not held_out:
         return
     prompts = {identity(rows, position, rows.prompt_ids_of(position)) for position in positions}
-    shared = [
+    shared_positions = [
         position
         for position in range(len(held_out))
         if identity(held_out, position, held_out.prompt_ids_of(position)) in prompts
     ]
-    if shared:
+    if shared_positions:
         yield (
-            f"{len(shared)} of {len(held_out)} prompts of --{names.eval_data} are in --{names.data} too, first "
-            f"{held_out.origin(shared[0])}: evaluations measure what was learned by heart; remove them"
+            f"{len(shared_positions)} of {len(held_out)} prompts of --{option_names.eval_data} are in "
+            f"--{option_names.data} too, first {held_out.origin(shared_positions[0])}: evaluations measure what was "
+            "learned by heart; remove them"
         )
 
 
 # -- chat templates --------------------------------------------------------------------------------------------------
 
 
-def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
-    prompt = examples_of(rows, 0)[0].prompt
-    template = rows.template
-    tokenizer = rows.tokenizer
+def _chats(config: OptionSet, dataset: Any) -> Iterator[str]:
+    prompt = examples_of(dataset, 0)[0].prompt
+    template = dataset.template
+    tokenizer = dataset.tokenizer
     if prompt.messages is None:
         return
     chat = prompt.messages
@@ -430,44 +445,48 @@ def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
     if not isinstance(config, PPOConfig):
         return
     rollout = config.rollout
-    mark = "answer 7"
-    answered = template.chat_text([*chat, {"role": "assistant", "content": mark}])
-    tail = answered.rpartition(mark)[2].strip()
+    marker = "answer 7"
+    answered = template.chat_text([*chat, {"role": "assistant", "content": marker}])
+    answer_end = answered.rpartition(marker)[2].strip()
     from transformers import GenerationConfig
 
     try:
         generation = GenerationConfig.from_pretrained(stage_to_local(config.model.pretrain))
     except OSError:  # a model may have none
         generation = None
-    stops = {*end_of_text_ids(tokenizer, generation), *rollout.stop_token_ids}
-    ids = _tokens(tokenizer, tail)
-    if tail and not stops & set(ids) and not any(stop in tail for stop in rollout.stop):
+    stop_ids = {*end_of_text_ids(tokenizer, generation), *rollout.stop_token_ids}
+    end_ids = _tokens(tokenizer, answer_end)
+    if (
+        answer_end
+        and not stop_ids & set(end_ids)
+        and not any(stop in answer_end for stop in rollout.stop)
+    ):
         # Sampling cannot wait for a special token and text behind it.
-        stop = tail
-        if not tokenizer.decode(ids[:1], skip_special_tokens=True):
-            stop = tokenizer.decode(ids[:1])
+        stop = answer_end
+        if not tokenizer.decode(end_ids[:1], skip_special_tokens=True):
+            stop = tokenizer.decode(end_ids[:1])
         yield (
-            f"the chat template ends an answer with {tail!r}, at which sampling goes on: --stop {stop!r}, or the right "
-            "eos_token in tokenizer_config.json"
+            f"the chat template ends an answer with {answer_end!r}, at which sampling goes on: --stop {stop!r}, or "
+            "the right eos_token in tokenizer_config.json"
         )
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------
 
 
-def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[str]:
+def _scores(config: PPOConfig, prompts: Any, reward_source: RewardSource) -> Iterator[str]:
     """Yield the labels themselves and nonsense as answers: the ones should score higher, in the time there is."""
     attempts = [
         _made_up(prompts.tokenizer, prompts[position]) for position in range(min(8, len(prompts)))
     ]
     rollouts = [rollout for right, wrong in attempts for rollout in (*right, *wrong)]
     try:
-        start = time.monotonic()
-        in_daemon_thread(score_rollouts, source, rollouts[:1]).result(_LONGEST_SCORE)
-        if (seconds := time.monotonic() - start) < 1:
-            start = time.monotonic()
-            score_rollouts(source, rollouts)
-            seconds = (time.monotonic() - start) / len(rollouts)
+        start_time = time.monotonic()
+        in_daemon_thread(score_rollouts, reward_source, rollouts[:1]).result(_LONGEST_SCORE)
+        if (seconds := time.monotonic() - start_time) < 1:
+            start_time = time.monotonic()
+            score_rollouts(reward_source, rollouts)
+            seconds = (time.monotonic() - start_time) / len(rollouts)
         else:
             rollouts = []
     except OutOfTime:
@@ -479,21 +498,23 @@ def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[s
     samples = config.rollout.rollout_batch_size * config.sampling.generation_size
     if (step_seconds := seconds * samples) > _LONGEST_STEP:
         yield (
-            f"{source.name} took {seconds:.2g} s for one sample; one after the other, the {samples} of a step would "
-            f"take {step_seconds / 60:.0f} minutes: make it faster, or --async_rewards, or --reward_manager prime"
+            f"{reward_source.name} took {seconds:.2g} s for one sample; one after the other, the {samples} of a step "
+            f"would take {step_seconds / 60:.0f} minutes: make it faster, or --async_rewards, or --reward_manager "
+            "prime"
         )
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     labelled = [attempt for attempt in attempts if attempt[0] and rollouts]
     if labelled and len(set(scores)) == 1:
         yield (
-            f"{source.name} gave {scores[0]:g} to all of {len(scores)} made-up answers, right and wrong: does "
+            f"{reward_source.name} gave {scores[0]:g} to all of {len(scores)} made-up answers, right and wrong: does "
             "it read the answer, and in the form in which models give it?"
         )
     elif labelled and not any(_best(right) > _best(wrong) for right, wrong in labelled):
-        best = max(labelled[0][0], key=lambda rollout: rollout.reward or 0)
+        best_answer = max(labelled[0][0], key=lambda rollout: rollout.reward or 0)
         yield (
-            f"{source.name} scores labels as answers no higher than {_WRONG[0]!r} and {_WRONG[1]!r}, such as "
-            f"{best.response_text!r} with {best.reward}: does it find the answer, and --label_key name the column?"
+            f"{reward_source.name} scores labels as answers no higher than {_WRONG[0]!r} and {_WRONG[1]!r}, such as "
+            f"{best_answer.response_text!r} with {best_answer.reward}: does it find the answer, and --label_key name "
+            "the column?"
         )
 
 
@@ -507,12 +528,14 @@ def _made_up(tokenizer: Any, prompt: Prompt) -> tuple[list[Rollout], list[Rollou
     """Make answers with the label and without it. A long one, such as a worked solution, is an answer as it is."""
     label = _answer_of(prompt.label)
     forms = _RIGHT if len(label) <= _LONGEST_IN_FORMS else _RIGHT[:1]
-    right = [form.format(label) for form in forms] if label else []
+    right_answers = [form.format(label) for form in forms] if label else []
     rollouts = [
-        Rollout(prompt, i, [*_tokens(tokenizer, text), tokenizer.eos_token_id], text, "stop")
-        for i, text in enumerate((*right, *_WRONG))
+        Rollout(
+            prompt, number, [*_tokens(tokenizer, answer), tokenizer.eos_token_id], answer, "stop"
+        )
+        for number, answer in enumerate((*right_answers, *_WRONG))
     ]
-    return rollouts[: len(right)], rollouts[len(right) :]
+    return rollouts[: len(right_answers)], rollouts[len(right_answers) :]
 
 
 def _answer_of(label: Any) -> str:

@@ -6,7 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,14 +46,50 @@ def check_files(building: Building) -> None:
     building.strategy.on_rank_0(lambda: preflight(building.config), "look at files and folders")
 
 
-def tell_memory_of(building: Building) -> None:
-    """Say what memory a run needs that has a GPU, or is only tried. Collective."""
+def tell_memory(building: Building) -> None:
+    """Print what memory a run needs that has a GPU, or is only tried; refuse one that certainly does not fit. Collective.
+
+    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
+    """
     config = building.config
     strategy = building.strategy
-    if isinstance(config, PPOConfig) and (
-        config.training.dry_run or strategy.device.type == "cuda"
-    ):
-        tell_memory(config, strategy)
+    on_gpu = strategy.device.type == "cuda"
+    if not isinstance(config, PPOConfig) or not (config.training.dry_run or on_gpu):
+        return
+    ranks_of_node = ranks_on_node(strategy.world_size)
+    limits = {"host_bytes": host_bytes()}
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(strategy.device)
+        limits = {"device_bytes": properties.total_memory}
+    machine = Machine(
+        strategy.world_size,
+        on_gpu,
+        ranks_of_node,
+        library_bytes=library_bytes(ranks_of_node),
+        **limits,
+    )
+
+    def report() -> str:
+        try:
+            return "\n".join(check_memory(config, machine))
+        except ConfigError:
+            raise
+        except Exception as error:  # of the model's own code, on a device that holds no data
+            return (
+                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
+            )
+
+    strategy.print(strategy.on_rank_0(report, "compute the memory of this run"))
+
+
+def temporary_folder(strategy: DeepspeedStrategy) -> str:
+    """Make a folder that goes with rank 0's process. Collective."""
+    folder = strategy.on_rank_0(
+        lambda: tempfile.mkdtemp(prefix="lightppo-"), "make a temporary folder"
+    )
+    if strategy.is_rank_0():
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def become_dry_run(building: Building) -> None:
@@ -82,21 +118,50 @@ def become_dry_run(building: Building) -> None:
 
 def look_at_rows(building: Building) -> Iterator[str]:
     """Yield what a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
-    rows = building.rows.get("prompt_data", building.rows.get("dataset"))
-    if rows is None:
+    dataset = building.rows.get("prompt_data", building.rows.get("dataset"))
+    if dataset is None:
         return
     if building.keeps:
-        if shortage := fewer_rows(building.config, rows):
+        if shortage := fewer_rows(building.config, dataset):
             yield f"warning: {shortage}"
         return
-    rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
+    rehearse(building.asked, dataset, building.held_out, building.reward_source, building.strategy)
 
 
 def check_disk(building: Building) -> None:
-    """Check the room for the checkpoints of the run that was asked for."""
-    sizes = dict(building.sizes)
-    exported = sizes.pop("export")
-    check_disk_space(building.asked, sizes, exported)
+    """Check the room for the checkpoints that the run asked for keeps, before the first one is lost to a full disk.
+
+    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
+    """
+    config = building.asked
+    checkpoint = config.checkpoint
+    parameters = dict(building.sizes)
+    exported = parameters.pop("export")
+    exports = checkpoint.hf_save_steps > 0 or config.evaluation.best_metric
+    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
+    weight_bytes = 4 if compute_dtype(config) == "float32" else 2
+    checkpoint_bytes = 0
+    if saves and not checkpoint.disable_ds_ckpt:
+        for part_name, count in parameters.items():
+            is_average = part_name in ("ema", "reference")
+            checkpoint_bytes += count * (4 if is_average else weight_bytes + 12)
+    if (saves and checkpoint.save_hf_ckpt) or exports:
+        checkpoint_bytes += exported * weight_bytes
+    # One more than are kept: an old checkpoint goes only when the new one is whole.
+    needed_bytes = min(
+        (checkpoint.max_ckpt_num + 1) * checkpoint_bytes,
+        checkpoint.max_ckpt_mem * 1e9 + checkpoint_bytes,
+    )
+    existing_folder = local_folder(checkpoint.ckpt_path).absolute()
+    while not existing_folder.exists():
+        existing_folder = existing_folder.parent
+    free_bytes = shutil.disk_usage(existing_folder).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
+            f"{shown_size(needed_bytes)}, {shown_size(free_bytes)} are free: lower "
+            "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
+        )
 
 
 def check_places(building: Building) -> None:
@@ -106,11 +171,17 @@ def check_places(building: Building) -> None:
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
     if not writes or not building.keeps or checkpoint.ckpt_path is None:
         return
-    parts = [name for name in building.sizes if name != "export"]
+    part_names = [part_name for part_name in building.sizes if part_name != "export"]
 
     def look() -> None:
-        if problem := in_the_way(local_folder(checkpoint.ckpt_path), parts):
-            raise CheckpointError(problem)
+        root = local_folder(checkpoint.ckpt_path)
+        for folder in (root, *(Path(layout.part_folder(root, name)) for name in part_names)):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} is no folder, and checkpoints are to be written there: remove it"
+                )
+            if problem := layout.in_the_way(folder):
+                raise CheckpointError(problem)
 
     building.strategy.on_rank_0(look, "look at --ckpt_path")
 
@@ -131,100 +202,6 @@ def check_decoding_of(building: Building) -> None:
     if building.config.sampling.skip_rollout is None:  # else nothing may be sampled
         parts = (building.rollout_engine, building.actor, building.strategy)
         once_per_model(building, "decoding", lambda: check_decoding(*parts))
-
-
-# -- what they do ----------------------------------------------------------------------------------------------------
-
-
-def temporary_folder(strategy: DeepspeedStrategy) -> str:
-    """Make a folder that goes with rank 0's process. Collective."""
-
-    def make() -> str:
-        folder = tempfile.mkdtemp(prefix="lightppo-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
-
-    return strategy.on_rank_0(make, "make a temporary folder")
-
-
-def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Print what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
-
-    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
-    """
-    device = strategy.device
-    is_gpu = device.type == "cuda"
-    machine = Machine(
-        strategy.world_size,
-        is_gpu,
-        ranks_on_node(strategy.world_size),
-        device_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else None,
-        host_bytes=None if is_gpu else host_bytes(),
-        library_bytes=library_bytes(ranks_on_node(strategy.world_size)),
-    )
-
-    def report() -> str:
-        try:
-            return "\n".join(check_memory(config, machine))
-        except ConfigError:
-            raise
-        except Exception as error:  # of the model's own code, on a device that holds no data
-            return (
-                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
-            )
-
-    strategy.print(strategy.on_rank_0(report, "compute the memory of this run"))
-
-
-def check_disk_space(
-    config: OptionSet, parameters: dict[str, int], exported: int | None = None
-) -> None:
-    """Check the room for the checkpoints that will be kept, before the first one is lost to a full disk.
-
-    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
-
-    Args:
-        parameters: their number per part of a checkpoint (with LoRA those that train).
-        exported: their number in an export of the actor; ``None``: as many as in its checkpoint.
-    """
-    checkpoint = config.checkpoint
-    exports = checkpoint.hf_save_steps > 0 or config.evaluation.best_metric
-    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
-    weight_bytes = 4 if compute_dtype(config) == "float32" else 2
-    checkpoint_bytes = 0
-    if saves and not checkpoint.disable_ds_ckpt:
-        for role, count in parameters.items():
-            averaged = role in ("ema", "reference")
-            checkpoint_bytes += count * (4 if averaged else weight_bytes + 12)
-    if (saves and checkpoint.save_hf_ckpt) or exports:
-        if exported is None:
-            exported = parameters["actor"]
-        checkpoint_bytes += exported * weight_bytes
-    # One more than are kept: an old checkpoint goes only when the new one is whole.
-    needed = min(
-        (checkpoint.max_ckpt_num + 1) * checkpoint_bytes,
-        checkpoint.max_ckpt_mem * 1e9 + checkpoint_bytes,
-    )
-    folder = local_folder(checkpoint.ckpt_path).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
-            f"{shown_size(needed)}, {shown_size(free)} are free: lower "
-            "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
-        )
-
-
-def in_the_way(root: Path, names: Iterable[str]) -> str | None:
-    """Return what keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
-    for folder in (root, *(Path(layout.part_folder(root, name)) for name in names)):
-        if os.path.lexists(folder) and not folder.is_dir():
-            return f"{folder} is no folder, and checkpoints are to be written there: remove it"
-        if problem := layout.in_the_way(folder):
-            return problem
-    return None
 
 
 # -- the end of a dry run --------------------------------------------------------------------------------------------
@@ -263,15 +240,17 @@ def _optimizer_bytes(strategy: Any) -> int:
 def _cost(run: Any) -> str:
     """Return what the step took."""
     if not isinstance(run.config, PPOConfig):
-        loss = next(row["train/loss"] for row in logged_rows(run.config) if "train/loss" in row)
+        loss = next(
+            metrics["train/loss"] for metrics in logged_rows(run.config) if "train/loss" in metrics
+        )
         return f"one step of the {len(run.train_dataloader.dataset)} longest rows, loss {loss:.4f}"
     rollout = run.config.rollout
-    seconds = next(row for row in logged_rows(run.config) if "perf/time_step" in row)
+    seconds = next(metrics for metrics in logged_rows(run.config) if "perf/time_step" in metrics)
     phases = ("rollout", "reward", "experience", "train", "sync")
-    parts = ", ".join(f"{phase} {seconds[f'perf/time_{phase}']:.1f}" for phase in phases)
+    durations = ", ".join(f"{phase} {seconds[f'perf/time_{phase}']:.1f}" for phase in phases)
     samples = f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples"
-    size = f"{samples}, ≤ {rollout.generate_max_len} tokens,"
-    return f"one step of {size} took {seconds['perf/time_step']:.1f} s ({parts})"
+    rollout_size = f"{samples}, ≤ {rollout.generate_max_len} tokens,"
+    return f"one step of {rollout_size} took {seconds['perf/time_step']:.1f} s ({durations})"
 
 
 # -- a resumed run ---------------------------------------------------------------------------------------------------
@@ -282,32 +261,37 @@ def check_same_run(resumed: Resumed) -> Iterator[str]:
     command = resumed.command
     options = resumed.options
     # Older checkpoints hold values as they were given.
-    saved = {name: shown_value(value) for name, value in resumed.saved["config"].items()}
+    saved = {
+        option_name: shown_value(value) for option_name, value in resumed.saved["config"].items()
+    }
     idle = set(chain.from_iterable(idle_flags(command, options).values()))
     refused, safe = unsafe_changes(saved, options, idle, type(command), resumed.trains)
     refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
-    changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
-    for name, saved_mark in resumed.saved.get("content", {}).items():
+    changes = [
+        f"--{option_name} {previous} → {current}"
+        for option_name, (previous, current) in refused.items()
+    ]
+    for option_name, saved_mark in resumed.saved.get("content", {}).items():
         mark = shown_value(saved_mark)
-        is_unread = not resumed.trains and name != "pretrain"
-        if name in refused or is_unread or resumed.content.get(name, mark) == mark:
+        is_unread = not resumed.trains and option_name != "pretrain"
+        if option_name in refused or is_unread or resumed.content.get(option_name, mark) == mark:
             continue
-        if name != "save_path":
-            changes.append(f"--{name} {options[name]} has other content than it had")
+        if option_name != "save_path":
+            changes.append(f"--{option_name} {options[option_name]} has other content than it had")
         elif resumed.is_own:  # a path asks for another run that goes on from this one
-            changes.append(f"--save_path {saved[name]} → {options[name]}")
+            changes.append(f"--save_path {saved[option_name]} → {options[option_name]}")
     if changes:
         raise ConfigError(
             f"cannot resume {resumed.where} as another run: {', '.join(changes)}. Set that back, or start anew: with "
             "another --save_path (and --ckpt_path), or with --resume never"
         )
-    for name, (old, new) in safe.items():
-        yield f"resume: --{name} was {old}, is {new}"
+    for option_name, (previous, current) in safe.items():
+        yield f"resume: --{option_name} was {previous}, is {current}"
 
 
 def unsafe_changes(
     saved: Mapping[str, Any],
-    now: Mapping[str, Any],
+    current: Mapping[str, Any],
     idle: Container[str] = (),
     kind: type[OptionSet] = PPOConfig,
     trains: bool = True,
@@ -324,17 +308,23 @@ def unsafe_changes(
     """
     refused = {}
     safe = {}
-    reader_of = {name: section.of for name, section in PPOConfig.sections().items()}
+    reader_of = {option_name: section.of for option_name, section in PPOConfig.sections().items()}
     for option in kind.all_options():
-        name = option.name
-        if name not in saved or saved[name] == now[name] or name in idle:
+        option_name = option.name
+        if (
+            option_name not in saved
+            or saved[option_name] == current[option_name]
+            or option_name in idle
+        ):
             continue
         reader = reader_of.get(option.owner)
-        if not trains and (reader == "training" or (option.required and now[name] is None)):
+        if not trains and (
+            reader == "training" or (option.required and current[option_name] is None)
+        ):
             continue
-        is_other_model = name.startswith(("critic_", "ref_", "reward_"))
+        is_other_model = option_name.startswith(("critic_", "ref_", "reward_"))
         changes = refused
         if option.resume_safe or (not trains and (reader != "weights" or is_other_model)):
             changes = safe
-        changes[name] = (saved[name], now[name])
+        changes[option_name] = (saved[option_name], current[option_name])
     return refused, safe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -424,7 +425,8 @@ def test_a_model_that_cannot_be_counted_is_told_and_trains_all_the_same(
 
     monkeypatch.setattr("lightppo.preflight.budget.estimate", estimate)
     strategy = FakeStrategy()
-    tell_memory(PPOConfig(), strategy)
+    config = PPOConfig.from_flat(dry_run=True)
+    tell_memory(SimpleNamespace(config=config, strategy=strategy))
     assert strategy.printed == [
         "note: the memory of this run cannot be computed: NotImplementedError: Cannot copy out of meta tensor; no data!"
     ]
