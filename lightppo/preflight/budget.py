@@ -465,9 +465,13 @@ class Estimate:
 
     def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
         """Return bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
-        parts = [part for part in self.parts if phase in part.phases and (part.sure or not sure)]
-        gpu_bytes = sum(part.gpu for part in parts)
-        host_bytes = sum(part.host for part in parts)
+        parts = [
+            memory_part
+            for memory_part in self.parts
+            if phase in memory_part.phases and (memory_part.sure or not sure)
+        ]
+        gpu_bytes = sum(memory_part.gpu for memory_part in parts)
+        host_bytes = sum(memory_part.host for memory_part in parts)
         if not self.machine.gpus:
             host_bytes += gpu_bytes
             gpu_bytes = 0
@@ -520,7 +524,9 @@ def estimate(
     parts += _file_copies(roles["actor"], machine)
     if not machine.gpus:
         parts = [*parts, *_freed_blocks(parts)]
-    return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
+    return Estimate(
+        machine, tuple(memory_part for memory_part in parts if memory_part.gpu or memory_part.host)
+    )
 
 
 def _file_copies(actor: Shape, machine: Machine) -> Iterator[Part]:
@@ -539,7 +545,7 @@ def _file_copies(actor: Shape, machine: Machine) -> Iterator[Part]:
 def _freed_blocks(parts: Iterable[Part]) -> Iterator[Part]:
     """Yield what a process on a CPU has freed and keeps: where a phase has less in small blocks than the largest pass."""
     small_bytes = {
-        phase: sum(part.small for part in parts if phase in part.phases)
+        phase: sum(memory_part.small for memory_part in parts if phase in memory_part.phases)
         for phase in PHASES
         if phase != LOADING
     }
@@ -643,7 +649,7 @@ def _loading_part(
             description = "mapped from the file"
         parts.append(Part(role, description, {LOADING}, host=byte_count))
     if machine.gpus and parts:
-        yield max(parts, key=lambda part: part.host)
+        yield max(parts, key=lambda memory_part: memory_part.host)
 
 
 @dataclass(frozen=True)
@@ -928,11 +934,11 @@ def decoding_rows(
     """
     engine_bytes = 0
     other_bytes = 0
-    for part in estimate(config, machine, configs).parts:
-        if part.owner == "HF engine":
-            engine_bytes += part.gpu
-        elif ROLLOUT in part.phases:
-            other_bytes += part.gpu
+    for memory_part in estimate(config, machine, configs).parts:
+        if memory_part.owner == "HF engine":
+            engine_bytes += memory_part.gpu
+        elif ROLLOUT in memory_part.phases:
+            other_bytes += memory_part.gpu
     samples = max(1, rules.samples_per_rollout(config) // machine.world_size)
     vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
     row_bytes = engine_bytes / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
@@ -1043,14 +1049,16 @@ def table(estimated: Estimate) -> list[str]:
     machine = estimated.machine
     ranks = machine.ranks_of_host
     unit = "GPU" if machine.gpus else "rank"
-    has_critic = any(part.owner == "critic" for part in estimated.parts)
+    has_critic = any(memory_part.owner == "critic" for memory_part in estimated.parts)
     lines = [f"GB of {machine.world_size} ranks, {ranks} on a host{'':<26}{unit:>12}{'host':>10}"]
-    for part in estimated.parts:
+    for memory_part in estimated.parts:
         phase_names = ""
-        if len(part.phases) < 8:
-            phase_names = ", ".join(phase for phase in PHASES if phase in part.phases)
-        columns = f"{part.gpu / 1e9:>10.2f}{part.host * ranks / 1e9:>10.2f}"
-        lines.append(f"  {part.owner:<16}{part.what:<32}{columns}   {phase_names}".rstrip())
+        if len(memory_part.phases) < 8:
+            phase_names = ", ".join(phase for phase in PHASES if phase in memory_part.phases)
+        columns = f"{memory_part.gpu / 1e9:>10.2f}{memory_part.host * ranks / 1e9:>10.2f}"
+        lines.append(
+            f"  {memory_part.owner:<16}{memory_part.what:<32}{columns}   {phase_names}".rstrip()
+        )
     lines.append("in each phase")
     for phase in PHASES:
         if has_critic or "critic" not in phase:
