@@ -267,6 +267,10 @@ def test_the_docs_stay_short():
 
 
 def test_ruff_before_a_commit_is_the_pinned_one():
-    hooks = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
-    pinned = re.search(r"^ruff==(.+)$", (REPO / "requirements.txt").read_text(), re.MULTILINE)
-    assert [repo["rev"] for repo in hooks["repos"]] == [f"v{pinned[1]}"]
+    """And comes from PyPI: no repository is cloned for it."""
+    settings = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
+    pinned = re.search(r"^ruff==.+$", (REPO / "requirements.txt").read_text(), re.MULTILINE)[0]
+    assert [repository["repo"] for repository in settings["repos"]] == ["local"]
+    hooks = settings["repos"][0]["hooks"]
+    assert [hook["entry"].partition(" --")[0] for hook in hooks] == ["ruff check", "ruff format"]
+    assert [hook["additional_dependencies"] for hook in hooks] == [[pinned]] * 2

@@ -36,7 +36,7 @@ class Resumed:
     saved: Mapping[str, Any]  # the state of the run that wrote it
     options: Mapping[str, Any]  # of this run, as they may be shown
     content: Mapping[str, str]  # marks of what they name
-    command: OptionSet | None  # the options of this run; None: of PPO
+    command: OptionSet | None  # the options of this run; None: not known
     where: str
     is_own: bool  # in this run's own folder
     trains: bool = True  # False: this run only reads it

@@ -674,8 +674,8 @@ class ChatFormat:
         thoughts: list[str] = []
         outside: list[str] = []
         while True:
-            part, delimiter, text = text.partition(closing if is_open else opening)
-            (thoughts if is_open else outside).append(part)
+            segment, delimiter, text = text.partition(closing if is_open else opening)
+            (thoughts if is_open else outside).append(segment)
             if not delimiter:
                 break
             is_open = not is_open

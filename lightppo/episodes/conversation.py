@@ -182,7 +182,9 @@ def problem_of(request: Request) -> str:
         content = message.get("content")
         content_parts = content if isinstance(content, list) else []
         is_readable = content is None or isinstance(content, (str, list))
-        if not is_readable or not all(isinstance(part, Mapping) for part in content_parts):
+        if not is_readable or not all(
+            isinstance(content_part, Mapping) for content_part in content_parts
+        ):
             return f"message {i}: its content must be a text or a list of objects"
         tool_calls = message.get("tool_calls") or []
         if not isinstance(tool_calls, list) or not all(map(_is_call, tool_calls)):

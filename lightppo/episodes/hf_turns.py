@@ -165,10 +165,10 @@ class TurnQueue(PromptQueue):
 
     def inputs(self, groups: list[Group]) -> tuple[Tensor, Tensor, Tensor, Cache]:
         first_numbers = [numbers[0] for _, numbers in groups]
-        known_lengths = [self._known(turn_number) for turn_number in first_numbers]
-        if any(known_lengths):
+        cached_lengths = [self._known(turn_number) for turn_number in first_numbers]
+        if any(cached_lengths):
             prompts = [ids for ids, _ in groups]
-            ids, mask, positions, used_lengths = new_tokens(prompts, known_lengths, self.device)
+            ids, mask, positions, used_lengths = new_tokens(prompts, cached_lengths, self.device)
             earlier_turns = [self._follows.get(turn_number, -1) for turn_number in first_numbers]
             inputs = (
                 ids,
@@ -275,13 +275,13 @@ class EndedRows:
         for layer_index in range(len(cache.layers) if width else 0):
             blocks = []
             for kind in range(2):  # keys, values
-                place = 2 * layer_index + kind
-                example = next(filter(None, row_states))[place]
+                state_index = 2 * layer_index + kind
+                example = next(filter(None, row_states))[state_index]
                 heads, _, head_width = example.shape
                 block = example.new_zeros(len(row_numbers), heads, width, head_width)
                 for i, (states, used_length) in enumerate(zip(row_states, used_lengths)):
                     if used_length:
-                        block[i, :, width - used_length :] = states[place][:, :used_length]
+                        block[i, :, width - used_length :] = states[state_index][:, :used_length]
                 blocks.append(block)
             cache.update(*blocks, layer_idx=layer_index)
         return cache
@@ -292,7 +292,7 @@ def _bytes(states: Sequence[Tensor]) -> int:
 
 
 def new_tokens(
-    prompts: list[list[int]], known_lengths: list[int], device: torch.device
+    prompts: list[list[int]], cached_lengths: list[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Return what prompts run of which the first tokens are known: equally many tokens each, so that no row has a hole
     between what is known and what is new.
@@ -302,7 +302,9 @@ def new_tokens(
         how many known tokens each uses, at most W.
     """
     # M
-    new_length = max(len(prompt) - known for prompt, known in zip(prompts, known_lengths))
+    new_length = max(
+        len(prompt) - cached_length for prompt, cached_length in zip(prompts, cached_lengths)
+    )
     used_lengths = [max(0, len(prompt) - new_length) for prompt in prompts]
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     row_tokens = [torch.tensor(prompt[-new_length:]) for prompt in prompts]

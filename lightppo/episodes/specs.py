@@ -129,21 +129,23 @@ class EnvironmentSpec:
         is_static = isinstance(inspect.getattr_static(self.kind, "reset"), staticmethod)
         signature = inspect.signature(self.method("reset"))
         parameters = list(signature.parameters.values())[not is_static :]
-        named = {
+        parameters_by_name = {
             parameter.name: parameter
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
         takes_others = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         arguments = {
-            name: value for name, value in columns.items() if takes_others or name in named
+            name: value
+            for name, value in columns.items()
+            if takes_others or name in parameters_by_name
         }
-        if "seed" in named:
+        if "seed" in parameters_by_name:
             arguments.setdefault("seed", seed)
         missing_names = [
             name
-            for name in sorted(named.keys() - arguments.keys())
-            if named[name].default is inspect.Parameter.empty
+            for name in sorted(parameters_by_name.keys() - arguments.keys())
+            if parameters_by_name[name].default is inspect.Parameter.empty
         ]
         if missing_names:
             column_names = ", ".join(columns) or "none"

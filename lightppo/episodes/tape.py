@@ -382,7 +382,7 @@ class Tape:
                 if step > last_step:
                     files_in_use().rename(file_path, _free_name(file_path))
 
-    def check(self, last_step: int, known_ends: Sequence[CheckpointedEnd] = ()) -> None:
+    def check(self, last_step: int, saved_ends: Sequence[CheckpointedEnd] = ()) -> None:
         """Read all files of later steps; TapeError names the line that is not as it was written."""
         previous_hash = self.head and self.head.hash
         for step, file_path in files_of(self.folder, self.rank, self.ranks).items():
@@ -390,13 +390,13 @@ class Tape:
                 continue
             tape_file = read_tape_file(file_path)
             check_follows(tape_file, previous_hash)
-            for known_end in known_ends:
+            for saved_end in saved_ends:
                 if (
-                    known_end.head.step == step
+                    saved_end.head.step == step
                     and tape_file.entries
-                    and known_end.run == tape_file.entries[0]["run"]
+                    and saved_end.run == tape_file.entries[0]["run"]
                 ):
-                    check_end(tape_file, known_end.head, known_end.where)
+                    check_end(tape_file, saved_end.head, saved_end.where)
             if tape_file.entries:
                 previous_hash = tape_file.head.hash
 
@@ -526,19 +526,19 @@ class TapeCallback(Callback):
 def checkpointed_ends(run: Any, tape: Tape) -> list[CheckpointedEnd]:
     """Return what each checkpoint of the run whose tape plays knows of the end of this rank's files."""
     checkpoint_folder = Path(part_folder(_checkpoints_of(tape.folder.parent)))
-    known_ends: list[CheckpointedEnd] = []
+    saved_ends: list[CheckpointedEnd] = []
     if not checkpoint_folder.is_dir():
-        return known_ends
+        return saved_ends
     for tag in list_tags(checkpoint_folder):
         state = read_client_state(checkpoint_folder / tag)
         rank_ends = state.get("tape") or []
         if len(rank_ends) == tape.ranks and rank_ends[tape.rank] is not None:
-            known_ends.append(
+            saved_ends.append(
                 CheckpointedEnd(
                     TapeEnd.of(rank_ends[tape.rank]), state["run"], str(checkpoint_folder / tag)
                 )
             )
-    return known_ends
+    return saved_ends
 
 
 def _checkpoints_of(run_folder: Path) -> Path:

@@ -118,11 +118,11 @@ def _hash(previous_hash: str, body: bytes) -> str:
 # -- read ------------------------------------------------------------------------------------------------------------
 
 
-def read_tape_file(path: Path, whole: bool = True) -> TapeFile:
+def read_tape_file(path: Path, all_entries: bool = True) -> TapeFile:
     """Return a file whose hashes are checked. A line that a crash tore, at the end, is left out.
 
     Args:
-        whole: False: of the entries, only the first one.
+        all_entries: False: of the entries, only the first one.
 
     Raises:
         TapeError: it names the line that was altered, and which reply it holds.
@@ -138,7 +138,7 @@ def read_tape_file(path: Path, whole: bool = True) -> TapeFile:
         if hash_match is None or _hash(previous_hash, body) != hash_match[1].decode():
             raise TapeError(_altered(path, number, line, tape_file.entries))
         previous_hash = hash_match[1].decode()
-        if whole or not tape_file.entries:
+        if all_entries or not tape_file.entries:
             tape_file.entries.append(json.loads(body))
         tape_file.hashes.append(previous_hash)
     tape_file.size = len(file_bytes) - tape_file.torn
@@ -215,7 +215,7 @@ def missing_files(folder: Path, rank: int, ranks: int, last_step: int) -> list[s
     for step, path in files_of(folder, rank, ranks).items():
         if step > last_step:
             break
-        tape_file = read_tape_file(path, whole=False)
+        tape_file = read_tape_file(path, all_entries=False)
         if not tape_file.entries:
             continue
         previous_hash = None if previous_strip is None else previous_strip.hashes[-1]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightppo.trainer.building import Building
 
 
-SPARED = 100_000_000  # bytes that are worth a note
+NOTEWORTHY_BYTES = 100_000_000
 
 
 def tell_advice(building: Any) -> Iterator[str]:
@@ -25,15 +25,15 @@ def tell_advice(building: Any) -> Iterator[str]:
     if "\\n" in (getattr(building.config.data, "input_template", None) or ""):
         yield "note: --input_template has a backslash and an n, not a line break: in bash write $'\\n'"
     if isinstance(building.config, PPOConfig):
-        yield from (f"note: {line}" for line in advice(building.config))
+        yield from (f"note: {note}" for note in advice(building.config))
 
 
 def tell_second_masters(building: Any) -> Iterator[str]:
     """Say where ZeRO keeps masters that one rank does not need: by the sizes of the models."""
     roles = with_second_masters(building.config, building.strategy.world_size)
-    spared = 4 * sum(building.sizes.get(role, 0) for role in roles)
-    if spared >= SPARED:
-        yield f"note: {second_masters(building.config)} about {spared / 1e9:.1f} GB less"
+    spared_bytes = 4 * sum(building.sizes.get(role, 0) for role in roles)
+    if spared_bytes >= NOTEWORTHY_BYTES:
+        yield f"note: {second_masters(building.config)} about {spared_bytes / 1e9:.1f} GB less"
 
 
 def tell_frozen(building: Any) -> Iterator[str]:
@@ -41,10 +41,10 @@ def tell_frozen(building: Any) -> Iterator[str]:
     config = building.config
     if not isinstance(config, PPOConfig) or config.evaluation.val_only:
         return
-    frozen = config.algorithm.freezing_actor_steps
-    steps = steps_per_episode(config, building.prompts_dataloader)
-    if frozen > 0 and not optimizer_steps(config, steps):
-        yield f"note: --freezing_actor_steps {frozen}: all steps of this run train the critic alone, the actor stays"
+    frozen_steps = config.algorithm.freezing_actor_steps
+    episode_steps = steps_per_episode(config, building.prompts_dataloader)
+    if frozen_steps > 0 and not optimizer_steps(config, episode_steps):
+        yield f"note: --freezing_actor_steps {frozen_steps}: all steps of this run train the critic alone, the actor stays"
 
 
 def second_masters(config: PPOConfig) -> str:
@@ -55,49 +55,46 @@ def second_masters(config: PPOConfig) -> str:
     )
 
 
-def with_second_masters(config: PPOConfig, ranks: int) -> list[str]:
+def with_second_masters(config: PPOConfig, world_size: int) -> list[str]:
     """Return the models that train with weights in float32, which DeepSpeed's ZeRO 1 and 2 copy, on one rank."""
-    flat = config.flat()
-    if ranks > 1 or flat["bf16"] or flat["fp16"] or flat["overlap_comm"]:
+    options = config.flat()
+    if world_size > 1 or any(
+        options[name] for name in ("bf16", "fp16", "overlap_comm", "adam_offload")
+    ):
         return []
-    stages = {"actor": flat["zero_stage"]}
+    stages = {"actor": options["zero_stage"]}
     if isinstance(config, PPOConfig):
         if config.evaluation.val_only:
             return []
         if needs_critic(config):
-            stages["critic"] = flat["critic_zero_stage"]
-    if flat["adam_offload"]:
-        return []
+            stages["critic"] = options["critic_zero_stage"]
     return [role for role, stage in stages.items() if stage in (1, 2)]
 
 
 def advice(config: PPOConfig) -> list[str]:
     """Return what works but is seldom meant; of a resolved config."""
     algorithm = config.algorithm
+    rollout = config.rollout
+    samples = rollout.do_sample and rollout.temperature > 0
     lines = []
-    if not config.evaluation.val_only and not (
-        config.rollout.do_sample and config.rollout.temperature > 0
-    ):
-        problem = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
+    if not samples and not config.evaluation.val_only:
+        sampling_flag = "--temperature 0" if rollout.do_sample else "--no_do_sample"
         lines.append(
-            f"{problem}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
+            f"{sampling_flag}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1"
         )
-    name = f"--kl_estimator {algorithm.kl_estimator}"
-    if algorithm.use_kl_loss and algorithm.kl_estimator in ("k1", "abs"):
-        problem = {
-            "k1": "has an expected gradient of 0",
-            "abs": "pulls by the sign of the difference alone",
-        }
+    estimator = algorithm.kl_estimator
+    gradients = {
+        "k1": "has an expected gradient of 0",
+        "abs": "pulls by the sign of the difference alone",
+    }
+    if algorithm.use_kl_loss and estimator in gradients:
         lines.append(
-            f"{name} as a loss {problem[algorithm.kl_estimator]}: k2 has the gradient of the KL"
+            f"--kl_estimator {estimator} as a loss {gradients[estimator]}: k2 has the gradient of the KL"
         )
-    if (
-        algorithm.init_kl_coef > 0
-        and algorithm.use_kl_in_reward
-        and algorithm.kl_estimator in ("k2", "k3", "k3+")
-    ):
+    rewards_kl = algorithm.init_kl_coef > 0 and algorithm.use_kl_in_reward
+    if rewards_kl and estimator in ("k2", "k3", "k3+"):
         lines.append(
-            f"{name} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
+            f"--kl_estimator {estimator} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
         )
     return lines
 
@@ -111,21 +108,22 @@ def check_positions_of(building: Building) -> None:
     if isinstance(config, PPOConfig):  # else rows say how long they are
         from lightppo.models.loading import check_language_model
 
-        loaded = _config_of_pretrain(config)
         model = config.model
-        is_new = model.init_from_scratch
-        check_language_model(loaded, "--pretrain", model.pretrain, is_new=is_new)
-        check_positions(config, _positions_in(loaded))
+        model_config = _config_of_pretrain(config)
+        check_language_model(
+            model_config, "--pretrain", model.pretrain, is_new=model.init_from_scratch
+        )
+        check_positions(config, _positions_in(model_config))
 
 
 def check_rows(building: Building) -> None:
     """Check that the longest row to learn from fits the positions, and prompts hold ``--total_training_steps``."""
     config = building.config
-    loader = building.prompts_dataloader
+    dataloader = building.prompts_dataloader
     if "dataset" in building.rows:
         check_longest_row(config, int(building.rows["dataset"].lengths.max()), positions_of(config))
-    elif loader is not None and building.keeps:
-        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
+    elif dataloader is not None and building.keeps:
+        check_total_steps(config, steps_per_episode(config, dataloader), len(dataloader.dataset))
 
 
 def positions_of(config: Any) -> int | None:
@@ -140,18 +138,19 @@ def _config_of_pretrain(config: Any) -> PretrainedConfig:
     return load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 
 
-def _positions_in(loaded: PretrainedConfig) -> int | None:
-    return getattr(loaded.get_text_config(decoder=True), "max_position_embeddings", None)
+def _positions_in(model_config: PretrainedConfig) -> int | None:
+    return getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def check_positions(config: Any, positions: int | None) -> None:
     """Refuse prompts and responses that do not fit; ``None``: a model without a limit."""
-    prompt = config.data.prompt_max_len
-    response = config.rollout.generate_max_len
-    if positions is not None and prompt + response > positions:
+    prompt_length = config.data.prompt_max_len
+    response_length = config.rollout.generate_max_len
+    if positions is not None and prompt_length + response_length > positions:
         raise ConfigError(
-            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
-            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
+            f"--prompt_max_len {prompt_length} + --generate_max_len {response_length} = "
+            f"{prompt_length + response_length} tokens, but {config.model.pretrain} has {positions} positions: lower "
+            "one of them to fit"
         )
 
 
@@ -167,11 +166,11 @@ def check_longest_row(config: Any, longest: int, positions: int | None) -> None:
 def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
     """Refuse schedules that stretch over steps which the prompts do not hold."""
     training = config.training
-    total = training.total_training_steps
-    available = training.num_episodes * per_episode
-    if total is not None and total > available:
+    total_steps = training.total_training_steps
+    available_steps = training.num_episodes * per_episode
+    if total_steps is not None and total_steps > available_steps:
         raise ConfigError(
-            f"--total_training_steps {total} is more than the {available} steps of --num_episodes {training.num_episodes} "
-            f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {available}, or "
-            f"--num_episodes {math.ceil(total / per_episode)}"
+            f"--total_training_steps {total_steps} is more than the {available_steps} steps of --num_episodes "
+            f"{training.num_episodes} ({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set "
+            f"at most {available_steps}, or --num_episodes {math.ceil(total_steps / per_episode)}"
         )

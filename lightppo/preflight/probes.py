@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from lightppo.trainer.building import Building
 
 
-LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
-_FEW = 3.0  # the mean of six tokens may be that much larger than one of many
-_PROMPTS, _NEW_TOKENS = ([3, 10, 17, 24, 31], [5, 12]), 3  # token ids, taken modulo the vocabulary
+LONG_ROW = 20  # tokens
+SHORT_ROW = 4
+RIGHT_PADDING = 3  # behind the short row
+_TOLERANCE = 3.0  # the mean of six tokens may be that much larger than one of many
+_PROMPTS = ([3, 10, 17, 24, 31], [5, 12])  # token ids, taken modulo the vocabulary
+_NEW_TOKENS = 3
 
 
 def check_padding(models: Mapping[str, Any], strategy: Ranks, always_padded: bool = False) -> None:
@@ -47,44 +50,45 @@ def check_padding(models: Mapping[str, Any], strategy: Ranks, always_padded: boo
         if model is None:
             continue
         wrapper = getattr(model, "module", model)  # a critic is in its engine
-        if not wrapper.layout.packs or (always_padded and flag == "--pretrain"):
-            _check_one(flag, wrapper, strategy)
-
-
-def _check_one(flag: str, wrapper: Any, strategy: Ranks) -> None:
-    reason = _agreed(strategy, padding_problem(wrapper, strategy.device))
-    if reason is None:
-        return
-    right = []
-    for name in other_attentions(wrapper.hf_model):
-        with attending(wrapper.hf_model, name):
-            right += [] if _agreed(strategy, padding_problem(wrapper, strategy.device)) else [name]
-    if right:
-        advice = f"set --attn_implementation {right[0]}"
-    else:
-        advice = "no other attention helps: choose another model"
-    kind = wrapper.hf_model.config.get_text_config().model_type
-    raise ModelLoadError(
-        f"{flag}: transformers' model type {kind!r} is wrong in padded batches: {reason}; {advice}"
-    )
+        if wrapper.layout.packs and not (always_padded and flag == "--pretrain"):
+            continue
+        problem = _agreed(strategy, padding_problem(wrapper, strategy.device))
+        if problem is None:
+            continue
+        alternatives = []
+        for attention in other_attentions(wrapper.hf_model):
+            with attending(wrapper.hf_model, attention):
+                if _agreed(strategy, padding_problem(wrapper, strategy.device)) is None:
+                    alternatives.append(attention)
+        cure = "no other attention helps: choose another model"
+        if alternatives:
+            cure = f"set --attn_implementation {alternatives[0]}"
+        raise ModelLoadError(
+            f"{flag}: transformers' model type {_type_of(wrapper)!r} is wrong in padded batches: {problem}; {cure}"
+        )
 
 
 def check_training(models: Mapping[str, Any], strategy: Ranks) -> None:
     """Raise ModelLoadError for a model that trains, by its flag, whose numbers are then others. Collective."""
     for flag in ("--pretrain", "--critic_pretrain"):
-        if (model := models.get(flag)) is None:
+        model = models.get(flag)
+        if model is None:
             continue
         wrapper = getattr(model, "module", model)
-        if reason := _agreed(strategy, training_problem(wrapper, strategy.device)):
-            kind = wrapper.hf_model.config.get_text_config().model_type
+        if problem := _agreed(strategy, training_problem(wrapper, strategy.device)):
             raise ModelLoadError(
-                f"{flag}: transformers' model type {kind!r} cannot be trained: {reason}; choose another model"
+                f"{flag}: transformers' model type {_type_of(wrapper)!r} cannot be trained: {problem}; choose "
+                "another model"
             )
 
 
-def _agreed(strategy: Ranks, reason: str | None) -> str | None:
+def _type_of(wrapper: PretrainedWrapper) -> str:
+    return wrapper.hf_model.config.get_text_config().model_type
+
+
+def _agreed(strategy: Ranks, problem: str | None) -> str | None:
     """Return the first reason of all ranks. Collective."""
-    return next(filter(None, strategy.all_gather_object(reason)), None)
+    return next(filter(None, strategy.all_gather_object(problem)), None)
 
 
 def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
@@ -94,27 +98,24 @@ def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
     """
     if not isinstance(engine, HFRolloutEngine):
         return
-    if reason := _agreed(strategy, decoding_problem(engine, actor, strategy.device)):
-        kind = actor.hf_model.config.get_text_config().model_type
+    if problem := _agreed(strategy, decoding_problem(engine, actor, strategy.device)):
         raise ModelLoadError(
-            f"--rollout_engine hf does not work with model type {kind!r}: {reason}. Set --rollout_engine vllm or "
-            "vllm_server, if vLLM has the model"
+            f"--rollout_engine hf does not work with model type {_type_of(actor)!r}: {problem}. Set --rollout_engine "
+            "vllm or vllm_server, if vLLM has the model"
         )
 
 
 @torch.no_grad()
 def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) -> str | None:
     """Say why responses of this engine are not the actor's, of one rank; None: they are. Under ZeRO-3 on all ranks."""
-    text = actor.hf_model.config.get_text_config()
-    positions = (
-        getattr(text, "max_position_embeddings", None) or max(map(len, _PROMPTS)) + _NEW_TOKENS
-    )
-    if positions < max(map(len, _PROMPTS)) + _NEW_TOKENS:
+    model_config = actor.hf_model.config.get_text_config()
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if positions and positions < max(map(len, _PROMPTS)) + _NEW_TOKENS:
         return None
-    vocabulary = actor.valid_vocab_size or text.vocab_size
+    vocabulary = actor.valid_vocab_size or model_config.vocab_size
     prompts = [
-        Prompt("", [i % vocabulary for i in ids], index=position)
-        for position, ids in enumerate(_PROMPTS)
+        Prompt("", [token % vocabulary for token in token_ids], index=index)
+        for index, token_ids in enumerate(_PROMPTS)
     ]
     sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=actor.temperature)
     was_training = actor.training
@@ -123,7 +124,7 @@ def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) 
     actor.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
-            apart = torch.cat([*_differences(engine, actor, prompts, sampling, device)])
+            differences = torch.cat([*_differences(engine, actor, prompts, sampling, device)])
     except FloatingPointError:
         return None  # weights that are not finite: the first rollout says so, and names its prompt
     except Exception as error:
@@ -135,9 +136,9 @@ def decoding_problem(engine: HFRolloutEngine, actor: Any, device: torch.device) 
         engine.runner = runner
         engine.last_stats = {}
     rounding = ROUNDING[str(actor.hf_model.dtype).removeprefix("torch.")]
-    if apart.mean() <= _FEW * rounding.get(device.type, rounding["cuda"]):
+    if differences.mean() <= _TOLERANCE * rounding.get(device.type, rounding["cuda"]):
         return None
-    return f"log probs while decoding differ by up to {apart.max():.2g} nats from those of a forward pass"
+    return f"log probs while decoding differ by up to {differences.max():.2g} nats from those of a forward pass"
 
 
 def _differences(
@@ -149,9 +150,9 @@ def _differences(
 ) -> Iterator[torch.Tensor]:
     """Return for each response |log prob while sampling - log prob of the forward pass| (A,)."""
     for rollout in engine.generate(prompts, sampling):
-        row = torch.tensor([rollout.prompt.token_ids + rollout.response_ids], device=device)
-        scored = actor.score_actions(row, len(rollout.response_ids)).log_probs[0]
-        yield (scored - torch.tensor(rollout.log_probs, device=device)).abs()
+        token_ids = torch.tensor([rollout.prompt.token_ids + rollout.response_ids], device=device)
+        log_probs = actor.score_actions(token_ids, len(rollout.response_ids)).log_probs[0]
+        yield (log_probs - torch.tensor(rollout.log_probs, device=device)).abs()
 
 
 # -- padded batches, and training ----------------------------------------------------------------------------------
@@ -160,30 +161,35 @@ def _differences(
 @torch.no_grad()
 def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | None:
     """Return what is wrong with a padded batch of two rows; None: each is as alone. Under ZeRO-3 on all ranks together."""
-    long, short = tiny_rows(wrapper.hf_model, device)
-    end = long.shape[1] - RIGHT
-    columns = slice(end - SHORT, end)
-    padded = torch.full_like(long, pad_id(wrapper.hf_model))
-    padded[:, columns] = short
-    ids = torch.cat([long, padded])  # (2, LONG)
-    mask = torch.ones_like(ids)
-    mask[1, : columns.start] = mask[1, columns.stop :] = 0
+    long_row, short_row = tiny_rows(wrapper.hf_model, device)
+    end = long_row.shape[1] - RIGHT_PADDING
+    columns = slice(end - SHORT_ROW, end)
+    padded_row = torch.full_like(long_row, pad_id(wrapper.hf_model))
+    padded_row[:, columns] = short_row
+    token_ids = torch.cat([long_row, padded_row])  # (2, LONG_ROW)
+    mask = torch.ones_like(token_ids)
+    mask[1, : columns.start] = 0
+    mask[1, columns.stop :] = 0
     try:
         with evaluating(wrapper.hf_model):
-            together = wrapper.run_rows(Batch(ids, mask))
-            alone = [wrapper.run_rows(Batch(row, torch.ones_like(row))) for row in (long, short)]
+            batch_output = wrapper.run_rows(Batch(token_ids, mask))
+            expected = [
+                wrapper.run_rows(Batch(token_row, torch.ones_like(token_row)))
+                for token_row in (long_row, short_row)
+            ]
     except Exception as error:
         if not is_models_own(error):
             raise
         return f"its code fails on a padded batch: {one_line(error)}"
-    in_batch = [together[:1], together[1:, columns]]
+    outputs = [batch_output[:1], batch_output[1:, columns]]
     # Numbers that are not finite come from broken weights, which other checks report.
-    if all(
-        alike(output, expected) or not expected.isfinite().all()
-        for output, expected in zip(in_batch, alone)
-    ):
+    if all(map(_is_alike, outputs, expected)):
         return None
-    return f"{distance(wrapper, in_batch, alone)} between a padded batch and its rows alone"
+    return f"{distance(wrapper, outputs, expected)} between a padded batch and its rows alone"
+
+
+def _is_alike(output: Tensor, expected: Tensor) -> bool:
+    return alike(output, expected) or not expected.isfinite().all()
 
 
 @torch.no_grad()
@@ -196,46 +202,48 @@ def training_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | 
     if has_dropout(model):
         return None
     row, _ = tiny_rows(model, device)
+    batch = Batch(row, torch.ones_like(row))
     was_training = model.training
     generators = [device] if device.type == "cuda" else []
     try:
         with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(generators):
             model.eval()
-            expected = wrapper.run_rows(Batch(row, torch.ones_like(row)))
+            expected = wrapper.run_rows(batch)
             model.train()
-            trained = wrapper.run_rows(Batch(row, torch.ones_like(row)))
+            output = wrapper.run_rows(batch)
     finally:
         model.train(was_training)
-    if alike(trained, expected) or not expected.isfinite().all():
+    if _is_alike(output, expected):
         return None
-    return f"{distance(wrapper, [trained], [expected])} between training and evaluation, without dropout"
+    return f"{distance(wrapper, [output], [expected])} between training and evaluation, without dropout"
 
 
 def has_dropout(model: PreTrainedModel) -> bool:
     """Return whether anything is left out at random, by an option or by a caller's own model."""
-    return any(
-        (isinstance(module, torch.nn.Dropout) and module.p > 0)
-        or any(
-            isinstance(value, float) and value > 0 and "drop" in name
-            for name, value in vars(module).items()
-        )
-        for module in model.modules()
-    )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            return True
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                return True
+    return False
 
 
 def other_attentions(model: PreTrainedModel) -> list[str]:
     """Return values of ``--attn_implementation`` that run on any device, beside the present one."""
     if not model._can_set_attn_implementation():
         return []
-    names = ["eager"] + ["sdpa"] * (model._supports_sdpa and not caps_scores(model.config))
-    return [name for name in names if name != model.config._attn_implementation]
+    attentions = ["eager"]
+    if model._supports_sdpa and not caps_scores(model.config):
+        attentions.append("sdpa")
+    return [attention for attention in attentions if attention != model.config._attn_implementation]
 
 
 @contextmanager
-def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
     """Use another attention for a while."""
     previous = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(attention)
     try:
         yield
     finally:
@@ -255,12 +263,13 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
-    text = model.config.get_text_config()
-    length = min(LONG, getattr(text, "max_position_embeddings", None) or LONG)
-    vocabulary = text.vocab_size
+    """Return (1, LONG_ROW) and (1, SHORT_ROW) token ids; the first is shorter if the model has fewer positions."""
+    config = model.config.get_text_config()
+    length = min(LONG_ROW, getattr(config, "max_position_embeddings", None) or LONG_ROW)
     places = torch.arange(length, device=device)[None]
-    return (7 * places + 3) % vocabulary, (5 * places[:, :SHORT] + 2) % vocabulary
+    long_row = (7 * places + 3) % config.vocab_size
+    short_row = (5 * places[:, :SHORT_ROW] + 2) % config.vocab_size
+    return long_row, short_row
 
 
 def pad_id(model: PreTrainedModel) -> int:
@@ -271,11 +280,7 @@ def pad_id(model: PreTrainedModel) -> int:
     return 0
 
 
-def distance(
-    wrapper: PretrainedWrapper,
-    outputs: list[Tensor],
-    expected: list[Tensor],
-) -> str:
+def distance(wrapper: PretrainedWrapper, outputs: list[Tensor], expected: list[Tensor]) -> str:
     """Return how far outputs are apart: a causal LM's in nats, others in parts of their size."""
     pairs = [(output.float(), reference.float()) for output, reference in zip(outputs, expected)]
     if wrapper.hf_model.can_generate():
@@ -297,43 +302,58 @@ _SECTIONS = ("model", "adapter", "strategy", "engine")  # whose options a self-t
 _OPTIONS = ("packing_samples", "share_prompts", "temperature", "pretrain_data")
 
 
-def once_per_model(run: Building, test_name: str, test: Callable[[], None]) -> None:
+def once_per_model(building: Building, test_name: str, test: Callable[[], None]) -> None:
     """Run a self-test in a dry run, and else where these models have not passed it with these options. Collective.
 
     A model with code of its own, whose files may change, is tested at each start.
     """
-    strategy = run.strategy
-    flat = run.config.flat()
-    has_own_code = flat["trust_remote_code"] or flat["external_lib"] is not None
-    if not run.keeps or has_own_code:
+    strategy = building.strategy
+    options = building.config.flat()
+    has_own_code = options["trust_remote_code"] or options["external_lib"] is not None
+    if not building.keeps or has_own_code:
         return test()
-    mark = in_cache("tested_models", tested(run), test_name)
-    if strategy.broadcast_object(mark.exists()):
+    mark_path = in_cache("tested_models", tested(building), test_name)
+    if strategy.broadcast_object(mark_path.exists()):
         return None
     test()
-    strategy.on_rank_0(lambda: _write(mark), "mark what was tested")
+    strategy.on_rank_0(lambda: _write(mark_path), "mark what was tested")
 
 
-def tested(run: Building) -> dict[str, Any]:
+def tested(building: Building) -> dict[str, Any]:
     """Return all that a self-test depends on: contents of models, options, versions and the device."""
-    flat = run.config.flat()
-    content = run.content
-    kinds = run.config.sections()
-    device = run.strategy.device
-    is_gpu = device.type == "cuda"
-    names = [name for title in _SECTIONS if title in kinds for name in kinds[title].options()]
+    options = building.config.flat()
+    sections = building.config.sections()
+    option_names = [
+        option_name
+        for section in _SECTIONS
+        if section in sections
+        for option_name in sections[section].options()
+    ]
+    option_names += _OPTIONS
+    device = building.strategy.device
+    device_name = device.type
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     return {
-        "models": {name: content[name] for name in MODELS if name in content},
-        "options": {name: repr(flat[name]) for name in (*names, *_OPTIONS) if name in flat},
+        "models": {
+            option_name: building.content[option_name]
+            for option_name in MODELS
+            if option_name in building.content
+        },
+        "options": {
+            option_name: repr(options[option_name])
+            for option_name in option_names
+            if option_name in options
+        },
         "versions": dict(versions()),
-        "device": torch.cuda.get_device_name(device) if is_gpu else device.type,
-        "ranks": run.strategy.world_size,
+        "device": device_name,
+        "ranks": building.strategy.world_size,
     }
 
 
-def _write(mark: Path) -> None:
+def _write(mark_path: Path) -> None:
     try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark_path.parent.mkdir(parents=True, exist_ok=True)
+        mark_path.touch()
     except OSError:  # a cache that cannot be written: the next start tests again
         pass

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder, shown_size
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
 from lightppo.preflight.budget import Machine, check_memory, host_bytes, library_bytes
-from lightppo.preflight.dry_run_report import after_step, fewer_rows, rehearse
+from lightppo.preflight.dry_run_report import after_step, fewer_rows, logged_rows, rehearse
 from lightppo.preflight.probes import check_decoding, check_padding, check_training, once_per_model
 from lightppo.ranks import ranks_on_node
 from lightppo.redaction import shown_value
@@ -43,24 +43,53 @@ def check_files(building: Building) -> None:
     looked_at.clear()
     if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
         return  # the command has
-    problem = None
-    if building.strategy.is_rank_0():
-        try:
-            preflight(building.config)
-        except ConfigError as error:
-            problem = str(error)
-    if problem := building.strategy.broadcast_object(problem):
-        raise ConfigError(problem)
+    building.strategy.on_rank_0(lambda: preflight(building.config), "look at files and folders")
 
 
-def tell_memory_of(building: Building) -> None:
-    """Say what memory a run needs that has a GPU, or is only tried. Collective."""
+def tell_memory(building: Building) -> None:
+    """Print what memory a run needs that has a GPU, or is only tried; refuse one that certainly does not fit. Collective.
+
+    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
+    """
     config = building.config
     strategy = building.strategy
-    if isinstance(config, PPOConfig) and (
-        config.training.dry_run or strategy.device.type == "cuda"
-    ):
-        tell_memory(config, strategy)
+    on_gpu = strategy.device.type == "cuda"
+    if not isinstance(config, PPOConfig) or not (config.training.dry_run or on_gpu):
+        return
+    ranks_of_node = ranks_on_node(strategy.world_size)
+    limits = {"host_bytes": host_bytes()}
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(strategy.device)
+        limits = {"device_bytes": properties.total_memory}
+    machine = Machine(
+        strategy.world_size,
+        on_gpu,
+        ranks_of_node,
+        library_bytes=library_bytes(ranks_of_node),
+        **limits,
+    )
+
+    def report() -> str:
+        try:
+            return "\n".join(check_memory(config, machine))
+        except ConfigError:
+            raise
+        except Exception as error:  # of the model's own code, on a device that holds no data
+            return (
+                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
+            )
+
+    strategy.print(strategy.on_rank_0(report, "compute the memory of this run"))
+
+
+def temporary_folder(strategy: DeepspeedStrategy) -> str:
+    """Make a folder that goes with rank 0's process. Collective."""
+    folder = strategy.on_rank_0(
+        lambda: tempfile.mkdtemp(prefix="lightppo-"), "make a temporary folder"
+    )
+    if strategy.is_rank_0():
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def become_dry_run(building: Building) -> None:
@@ -89,23 +118,50 @@ def become_dry_run(building: Building) -> None:
 
 def look_at_rows(building: Building) -> Iterator[str]:
     """Yield what a dry run says of rows and scores; else whether there are enough rows for a step. Collective."""
-    rows = next(
-        (building.rows[name] for name in ("prompt_data", "dataset") if name in building.rows), None
-    )
-    if rows is None:
+    dataset = building.rows.get("prompt_data", building.rows.get("dataset"))
+    if dataset is None:
         return
     if building.keeps:
-        if shortage := fewer_rows(building.config, rows):
+        if shortage := fewer_rows(building.config, dataset):
             yield f"warning: {shortage}"
         return
-    rehearse(building.asked, rows, building.held_out, building.reward_source, building.strategy)
+    rehearse(building.asked, dataset, building.held_out, building.reward_source, building.strategy)
 
 
 def check_disk(building: Building) -> None:
-    """Check the room for the checkpoints of the run that was asked for."""
-    sizes = dict(building.sizes)
-    exported = sizes.pop("export")
-    check_disk_space(building.asked, sizes, exported)
+    """Check the room for the checkpoints that the run asked for keeps, before the first one is lost to a full disk.
+
+    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
+    """
+    config = building.asked
+    checkpoint = config.checkpoint
+    parameters = dict(building.sizes)
+    exported = parameters.pop("export")
+    exports = checkpoint.hf_save_steps > 0 or config.evaluation.best_metric
+    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
+    weight_bytes = 4 if compute_dtype(config) == "float32" else 2
+    checkpoint_bytes = 0
+    if saves and not checkpoint.disable_ds_ckpt:
+        for part_name, count in parameters.items():
+            is_average = part_name in ("ema", "reference")
+            checkpoint_bytes += count * (4 if is_average else weight_bytes + 12)
+    if (saves and checkpoint.save_hf_ckpt) or exports:
+        checkpoint_bytes += exported * weight_bytes
+    # One more than are kept: an old checkpoint goes only when the new one is whole.
+    needed_bytes = min(
+        (checkpoint.max_ckpt_num + 1) * checkpoint_bytes,
+        checkpoint.max_ckpt_mem * 1e9 + checkpoint_bytes,
+    )
+    existing_folder = local_folder(checkpoint.ckpt_path).absolute()
+    while not existing_folder.exists():
+        existing_folder = existing_folder.parent
+    free_bytes = shutil.disk_usage(existing_folder).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
+            f"{shown_size(needed_bytes)}, {shown_size(free_bytes)} are free: lower "
+            "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
+        )
 
 
 def check_places(building: Building) -> None:
@@ -115,24 +171,28 @@ def check_places(building: Building) -> None:
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
     if not writes or not building.keeps or checkpoint.ckpt_path is None:
         return
-    parts = [name for name in building.sizes if name != "export"]
+    part_names = [part_name for part_name in building.sizes if part_name != "export"]
 
     def look() -> None:
-        if problem := in_the_way(local_folder(checkpoint.ckpt_path), parts):
-            raise CheckpointError(problem)
+        root = local_folder(checkpoint.ckpt_path)
+        for folder in (root, *(Path(layout.part_folder(root, name)) for name in part_names)):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} is no folder, and checkpoints are to be written there: remove it"
+                )
+            if problem := layout.in_the_way(folder):
+                raise CheckpointError(problem)
 
     building.strategy.on_rank_0(look, "look at --ckpt_path")
 
 
 def check_padded_batches(building: Building) -> None:
     """Check that padded batches are right, and that training changes no number by itself. Collective."""
-    models = building.models
-    strategy = building.strategy
     always_padded = "pretrain_data" in building.rows
 
     def test() -> None:
-        check_padding(models, strategy, always_padded=always_padded)
-        check_training(models, strategy)
+        check_padding(building.models, building.strategy, always_padded)
+        check_training(building.models, building.strategy)
 
     once_per_model(building, "padding", test)
 
@@ -144,104 +204,6 @@ def check_decoding_of(building: Building) -> None:
         once_per_model(building, "decoding", lambda: check_decoding(*parts))
 
 
-# -- what they do ----------------------------------------------------------------------------------------------------
-
-
-def temporary_folder(strategy: DeepspeedStrategy) -> str:
-    """Make a folder that goes with rank 0's process. Collective."""
-    folder = None
-    if strategy.is_rank_0():
-        folder = tempfile.mkdtemp(prefix="lightppo-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return strategy.broadcast_object(folder)
-
-
-def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Print what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
-
-    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
-    """
-    machine = _machine(strategy)
-    answer = None
-    if strategy.is_rank_0():
-        try:
-            answer = "\n".join(check_memory(config, machine))
-        except ConfigError as error:
-            answer = error
-        except Exception as error:  # of the model's own code, on a device that holds no data
-            answer = (
-                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
-            )
-    if isinstance(answer := strategy.broadcast_object(answer), ConfigError):
-        raise answer
-    strategy.print(answer)
-
-
-def _machine(strategy: DeepspeedStrategy) -> Machine:
-    """Return the machine of this run."""
-    device = strategy.device
-    ranks = strategy.world_size
-    is_gpu = device.type == "cuda"
-    size = None
-    limit = None
-    if is_gpu:
-        size = torch.cuda.get_device_properties(device).total_memory
-    else:
-        limit = host_bytes()
-    per_node = ranks_on_node(ranks)
-    return Machine(ranks, is_gpu, per_node, size, limit, library_bytes(per_node))
-
-
-def check_disk_space(
-    config: OptionSet, parameters: dict[str, int], exported: int | None = None
-) -> None:
-    """Check the room for the checkpoints that will be kept, before the first one is lost to a full disk.
-
-    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
-
-    Args:
-        parameters: their number per part of a checkpoint (with LoRA those that train).
-        exported: their number in an export of the actor; ``None``: as many as in its checkpoint.
-    """
-    checkpoint = config.checkpoint
-    exports = checkpoint.hf_save_steps > 0 or config.evaluation.best_metric
-    saves = checkpoint.save_steps > 0 or checkpoint.save_epochs or checkpoint.save_seconds
-    weight = 4 if compute_dtype(config) == "float32" else 2
-    state = export = 0
-    if saves and not checkpoint.disable_ds_ckpt:
-        state = sum(
-            count * (4 if role in ("ema", "reference") else weight + 12)
-            for role, count in parameters.items()
-        )
-    if (saves and checkpoint.save_hf_ckpt) or exports:
-        export = (parameters["actor"] if exported is None else exported) * weight
-    # One more than are kept: an old checkpoint goes only when the new one is whole.
-    needed = min(
-        (checkpoint.max_ckpt_num + 1) * (state + export),
-        checkpoint.max_ckpt_mem * 1e9 + state + export,
-    )
-    folder = local_folder(checkpoint.ckpt_path).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--ckpt_path {checkpoint.ckpt_path}: {checkpoint.max_ckpt_num} checkpoints need about "
-            f"{shown_size(needed)}, {shown_size(free)} are free: lower "
-            "--max_ckpt_num or --max_ckpt_mem, or choose another disk"
-        )
-
-
-def in_the_way(root: Path, names: Iterable[str]) -> str | None:
-    """Return what keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
-    for folder in (root, *(Path(layout.part_folder(root, name)) for name in names)):
-        if os.path.lexists(folder) and not folder.is_dir():
-            return f"{folder} is no folder, and checkpoints are to be written there: remove it"
-        if (problem := layout.in_the_way(folder)) is not None:
-            return problem
-    return None
-
-
 # -- the end of a dry run --------------------------------------------------------------------------------------------
 
 
@@ -251,58 +213,44 @@ class DryRun(Callback):
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if error is not None:
             return
-        took = "no step"
+        cost = "no step"
         if run.strategy.is_rank_0() and not run.only_evaluates:
             for line in after_step(run.config, run.tokenizer):
                 run.strategy.print(line)
-            took = _cost(run)
-        run.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
-        if states := _optimizer_bytes(run.strategy):
+            cost = _cost(run)
+        run.strategy.report_memory(f"dry run: {cost}; nothing is kept; memory of rank 0")
+        if state_bytes := _optimizer_bytes(run.strategy):
             run.strategy.print(
-                f"later steps need up to {shown_size(states)} more: they hold Adam's states during their passes; "
+                f"later steps need up to {shown_size(state_bytes)} more: they hold Adam's states during their passes; "
                 "the first step creates these at its end"
             )
 
 
 def _optimizer_bytes(strategy: Any) -> int:
     """Return the bytes of this rank's optimizer states where the models run."""
-    optimizers = [engine.optimizer for engine in strategy.trained_engines]
-    states = [getattr(optimizer, "optimizer", optimizer).state for optimizer in optimizers]
-    tensors = [
-        tensor for state in states for values in state.values() for tensor in values.values()
-    ]
-    device = strategy.device.type
-    return sum(
-        tensor.nbytes
-        for tensor in tensors
-        if torch.is_tensor(tensor) and tensor.device.type == device
-    )
+    byte_count = 0
+    for engine in strategy.trained_engines:
+        optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        for tensor in chain.from_iterable(state.values() for state in optimizer.state.values()):
+            if torch.is_tensor(tensor) and tensor.device.type == strategy.device.type:
+                byte_count += tensor.nbytes
+    return byte_count
 
 
 def _cost(run: Any) -> str:
     """Return what the step took."""
-    if isinstance(run.config, PPOConfig):
-        return dry_run_cost(run.config)
-    rows = [
-        json.loads(row)
-        for row in Path(run.config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
-    ]
-    loss = next(row["train/loss"] for row in rows if "train/loss" in row)
-    return f"one step of the {len(run.train_dataloader.dataset)} longest rows, loss {loss:.4f}"
-
-
-def dry_run_cost(config: PPOConfig) -> str:
-    """Return what the step of a dry run took."""
-    rollout = config.rollout
-    rows = map(
-        json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
-    )
-    times = next(row for row in rows if "perf/time_step" in row)
-    names = ("rollout", "reward", "experience", "train", "sync")
-    parts = ", ".join(f"{name} {times[f'perf/time_{name}']:.1f}" for name in names)
+    if not isinstance(run.config, PPOConfig):
+        loss = next(
+            metrics["train/loss"] for metrics in logged_rows(run.config) if "train/loss" in metrics
+        )
+        return f"one step of the {len(run.train_dataloader.dataset)} longest rows, loss {loss:.4f}"
+    rollout = run.config.rollout
+    seconds = next(metrics for metrics in logged_rows(run.config) if "perf/time_step" in metrics)
+    phases = ("rollout", "reward", "experience", "train", "sync")
+    durations = ", ".join(f"{phase} {seconds[f'perf/time_{phase}']:.1f}" for phase in phases)
     samples = f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples"
-    size = f"{samples}, ≤ {rollout.generate_max_len} tokens,"
-    return f"one step of {size} took {times['perf/time_step']:.1f} s ({parts})"
+    rollout_size = f"{samples}, ≤ {rollout.generate_max_len} tokens,"
+    return f"one step of {rollout_size} took {seconds['perf/time_step']:.1f} s ({durations})"
 
 
 # -- a resumed run ---------------------------------------------------------------------------------------------------
@@ -310,39 +258,40 @@ def dry_run_cost(config: PPOConfig) -> str:
 
 def check_same_run(resumed: Resumed) -> Iterator[str]:
     """Yield a line for each option that may change, and did; ConfigError for what may not."""
-    saved = resumed.saved
+    command = resumed.command
     options = resumed.options
-    content = resumed.content
     # Older checkpoints hold values as they were given.
-    as_shown = {name: shown_value(value) for name, value in saved["config"].items()}
-    idle: set[str] = set()
-    if resumed.command is not None:
-        idle = idle.union(*idle_flags(resumed.command, options).values())
-    kind = PPOConfig if resumed.command is None else type(resumed.command)
-    refused, safe = unsafe_changes(as_shown, options, idle, kind, resumed.trains)
+    saved = {
+        option_name: shown_value(value) for option_name, value in resumed.saved["config"].items()
+    }
+    idle = set(chain.from_iterable(idle_flags(command, options).values()))
+    refused, safe = unsafe_changes(saved, options, idle, type(command), resumed.trains)
     refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
-    changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
-    marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
-    for name, mark in marks.items():
-        is_unread = not resumed.trains and name != "pretrain"
-        if name in refused or is_unread or content.get(name, mark) == mark:
+    changes = [
+        f"--{option_name} {previous} → {current}"
+        for option_name, (previous, current) in refused.items()
+    ]
+    for option_name, saved_mark in resumed.saved.get("content", {}).items():
+        mark = shown_value(saved_mark)
+        is_unread = not resumed.trains and option_name != "pretrain"
+        if option_name in refused or is_unread or resumed.content.get(option_name, mark) == mark:
             continue
-        if name != "save_path":
-            changes.append(f"--{name} {options[name]} has other content than it had")
+        if option_name != "save_path":
+            changes.append(f"--{option_name} {options[option_name]} has other content than it had")
         elif resumed.is_own:  # a path asks for another run that goes on from this one
-            changes.append(f"--save_path {as_shown[name]} → {options[name]}")
+            changes.append(f"--save_path {saved[option_name]} → {options[option_name]}")
     if changes:
         raise ConfigError(
             f"cannot resume {resumed.where} as another run: {', '.join(changes)}. Set that back, or start anew: with "
             "another --save_path (and --ckpt_path), or with --resume never"
         )
-    for name, (old, new) in safe.items():
-        yield f"resume: --{name} was {old}, is {new}"
+    for option_name, (previous, current) in safe.items():
+        yield f"resume: --{option_name} was {previous}, is {current}"
 
 
 def unsafe_changes(
     saved: Mapping[str, Any],
-    now: Mapping[str, Any],
+    current: Mapping[str, Any],
     idle: Container[str] = (),
     kind: type[OptionSet] = PPOConfig,
     trains: bool = True,
@@ -359,24 +308,23 @@ def unsafe_changes(
     """
     refused = {}
     safe = {}
-    read_by = {name: section.of for name, section in PPOConfig.sections().items()}
+    reader_of = {option_name: section.of for option_name, section in PPOConfig.sections().items()}
     for option in kind.all_options():
-        unread = not trains and (
-            read_by.get(option.owner) == "training"
-            or (option.required and now[option.name] is None)
-        )
+        option_name = option.name
         if (
-            option.name not in saved
-            or saved[option.name] == now[option.name]
-            or unread
-            or option.name in idle
+            option_name not in saved
+            or saved[option_name] == current[option_name]
+            or option_name in idle
         ):
             continue
-        other_part = read_by.get(option.owner) != "weights" or option.name.startswith(
-            ("critic_", "ref_", "reward_")
-        )
+        reader = reader_of.get(option.owner)
+        if not trains and (
+            reader == "training" or (option.required and current[option_name] is None)
+        ):
+            continue
+        is_other_model = option_name.startswith(("critic_", "ref_", "reward_"))
         changes = refused
-        if option.resume_safe or (other_part and not trains):
+        if option.resume_safe or (not trains and (reader != "weights" or is_other_model)):
             changes = safe
-        changes[option.name] = (saved[option.name], now[option.name])
+        changes[option_name] = (saved[option_name], current[option_name])
     return refused, safe

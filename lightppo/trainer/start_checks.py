@@ -31,7 +31,7 @@ from lightppo.preflight.run_checks import (
     check_padded_batches,
     check_places,
     look_at_rows,
-    tell_memory_of,
+    tell_memory,
 )
 from lightppo.rewards.registry import check_routes
 from lightppo.rewards.reward_model import check_reward_tokenizers
@@ -72,7 +72,7 @@ def check_tokenizer(run: Building) -> None:
 def check_folders(run: Building) -> None:
     """Check servers and memory, make a small run of a dry run, and take the run's folders."""
     check_teacher(run)
-    tell_memory_of(run)
+    tell_memory(run)
     become_dry_run(run)
     claim_folders(run)
     checks_of_packages(run, "folders")

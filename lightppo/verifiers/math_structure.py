@@ -113,7 +113,7 @@ def read(notation: str) -> Any:
     parts, separators = split_outside(notation, _SEPARATOR)
     if {";", ","} <= {match.group() for match in separators}:  # x = 1, y = 2; x = 3, y = 4
         parts, separators = split_outside(notation, re.compile(";"))
-    parts = [part for part in parts if part]
+    parts = [term for term in parts if term]
     if separators and len(parts) > 1:
         return _listed(parts, "".join(match.group() for match in separators))
     if separators and parts:

@@ -11,7 +11,7 @@ import pytest
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.http_client import check_tokens
-from lightppo.preflight.run_checks import check_disk_space
+from lightppo.preflight.run_checks import check_disk
 
 
 @pytest.fixture
@@ -50,6 +50,11 @@ GB = 10**9
 PARAMETERS = {"actor": GB, "critic": GB, "ema": GB}
 
 
+def check_disk_of(config: PPOConfig, parameters: dict[str, int]) -> None:
+    sizes = parameters | {"export": parameters["actor"]}
+    check_disk(SimpleNamespace(asked=config, sizes=sizes))
+
+
 def needs(
     monkeypatch, tmp_path: Path, parameters: dict[str, int] = PARAMETERS, **options: Any
 ) -> float | None:
@@ -57,7 +62,7 @@ def needs(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=-1))
     config = PPOConfig.from_flat(ckpt_path=str(tmp_path / "not" / "yet" / "made"), **options)
     try:
-        check_disk_space(config, parameters)
+        check_disk_of(config, parameters)
     except ConfigError as error:
         return float(str(error).split("need about ")[1].split(" GB")[0])
     return None
@@ -95,10 +100,10 @@ def test_enough_room_passes_to_the_byte_and_the_message_says_what_to_do(monkeypa
     free = [4 * 16 * GB]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
     config = PPOConfig.from_flat(ckpt_path=str(tmp_path), save_steps=5)
-    check_disk_space(config, {"actor": GB})
+    check_disk_of(config, {"actor": GB})
     free[0] -= 1
     with pytest.raises(ConfigError, match=rf"--ckpt_path {tmp_path}.*--max_ckpt_num"):
-        check_disk_space(config, {"actor": GB})
+        check_disk_of(config, {"actor": GB})
 
 
 def test_the_disk_of_the_nearest_folder_that_exists_is_asked(monkeypatch, tmp_path):
@@ -106,7 +111,7 @@ def test_the_disk_of_the_nearest_folder_that_exists_is_asked(monkeypatch, tmp_pa
     monkeypatch.setattr(
         "shutil.disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=10**18)
     )
-    check_disk_space(
+    check_disk_of(
         PPOConfig.from_flat(ckpt_path=str(tmp_path / "a" / "b"), save_steps=5), {"actor": 1}
     )
     assert asked == [tmp_path]
@@ -114,4 +119,4 @@ def test_the_disk_of_the_nearest_folder_that_exists_is_asked(monkeypatch, tmp_pa
 
 def test_a_run_that_saves_nothing_asks_for_no_room(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
-    check_disk_space(PPOConfig.from_flat(ckpt_path=str(tmp_path)), PARAMETERS)
+    check_disk_of(PPOConfig.from_flat(ckpt_path=str(tmp_path)), PARAMETERS)
