@@ -294,7 +294,9 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
         ``surplus``: groups of all ranks that wait for the next step.
         """
-        if self.config.rollout.max_staleness == 0 or self.ends_with(step):
+        # --benchmark_steps ends no schedule: the run may be resumed, and is then the one that was never stopped.
+        is_last = step == self.config.training.total_training_steps
+        if self.config.rollout.max_staleness == 0 or is_last:
             return
         if prompts.exhausted and surplus == 0:
             self.next_prompts = self._prompts_of_next_episode()
@@ -422,11 +424,6 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             "total_training_steps": (state.global_step, training.total_training_steps),
             "benchmark_steps": (state.global_step, training.benchmark_steps),
         }
-
-    def ends_with(self, step: int) -> bool:
-        """Tell whether a limit on steps ends the run after this one."""
-        training = self.config.training
-        return step in (training.total_training_steps, training.benchmark_steps)
 
     def count_steps(self) -> int:
         """Count the steps of the whole run, those that are done included; rejected groups may leave fewer."""
