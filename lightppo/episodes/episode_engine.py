@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -140,6 +140,39 @@ class EpisodeEngine:
             RolloutError: on every rank, if more of the batch's episodes failed than ``failure_limit`` allows, or the
                 samples of a prompt do not start alike.
         """
+        pending = self._begin_episodes(prompts, sampling, on_finished)
+        try:
+            self._generate_turns(pending.stage, pending.sampling)
+        finally:
+            pending.stage.end()
+        return self._ended_rollouts(pending)
+
+    def start(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
+    ) -> _PendingEpisodes:
+        """Play the episodes while the trainer trains, with an engine that samples ahead; :meth:`finish` ends it."""
+        pending = self._begin_episodes(prompts, sampling, on_finished)
+        pending.ticket = self.engine.start_turns(pending.stage, pending.sampling)
+        return pending
+
+    def finish(self, pending: _PendingEpisodes) -> list[Rollout]:
+        """Wait for the episodes of :meth:`start`; return and raise as :meth:`generate`. Collective."""
+        try:
+            self.engine.finish(pending.ticket)
+        finally:
+            pending.stage.end()
+        return self._ended_rollouts(pending)
+
+    def _begin_episodes(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object],
+    ) -> _PendingEpisodes:
+        """Begin all episodes, in their thread."""
         sampling = self._ending(sampling)
         self._close_oldest_sessions([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
@@ -165,16 +198,17 @@ class EpisodeEngine:
                 calls=self._calls((batch_number, *streams[number]), sample_index),
             )
             episodes[streams[number]] = self._played(episode)
-        start_time = time.monotonic()
+        pending = _PendingEpisodes(stage, streams, sampling)
         stage.begin(episodes)
-        try:
-            self._generate_turns(stage, sampling)
-        finally:
-            stage.end()
-        self.episode_sums.generated(time.monotonic() - start_time, stage.waited)
-        rollouts = [stage.rollouts[episode_key] for episode_key in streams]
+        return pending
+
+    def _ended_rollouts(self, pending: _PendingEpisodes) -> list[Rollout]:
+        """Return the rollouts of episodes that have ended. Collective."""
+        seconds = time.monotonic() - pending.start_time
+        self.episode_sums.generated(seconds, pending.stage.waited)
+        rollouts = [pending.stage.rollouts[episode_key] for episode_key in pending.episode_keys]
         self._check_failures(rollouts)
-        _share_openings(rollouts, sampling.n)
+        _share_openings(rollouts, pending.sampling.n)
         return rollouts
 
     def _calls(self, episode_key: tuple[int, int, int], sample_index: int) -> Direct:
@@ -394,6 +428,17 @@ def _share_openings(rollouts: Sequence[Rollout], group_size: int) -> None:
 
 
 Key = tuple[int, int]  # of an episode: index of its prompt, number of its stream
+
+
+@dataclass
+class _PendingEpisodes:
+    """The episodes of one call, on their way."""
+
+    stage: _Stage
+    episode_keys: Sequence[Key]  # in the order of the rollouts
+    sampling: SamplingParams
+    ticket: Any = None  # of the engine within, if it samples ahead
+    start_time: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)

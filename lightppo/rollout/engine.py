@@ -161,7 +161,10 @@ class RolloutEngine(Protocol):
 
 
 class AsyncRolloutEngine(RolloutEngine, Protocol):
-    """An engine that samples while the trainer trains. ``generate`` is ``start`` and ``finish``."""
+    """An engine that samples while the trainer trains. ``generate`` is ``start`` and ``finish``.
+
+    For episodes it has ``start_turns(turns, sampling)`` too, whose tickets ``finish`` takes as well.
+    """
 
     def start(
         self,

@@ -233,7 +233,7 @@ class CollectedStep:
 
 
 @dataclass
-class Flight:
+class PendingBatch:
     """Generation batches that are sampled while a step trains."""
 
     tickets: list[Any]  # of the engine
@@ -258,7 +258,7 @@ class BatchCollector:
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
     max_staleness: int = 0  # PPO steps between the weights that sample and those that are trained
-    flight: Flight | None = None
+    pending: PendingBatch | None = None
     ahead: SampledBatch | None = None  # this rank's part of what the next step trains on
     why_untrained = "there was none"  # of a run in which no optimizer step was taken
 
@@ -332,7 +332,7 @@ class BatchCollector:
             prompts += source.take()
             batches += 1
         if batches:
-            self.flight = Flight(self.sampler.start(prompts, step + 1), step - 1, batches)
+            self.pending = PendingBatch(self.sampler.start(prompts, step + 1), step - 1, batches)
 
     def batches_ahead(self, surplus: int) -> int:
         """Return how many generation batches may be sampled ahead and still be trained in the next step."""
@@ -340,12 +340,12 @@ class BatchCollector:
 
     def finish(self) -> None:
         """Wait for what :meth:`start` began, and score it. Collective."""
-        if self.flight is None:
+        if self.pending is None:
             return
         with self.timer("rollout"):
-            rollouts = self.sampler.finish(self.flight.tickets)
-        self.ahead = self._scored(rollouts, self.flight.version, self.flight.batches)
-        self.flight = None
+            rollouts = self.sampler.finish(self.pending.tickets)
+        self.ahead = self._scored(rollouts, self.pending.version, self.pending.batches)
+        self.pending = None
 
     def leave_out(self, collected: CollectedStep, not_finite: str | None) -> None:
         """Train on nothing, as a score is not finite; on this rank it is ``not_finite``. Collective."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from support import engines_ahead
-from support.runs import fitted, logged, trained_rows, whole_weights
+from support.runs import fitted, trained_rows, whole_weights
 
-from lightppo.errors import ConfigError
 from lightppo.plugin import ENGINES
 from lightppo.table import Entry
 
@@ -20,7 +17,11 @@ VARIANTS = {
     "plain": {},
     "short last step": {"rollout_batch_size": 5, "train_batch_size": 2},
     "no room ahead": {"gen_batch_size": 8},
-    "two batches ahead": {"gen_batch_size": 2, "dynamic_sampling": True, "filter_range": (-0.5, 2.0)},
+    "two batches ahead": {
+        "gen_batch_size": 2,
+        "dynamic_sampling": True,
+        "filter_range": (-0.5, 2.0),
+    },
     "rejections": {"dynamic_sampling": True, "max_num_gen_batches": 2},
     "greedy baselines": {"advantage_estimator": "remax"},
     "best of four": {"generation_size": 4},

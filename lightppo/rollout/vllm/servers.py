@@ -166,8 +166,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self.wake()
         return in_daemon_thread(self._ask, prompts, sampling, on_finished)
 
-    def finish(self, ticket: Future[list[Rollout]]) -> list[Rollout]:
-        """Wait for the responses of :meth:`start`; raise as :meth:`generate`. Collective."""
+    def finish(self, ticket: Future[Any]) -> Any:
+        """Wait for the responses of :meth:`start`, or the end of turns; raise as :meth:`generate`. Collective."""
         with self._together():
             return ticket.result()
 
@@ -200,11 +200,19 @@ class VLLMServerRolloutEngine(VLLMEngine):
             if message is not None:
                 raise RolloutError(f"rank {rank}: {message}")
 
+    def start_turns(self, turns: TurnSource, sampling: SamplingParams) -> Future[None]:
+        """Have a thread ask the servers for the turns of a source; :meth:`finish` ends it.
+
+        A conversation stays on its server, which has what came before in its prefix cache; if that is lost, it goes on
+        elsewhere, from its ids.
+        """
+        self.wake()
+        return in_daemon_thread(
+            lambda: _Conversations(self, Requests(self, [], sampling)).run(turns)
+        )
+
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
-        """Keep a conversation on its server, which has what came before in its prefix cache; if that is lost, it goes
-        on elsewhere, from its ids. Collective."""
-        with self._together():
-            _Conversations(self, Requests(self, [], sampling)).run(turns)
+        self.finish(self.start_turns(turns, sampling))
 
     def requests_at_a_time(self) -> int:
         """Return this rank's share of one server's requests, so that the process has files enough for all."""
