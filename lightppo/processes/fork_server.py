@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 
 from lightppo.errors import ConfigError, WorkerStartError
-from lightppo.ranks import ranks_on_node
+from lightppo.ranks import cores_of_rank
 from lightppo.user_code import error_text
 
 Answer = dict[str, Any]  # {"value": …} or {"kind": …, "text": …}
@@ -68,11 +68,7 @@ _STARTER = (
 
 def default_processes() -> int:
     """Return how many worker processes suit this rank: its share of the available cores, from 1 to 16."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return min(max(cores // ranks_on_node(1), 1), 16)
+    return min(cores_of_rank(), 16)
 
 
 def closer_of(owner: Any, parts: Sequence[Any]) -> weakref.finalize:
