@@ -56,6 +56,7 @@ _ARRIVAL_SECONDS = 0.1  # for an answer on its way
 _REPORT_SECONDS = 5.0  # in which the server says how a worker ended
 _MEMORY_MILLISECONDS = 100  # between looks at the memory of the workers
 _MAX_TRACE = 10_000  # characters
+_LIBC = ctypes.CDLL(None)  # loaded once: that takes a fork longer than the call
 _PR_SET_PDEATHSIG = 1
 _SERVER_DIED = "the server of worker processes died"
 _QUESTION_HEADER = struct.Struct("!QQ")  # length and number
@@ -569,7 +570,7 @@ def _end_with(parent: int | None) -> None:
     # a server that died. If both died, a worker ends when it waits for its next question.
     if sys.platform == "linux":
         death_signal = 0 if parent is None else signal.SIGKILL
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
@@ -597,15 +598,14 @@ class _Forks:
         self.orders = orders
         self.start_worker = start_worker
         self.memory_bytes = (orders["memory_mb"] or 0) << 20
-        self.workers: dict[int, psutil.Process] = {}  # by number
+        self.processes: dict[int, int] = {}  # worker → process
         self.too_large: set[int] = set()  # numbers of workers
         self.beginning = b""  # of an order whose end has not come yet
         self.descriptors: list[int] = []  # of such orders
-        # Readable after a SIGCHLD.
-        self.signals, self.signals_in = socket.socketpair()
-        self.signals.setblocking(False)
-        self.signals_in.setblocking(False)
-        signal.set_wakeup_fd(self.signals_in.fileno(), warn_on_full_buffer=False)
+        self.signals, self.signals_in = os.pipe()  # readable after a SIGCHLD
+        for descriptor in (self.signals, self.signals_in):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self.signals_in, warn_on_full_buffer=False)
         self.users_handler = signal.signal(signal.SIGCHLD, lambda *_: None) or signal.SIG_DFL
         self.poller = select.poll()
         self.poller.register(control, select.POLLIN)
@@ -615,7 +615,7 @@ class _Forks:
         wait_milliseconds = _MEMORY_MILLISECONDS if self.memory_bytes else 1000
         while os.getppid() == self.orders["parent"]:
             ready = {descriptor for descriptor, _ in self.poller.poll(wait_milliseconds)}
-            if not ready or self.signals.fileno() in ready:  # whoever started us may block SIGCHLD
+            if not ready or self.signals in ready:  # whoever started us may block SIGCHLD
                 self.bury_dead()
             if self.control.fileno() in ready and not self.obey():
                 break
@@ -635,8 +635,8 @@ class _Forks:
         for order in map(json.loads, whole_orders):
             if "start" in order:
                 self.fork(order["start"], self.descriptors.pop(0))
-            elif order["kill"] in self.workers:
-                _kill(self.workers[order["kill"]].pid)
+            elif order["kill"] in self.processes:
+                _kill(self.processes[order["kill"]])
         return bool(received)
 
     def fork(self, number: int, descriptor: int) -> None:
@@ -652,10 +652,9 @@ class _Forks:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, self.users_handler)
-                for channel in (self.control, self.signals, self.signals_in):
-                    channel.close()
-                for another_workers in self.descriptors:
-                    os.close(another_workers)
+                self.control.close()
+                for servers_own in (self.signals, self.signals_in, *self.descriptors):
+                    os.close(servers_own)
                 _end_with(server)
                 _work(socket.socket(fileno=descriptor), self.orders, self.start_worker)
                 exit_code = 0
@@ -666,23 +665,23 @@ class _Forks:
             finally:
                 os._exit(exit_code)
         os.close(descriptor)
-        self.workers[number] = psutil.Process(process_id)
+        self.processes[number] = process_id
         self.report({"worker": number, "process": process_id})
 
     def bury_dead(self) -> None:
         """Report the workers that have ended, and kill what they have started."""
         with contextlib.suppress(BlockingIOError):  # no signal came
-            self.signals.recv(1 << 12)
+            os.read(self.signals, 1 << 12)
         # ``os.waitpid`` cannot look without reaping, and macOS has no ``os.waitid`` before Python 3.13.
-        for number, process in list(self.workers.items()):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                self.bury(number, process.pid)
+        for number, process_id in list(self.processes.items()):
+            if psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE:
+                self.bury(number, process_id)
 
     def bury(self, number: int, process_id: int) -> None:
         # With what it has started; before the wait, as its number may be another's afterwards.
         _kill(process_id)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-        del self.workers[number]
+        del self.processes[number]
         if number in self.too_large:
             self.too_large.remove(number)
             end_text = f"more than {self.orders['memory_mb']} MiB of memory"
@@ -691,21 +690,21 @@ class _Forks:
         self.report({"worker": number, "code": exit_code, "end": end_text})
 
     def check_memory(self) -> None:
-        for number, process in self.workers.items():
+        for number, process_id in self.processes.items():
             with contextlib.suppress(psutil.NoSuchProcess):  # macOS tells nothing of a dead one
-                if process.memory_info().rss > self.memory_bytes:
+                if psutil.Process(process_id).memory_info().rss > self.memory_bytes:
                     self.too_large.add(number)
-                    _kill(process.pid)
+                    _kill(process_id)
 
     def report(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # nobody listens: the loop will see
             self.control.sendall(_line(message))
 
     def end(self) -> None:
-        for process in self.workers.values():
-            _kill(process.pid)
-        for process in self.workers.values():
-            os.waitpid(process.pid, 0)
+        for process_id in self.processes.values():
+            _kill(process_id)
+        for process_id in self.processes.values():
+            os.waitpid(process_id, 0)
         os._exit(0)
 
 

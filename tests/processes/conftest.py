@@ -37,7 +37,7 @@ builtins.open = hidden(open)
 for module, names in ((os, "listdir scandir stat readlink open"), (__import__("io"), "open")):
     for name in names.split():
         setattr(module, name, hidden(getattr(module, name)))
-ctypes.CDLL = None
+ctypes.CDLL = lambda *_: None  # no prctl
 sys.platform = "darwin"
 """
 
