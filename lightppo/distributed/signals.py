@@ -78,12 +78,12 @@ class _Watch:
                 open_descriptors[os.pidfd_open(process_id)] = f"{name} (process {process_id})"
             except ProcessLookupError:
                 ended_launcher = name
-            except OSError as error:
+            except (AttributeError, OSError) as error:  # macOS has no pidfds
                 logger.warning(
                     "the end of %s (process %d) will not be noticed: %s",
                     name,
                     process_id,
-                    error.strerror,
+                    getattr(error, "strerror", error),
                 )
         return open_descriptors, ended_launcher
 
