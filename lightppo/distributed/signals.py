@@ -336,7 +336,7 @@ class StopAtSignal(Callback):
         checkpoint = run.config.checkpoint
         stop = Stopped(number, on_all_ranks=True)
         saved_text = "nothing is saved"
-        if run.keeps and not checkpoint.disable_ds_ckpt:
+        if run.keeps_files and not checkpoint.disable_ds_ckpt:
             run.save_checkpoint(step)
             saved_text = f"saved in {run.ckpt_path}: the same command goes on"
             saved_text += ", without --resume never" * (checkpoint.resume == "never")
