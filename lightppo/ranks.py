@@ -17,6 +17,15 @@ def ranks_on_node(otherwise: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
+def cores_of_rank() -> int:
+    """Return this rank's share of the available cores, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(cores // ranks_on_node(1), 1)
+
+
 class Ranks:
     """One rank among others: here the only one, whose collectives return their argument.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import socket
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from lightppo.config.cli import CommandParser
@@ -92,7 +92,7 @@ class Watched:
         if lock_match is None:
             return None
         process, host = lock_match.groups()
-        if host == socket.gethostname() and not os.path.exists(f"/proc/{process}"):
+        if host == socket.gethostname() and not psutil.pid_exists(int(process)):
             return None
         return process, host
 

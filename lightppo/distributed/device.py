@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightppo.errors import LaunchError
-from lightppo.ranks import ranks_on_node
+from lightppo.ranks import cores_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def share_cores(collectives_on_cpu: bool) -> None:
     """
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, min(threads, len(os.sched_getaffinity(0)) // ranks_on_node(1)))
+        threads = min(threads, cores_of_rank())
     if collectives_on_cpu:
         torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
         ranks = dist.get_world_size()

@@ -78,12 +78,12 @@ class _Watch:
                 open_descriptors[os.pidfd_open(process_id)] = f"{name} (process {process_id})"
             except ProcessLookupError:
                 ended_launcher = name
-            except OSError as error:
+            except (AttributeError, OSError) as error:  # macOS has no pidfds
                 logger.warning(
                     "the end of %s (process %d) will not be noticed: %s",
                     name,
                     process_id,
-                    error.strerror,
+                    getattr(error, "strerror", error),
                 )
         return open_descriptors, ended_launcher
 
@@ -336,7 +336,7 @@ class StopAtSignal(Callback):
         checkpoint = run.config.checkpoint
         stop = Stopped(number, on_all_ranks=True)
         saved_text = "nothing is saved"
-        if run.keeps and not checkpoint.disable_ds_ckpt:
+        if run.keeps_files and not checkpoint.disable_ds_ckpt:
             run.save_checkpoint(step)
             saved_text = f"saved in {run.ckpt_path}: the same command goes on"
             saved_text += ", without --resume never" * (checkpoint.resume == "never")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -379,8 +378,6 @@ def worker_pool(
     entries: Sequence[str], tools: Sequence[str], contract: Contract, size: int
 ) -> WorkerPool:
     """Return the worker processes of a run, one for each session at a time."""
-    if sys.platform != "linux":
-        raise ConfigError("--env_workers works on Linux only; set it to 0")
     settings = {"entries": list(entries), "tools": list(tools), "contract": contract}
     # What environments print is no output of the run.
     streams = {"stdout": 2}

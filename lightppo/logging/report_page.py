@@ -224,7 +224,12 @@ class RunSummary(Callback):
     """Says at the end of a run what it did, and draws it."""
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
-        if error is not None or not run.keeps or run.only_evaluates or not run.strategy.is_rank_0():
+        if (
+            error is not None
+            or not run.keeps_files
+            or run.only_evaluates
+            or not run.strategy.is_rank_0()
+        ):
             return
         from lightppo.logging.recorder import metrics_file
         from lightppo.logging.run_folder import upload_run_files

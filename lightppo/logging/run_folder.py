@@ -608,7 +608,9 @@ def claim_folders(building: Any) -> None:
     """Take the run's folders, which are its own from here on. Collective."""
     config = building.config
     if not isinstance(config, PPOConfig):
-        building.strategy.on_rank_0(lambda: check_places(building.asked), "check the folders")
+        building.strategy.on_rank_0(
+            lambda: check_places(building.resolved_options), "check the folders"
+        )
     folders = {"--save_path": config.checkpoint.save_path}
     # an evaluation may look at the checkpoints of a run that goes on
     if not config.flat().get("val_only"):

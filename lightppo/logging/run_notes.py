@@ -23,7 +23,7 @@ _MODELS = {
 
 def tell_options(building: Any) -> Iterator[str]:
     """Yield those that were set."""
-    yield described(building.given)
+    yield described(building.options)
 
 
 def tell_models(building: Any) -> Iterator[str]:
@@ -108,7 +108,7 @@ class ClosingLines(Callback):
     """Where everything is, and what to do next."""
 
     def on_end(self, run: Any, error: BaseException | None) -> None:
-        if error is None and run.keeps and run.owns_parts and not run.only_evaluates:
+        if error is None and run.keeps_files and run.owns_parts and not run.only_evaluates:
             for line in closing_lines(run):
                 run.strategy.print(line)
 

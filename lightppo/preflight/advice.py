@@ -122,7 +122,7 @@ def check_rows(building: Building) -> None:
     dataloader = building.prompts_dataloader
     if "dataset" in building.rows:
         check_longest_row(config, int(building.rows["dataset"].lengths.max()), positions_of(config))
-    elif dataloader is not None and building.keeps:
+    elif dataloader is not None and building.keeps_files:
         check_total_steps(config, steps_per_episode(config, dataloader), len(dataloader.dataset))
 
 

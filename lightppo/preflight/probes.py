@@ -310,7 +310,7 @@ def once_per_model(building: Building, test_name: str, test: Callable[[], None])
     strategy = building.strategy
     options = building.config.flat()
     has_own_code = options["trust_remote_code"] or options["external_lib"] is not None
-    if not building.keeps or has_own_code:
+    if not building.keeps_files or has_own_code:
         return test()
     mark_path = in_cache("tested_models", tested(building), test_name)
     if strategy.broadcast_object(mark_path.exists()):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def check_files(building: Building) -> None:
     """Check files, folders, first rows and logins, as rank 0 sees them. Collective."""
-    has_looked = building.asked.flat() in looked_at
+    has_looked = building.resolved_options.flat() in looked_at
     looked_at.clear()
     if not isinstance(building.config, PPOConfig) or building.strategy.broadcast_object(has_looked):
         return  # the command has
@@ -99,7 +99,7 @@ def become_dry_run(building: Building) -> None:
     if not config.training.dry_run:
         return
     folder = temporary_folder(strategy)
-    building.keeps = False
+    building.keeps_files = False
     if isinstance(config, PPOConfig):
         building.config = dry_run_config(config, strategy.world_size, folder)
         return
@@ -121,11 +121,17 @@ def look_at_rows(building: Building) -> Iterator[str]:
     dataset = building.rows.get("prompt_data", building.rows.get("dataset"))
     if dataset is None:
         return
-    if building.keeps:
+    if building.keeps_files:
         if shortage := fewer_rows(building.config, dataset):
             yield f"warning: {shortage}"
         return
-    rehearse(building.asked, dataset, building.held_out, building.reward_source, building.strategy)
+    rehearse(
+        building.resolved_options,
+        dataset,
+        building.held_out,
+        building.reward_source,
+        building.strategy,
+    )
 
 
 def check_disk(building: Building) -> None:
@@ -133,7 +139,7 @@ def check_disk(building: Building) -> None:
 
     Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
     """
-    config = building.asked
+    config = building.resolved_options
     checkpoint = config.checkpoint
     parameters = dict(building.sizes)
     exported = parameters.pop("export")
@@ -169,7 +175,7 @@ def check_places(building: Building) -> None:
     config = building.config
     checkpoint = config.checkpoint
     writes = not (checkpoint.disable_ds_ckpt or config.flat().get("val_only"))
-    if not writes or not building.keeps or checkpoint.ckpt_path is None:
+    if not writes or not building.keeps_files or checkpoint.ckpt_path is None:
         return
     part_names = [part_name for part_name in building.sizes if part_name != "export"]
 

@@ -6,6 +6,8 @@ when this process does, however that ends, and with it all workers and what they
 
 A question is pickled, an answer is JSON: ``{"value": …}``, or ``{"kind": …, "text": …}`` for a failure. This process
 unpickles nothing of a worker. It is not a sandbox: workers have this process's rights.
+
+It needs POSIX and psutil. What only Linux has comes on top of that (``_end_with``, ``oom_score_adj``).
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lightppo.errors import ConfigError, WorkerStartError
-from lightppo.ranks import ranks_on_node
+from lightppo.ranks import cores_of_rank
 from lightppo.user_code import error_text
 
 Answer = dict[str, Any]  # {"value": …} or {"kind": …, "text": …}
 Respond = Callable[..., Answer]
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Otherwise macOS may abort a fork of a process that ever had a second thread. The server has none when it forks.
+_SERVER_ENVIRONMENT = {**ONE_THREAD, "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
 MAX_ANSWER_BYTES = 16 << 20
 _START_SECONDS = 120  # until the user's code is loaded; imports are slow on a busy machine
 _START_TRIES = 3
@@ -50,6 +56,7 @@ _ARRIVAL_SECONDS = 0.1  # for an answer on its way
 _REPORT_SECONDS = 5.0  # in which the server says how a worker ended
 _MEMORY_MILLISECONDS = 100  # between looks at the memory of the workers
 _MAX_TRACE = 10_000  # characters
+_LIBC = ctypes.CDLL(None)  # loaded once: that takes a fork longer than the call
 _PR_SET_PDEATHSIG = 1
 _SERVER_DIED = "the server of worker processes died"
 _QUESTION_HEADER = struct.Struct("!QQ")  # length and number
@@ -62,11 +69,7 @@ _STARTER = (
 
 def default_processes() -> int:
     """Return how many worker processes suit this rank: its share of the available cores, from 1 to 16."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return min(max(cores // ranks_on_node(1), 1), 16)
+    return min(cores_of_rank(), 16)
 
 
 def closer_of(owner: Any, parts: Sequence[Any]) -> weakref.finalize:
@@ -280,7 +283,8 @@ class Server:
         self._workers: dict[int, Worker] = {}
         self._last_number = 0
         self._lock = threading.Lock()
-        self._control, servers_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sending = threading.Lock()
+        self._control, servers_channel = socket.socketpair()  # for one JSON object per line
         orders = {**orders, "path": sys.path, "parent": os.getpid()}
         started: Future[None] = Future()
         # The kernel ends the server with the thread that started it, as long as it loads the user's code.
@@ -309,24 +313,25 @@ class Server:
     def fork(self) -> Worker:
         """Start a worker."""
         channel, workers_channel = socket.socketpair()
-        with self._lock, workers_channel:
+        with self._lock:
             self._last_number += 1
             worker = Worker(self._last_number, channel, self)
             self._workers[worker.number] = worker
-            if self.has_ended:
+        with workers_channel:
+            start_order = _line({"start": worker.number})
+            descriptors = [workers_channel.fileno()]
+            try:
+                with self._sending:
+                    sent = socket.send_fds(self._control, [start_order], descriptors)
+                    self._control.sendall(start_order[sent:])
+            except OSError:
                 worker.has_ended(_SERVER_DIED)
-            else:
-                start_order = json.dumps({"start": worker.number}).encode()
-                try:
-                    socket.send_fds(self._control, [start_order], [workers_channel.fileno()])
-                except OSError:
-                    worker.has_ended(_SERVER_DIED)
         return worker
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker with all that it has started."""
-        with contextlib.suppress(OSError):  # it has ended, and the worker with it
-            self._control.send(json.dumps({"kill": worker.number}).encode())
+        with contextlib.suppress(OSError), self._sending:  # it has ended, and the worker with it
+            self._control.sendall(_line({"kill": worker.number}))
 
     def close(self) -> None:
         """Kill all workers and the server."""
@@ -355,22 +360,26 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     **streams,
                     pass_fds=[descriptor],
-                    env={**ONE_THREAD, **os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                    env={**_SERVER_ENVIRONMENT, **os.environ, "CUDA_VISIBLE_DEVICES": ""},
                     start_new_session=True,  # a Ctrl-C is this process's
                 )
         except OSError as error:
             started.set_exception(WorkerStartError(f"no process could be started: {error}"))
             return
         started.set_result(None)
-        with contextlib.suppress(OSError):
-            while report_text := self._control.recv(1 << 16):
-                self._read_report(json.loads(report_text))
-        end_text = _end_text(self._process.wait())
+        with contextlib.suppress(OSError), self._control.makefile("rb") as reports:
+            for report in reports:
+                if report.endswith(b"\n"):  # it may have died while it wrote
+                    self._read_report(json.loads(report))
+        exit_code = self._process.wait()
         with self._lock:
             self.has_ended = True
-        self._ready.happen(
-            {"death": f"{_SERVER_DIED} before it had loaded {self._subject} ({end_text})"}
-        )
+        if exit_code:  # it was killed, and has left its workers and what they started
+            for process_id in self.process_ids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process_id, signal.SIGKILL)
+        end_text = f"{_SERVER_DIED} before it had loaded {self._subject} ({_end_text(exit_code)})"
+        self._ready.happen({"death": end_text})
         self._end_workers(_SERVER_DIED)
 
     def _read_report(self, report: Mapping[str, Any]) -> None:
@@ -471,7 +480,8 @@ class Worker:
             problem = ended.result()
         else:
             problem = f"it broke off: {error_text(error)}"
-        # The kernel resets a connection whose other end was closed with something unread.
+        # Linux resets a connection whose other end was closed with something unread. Elsewhere this is seen only of a
+        # worker that ended before the question was sent.
         is_unread = isinstance(error, (ConnectionResetError, BrokenPipeError))
         return {"kind": "lost", "text": problem, "unread": is_unread}
 
@@ -507,6 +517,10 @@ class Worker:
         return bytes(received)
 
 
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
 def _end_text(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit code {exit_code}"
@@ -529,11 +543,12 @@ def serve(control_descriptor: int, orders: Mapping[str, Any]) -> None:
     load_problem = ""
     if not orders.get("late"):
         signal.alarm(_START_SECONDS)
-        open_before = _open_files()
+        process = psutil.Process()
+        files_before = process.num_fds()
         start_worker, load_problem = _load(orders)
         signal.alarm(0)
-        has_threads = len(os.listdir("/proc/self/task")) > 1
-        if not load_problem and (has_threads or _open_files() - open_before):
+        has_opened_files = process.num_fds() > files_before
+        if not load_problem and (has_opened_files or process.num_threads() > 1):
             # Forks would lack the threads that the user's code has started, and share the connections that it has
             # opened: workers load it themselves.
             late_orders = json.dumps({**orders, "late": True})
@@ -542,17 +557,20 @@ def serve(control_descriptor: int, orders: Mapping[str, Any]) -> None:
             os.execv(sys.executable, command)
     _end_with(None)  # from here the loop below looks after that
     gc.freeze()
-    control.send(json.dumps({"problem": load_problem}).encode())
+    control.sendall(_line({"problem": load_problem}))
     _Forks(control, orders, start_worker).serve()
 
 
 def _end_with(parent: int | None) -> None:
-    """Have the kernel kill this process when the thread that started it ends; ``None``: not any more.
+    """Have Linux kill this process when the thread that started it ends; ``None``: not any more.
 
     Without the parent, which may have ended already, this process ends at once.
     """
-    death_signal = 0 if parent is None else signal.SIGKILL
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
+    # Elsewhere the alarm ends a server that loads; then its loop looks for the trainer. The trainer kills the workers of
+    # a server that died. If both died, a worker ends when it waits for its next question.
+    if sys.platform == "linux":
+        death_signal = 0 if parent is None else signal.SIGKILL
+        _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
@@ -565,11 +583,6 @@ def _load(orders: Mapping[str, Any]) -> tuple[Callable[[], Respond] | None, str]
     except BaseException as error:
         problem = str(error) if isinstance(error, ConfigError) else error_text(error)
         return None, f"{orders['subject']} cannot be loaded in a worker process: {problem}"
-
-
-def _open_files() -> set[str]:
-    folder = Path("/proc/self/fd")
-    return {path.name for path in folder.iterdir() if path.is_symlink()}
 
 
 class _Forks:
@@ -585,40 +598,46 @@ class _Forks:
         self.orders = orders
         self.start_worker = start_worker
         self.memory_bytes = (orders["memory_mb"] or 0) << 20
+        self.processes: dict[int, int] = {}  # worker → process
+        self.too_large: set[int] = set()  # numbers of workers
+        self.beginning = b""  # of an order whose end has not come yet
+        self.descriptors: list[int] = []  # of such orders
+        self.signals, self.signals_in = os.pipe()  # readable after a SIGCHLD
+        for descriptor in (self.signals, self.signals_in):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self.signals_in, warn_on_full_buffer=False)
+        self.users_handler = signal.signal(signal.SIGCHLD, lambda *_: None) or signal.SIG_DFL
         self.poller = select.poll()
         self.poller.register(control, select.POLLIN)
-        self.numbers: dict[int, int] = {}  # process → worker
-        self.processes: dict[int, int] = {}  # its file descriptor → process
-        self.too_large: set[int] = set()  # processes
+        self.poller.register(self.signals, select.POLLIN)
 
     def serve(self) -> None:
         wait_milliseconds = _MEMORY_MILLISECONDS if self.memory_bytes else 1000
         while os.getppid() == self.orders["parent"]:
-            for descriptor, _ in self.poller.poll(wait_milliseconds):
-                if descriptor != self.control.fileno():
-                    self.bury(descriptor)
-                elif not self.obey():
-                    return self.end()
+            ready = {descriptor for descriptor, _ in self.poller.poll(wait_milliseconds)}
+            if not ready or self.signals in ready:  # whoever started us may block SIGCHLD
+                self.bury_dead()
+            if self.control.fileno() in ready and not self.obey():
+                break
             if self.memory_bytes:
                 self.check_memory()
         self.end()
 
     def obey(self) -> bool:
-        """Obey one order; return False at the end of all."""
+        """Obey the orders that have come; return False at the end of all."""
         try:
-            message, descriptors, *_ = socket.recv_fds(self.control, 1 << 12, 1)
+            received, descriptors, *_ = socket.recv_fds(self.control, 1 << 12, 16)
         except OSError:
             return False
-        if not message:
-            return False
-        order = json.loads(message)
-        if "start" in order:
-            self.fork(order["start"], descriptors[0])
-        else:
-            for process_id, worker_number in self.numbers.items():
-                if worker_number == order["kill"]:
-                    _kill(process_id)
-        return True
+        # The kernel keeps their order: a descriptor comes with the first byte of its order.
+        self.descriptors += descriptors
+        *whole_orders, self.beginning = (self.beginning + received).split(b"\n")
+        for order in map(json.loads, whole_orders):
+            if "start" in order:
+                self.fork(order["start"], self.descriptors.pop(0))
+            elif order["kill"] in self.processes:
+                _kill(self.processes[order["kill"]])
+        return bool(received)
 
     def fork(self, number: int, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -631,9 +650,11 @@ class _Forks:
         if process_id == 0:
             exit_code = 1
             try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, self.users_handler)
                 self.control.close()
-                for process_descriptor in self.processes:
-                    os.close(process_descriptor)
+                for servers_own in (self.signals, self.signals_in, *self.descriptors):
+                    os.close(servers_own)
                 _end_with(server)
                 _work(socket.socket(fileno=descriptor), self.orders, self.start_worker)
                 exit_code = 0
@@ -644,41 +665,45 @@ class _Forks:
             finally:
                 os._exit(exit_code)
         os.close(descriptor)
-        process_descriptor = os.pidfd_open(process_id)
-        self.numbers[process_id] = number
-        self.processes[process_descriptor] = process_id
-        self.poller.register(process_descriptor, select.POLLIN)
+        self.processes[number] = process_id
         self.report({"worker": number, "process": process_id})
 
-    def bury(self, descriptor: int) -> None:
-        process_id = self.processes.pop(descriptor)
-        self.poller.unregister(descriptor)
-        os.close(descriptor)
+    def bury_dead(self) -> None:
+        """Report the workers that have ended, and kill what they have started."""
+        with contextlib.suppress(BlockingIOError):  # no signal came
+            os.read(self.signals, 1 << 12)
+        # ``os.waitpid`` cannot look without reaping, and macOS has no ``os.waitid`` before Python 3.13.
+        for number, process_id in list(self.processes.items()):
+            if psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE:
+                self.bury(number, process_id)
+
+    def bury(self, number: int, process_id: int) -> None:
         # With what it has started; before the wait, as its number may be another's afterwards.
         _kill(process_id)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-        if process_id in self.too_large:
-            self.too_large.remove(process_id)
+        del self.processes[number]
+        if number in self.too_large:
+            self.too_large.remove(number)
             end_text = f"more than {self.orders['memory_mb']} MiB of memory"
         else:
             end_text = f"the worker process died ({_end_text(exit_code)})"
-        self.report({"worker": self.numbers.pop(process_id), "code": exit_code, "end": end_text})
+        self.report({"worker": number, "code": exit_code, "end": end_text})
 
     def check_memory(self) -> None:
-        for process_id in self.numbers:
-            resident_pages = Path(f"/proc/{process_id}/statm").read_text().split()[1]
-            if int(resident_pages) * os.sysconf("SC_PAGE_SIZE") > self.memory_bytes:
-                self.too_large.add(process_id)
-                _kill(process_id)
+        for number, process_id in self.processes.items():
+            with contextlib.suppress(psutil.NoSuchProcess):  # macOS tells nothing of a dead one
+                if psutil.Process(process_id).memory_info().rss > self.memory_bytes:
+                    self.too_large.add(number)
+                    _kill(process_id)
 
     def report(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # nobody listens: the loop will see
-            self.control.send(json.dumps(message).encode())
+            self.control.sendall(_line(message))
 
     def end(self) -> None:
-        for process_id in self.numbers:
+        for process_id in self.processes.values():
             _kill(process_id)
-        for process_id in self.numbers:
+        for process_id in self.processes.values():
             os.waitpid(process_id, 0)
         os._exit(0)
 
@@ -699,7 +724,7 @@ def _work(
     """Answer in the main thread until the channel is closed."""
     os.setsid()
     with contextlib.suppress(OSError):
-        # If memory is short, the kernel kills this process and not the trainer.
+        # If memory is short, Linux kills this process and not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # one of the user's own

@@ -7,7 +7,6 @@ import importlib
 import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -55,10 +54,6 @@ class KillablePool:
             raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {values}")
         if self.cpu_seconds is not None and not self.cpu_seconds > 0:
             raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
-        if sys.platform != "linux":
-            raise RewardError(
-                "--reward_manager prime and --reward_source math need worker processes, which work on Linux only"
-            )
         settings = {
             **{"target": self.target, "preload": list(self.preload)},
             "cpu_seconds": self.cpu_seconds,

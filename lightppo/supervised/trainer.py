@@ -256,7 +256,7 @@ class SupervisedTrainer(TrainingLoop):
 
     def finish(self) -> None:
         super().finish()
-        if self.keeps:
+        if self.keeps_files:
             path = self.config.checkpoint.save_path
             flags = prompt_flags(self.config.data, self.train_dataloader.dataset)
             self.strategy.print(f"next: {self.objective.next.format(path=path)}{flags}")
@@ -337,8 +337,8 @@ def build(
         evaluator=held_out and HeldOut(objective, prepared[0], held_out, size),
         callbacks=callbacks,
         content=building.content,
-        keeps=building.keeps,
-        asked=building.given,
+        keeps_files=building.keeps_files,
+        options=building.options,
     )
 
 
@@ -365,7 +365,9 @@ def read_data(building: Building, objective: Objective) -> tuple[Any, Any | None
     building.rows = {"dataset": rows}
     building.held_out = held_out
     check_data(building)
-    if not building.keeps:  # a full micro batch of the longest rows, which take the most memory
+    if (
+        not building.keeps_files
+    ):  # a full micro batch of the longest rows, which take the most memory
         few = config.training.micro_train_batch_size * strategy.world_size
         rows = part_of(rows, rows.lengths.argsort(kind="stable")[::-1][:few])
         held_out = held_out and part_of(held_out, range(min(few, len(held_out))))

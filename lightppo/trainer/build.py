@@ -83,9 +83,9 @@ T = TypeVar("T")
 class Origin:
     """The beginning of a run; the default is that of one whose parts a script has made."""
 
-    asked: PPOConfig | None = None  # the options as they were given
+    options: PPOConfig | None = None  # the options as they were given
     content: Mapping[str, str] = field(default_factory=dict)  # marks of what options name
-    keeps: bool = True  # anything of it at its end
+    keeps_files: bool = True  # anything of it at its end
 
 
 @dataclass
@@ -167,7 +167,7 @@ def build(config: PPOConfig, trainer: Callable[..., T], callbacks: Iterable[Call
         loss_terms=building.loss_terms,
         evaluator=building.evaluator,
         callbacks=callbacks,
-        origin=Origin(building.given, building.content, building.keeps),
+        origin=Origin(building.options, building.content, building.keeps_files),
     )
 
 
@@ -176,7 +176,9 @@ def begin(config: OptionSet) -> Building:
     strategy = build_strategy(config)
     strategy.setup_distributed()
     resolved = config.resolved()
-    building = Building(given=config, asked=resolved, config=resolved, strategy=strategy)
+    building = Building(
+        options=config, resolved_options=resolved, config=resolved, strategy=strategy
+    )
     check_options(building)
     building.tokenizer = build_tokenizer(resolved)
     check_tokenizer(building)
@@ -196,11 +198,11 @@ def read_data(building: Building) -> None:
     building.loss_terms |= LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
-    if building.asked.data.eval_data is not None:
+    if building.resolved_options.data.eval_data is not None:
         # All of them, also where a dry run takes few.
-        building.held_out = build_held_out(building.asked, building.tokenizer, strategy)
+        building.held_out = build_held_out(building.resolved_options, building.tokenizer, strategy)
     check_data(building)
-    if trains(config) and not building.keeps and building.held_out is not None:
+    if trains(config) and not building.keeps_files and building.held_out is not None:
         building.held_out = build_held_out(config, building.tokenizer, strategy)
 
 

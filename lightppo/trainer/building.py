@@ -25,8 +25,8 @@ class Building:
     A check of ``folders`` may put another config in place, and say that nothing is kept of the run.
     """
 
-    given: OptionSet  # the options as they were given
-    asked: OptionSet  # with what None means
+    options: OptionSet  # the options as they were given
+    resolved_options: OptionSet  # with what None means
     config: OptionSet  # as it runs
     strategy: DeepspeedStrategy
     tokenizer: Any = None
@@ -46,7 +46,7 @@ class Building:
     rollout_engine: RolloutEngine | None = None
     evaluator: Any = None  # of the run, see :class:`lightppo.trainer.loop.TrainingLoop`
     content: dict[str, str] = field(default_factory=dict)  # marks of what options name
-    keeps: bool = True
+    keeps_files: bool = True
 
     @property
     def actor(self) -> Any:

@@ -133,8 +133,8 @@ class TrainingLoop:
         callbacks: of users, see :func:`lightppo.trainer.run_callbacks.run_callbacks`.
         evaluator: ``evaluate(step)`` returns metrics ``eval/<name>``, for a callback; ``None``: no evaluation.
         content: marks of what options name, which a resumed run must find unchanged.
-        keeps: whether anything is left of the run at its end; a trial keeps nothing.
-        asked: the options as they were given; ``None``: a script made the parts, and ends them.
+        keeps_files: whether anything is left of the run at its end; a trial keeps nothing.
+        options: as they were given; ``None``: a script made the parts, and ends them.
     """
 
     unit = "step"
@@ -155,8 +155,8 @@ class TrainingLoop:
         callbacks: Iterable[Callback] = (),
         evaluator: Any | None = None,
         content: Mapping[str, str] | None = None,
-        keeps: bool = True,
-        asked: OptionSet | None = None,
+        keeps_files: bool = True,
+        options: OptionSet | None = None,
     ) -> None:
         self.config = config
         self.strategy = strategy
@@ -165,8 +165,8 @@ class TrainingLoop:
         self.skipped = skipped
         self.evaluator = evaluator
         self.content = dict(content or {})
-        self.keeps = keeps
-        self.asked = asked
+        self.keeps_files = keeps_files
+        self.options = options
         self.state = state
         self.timer = timer
         self.saving = PhaseTimer()
@@ -279,7 +279,7 @@ class TrainingLoop:
     @property
     def owns_parts(self) -> bool:
         """Tell whether the run was built whole: it saves its model at the end, and ends its parts."""
-        return self.asked is not None
+        return self.options is not None
 
     @property
     def ckpt_path(self) -> str:
@@ -427,7 +427,7 @@ class TrainingLoop:
         self.ask_for_evaluation(step)
         if self.saves or self.last_saved is not None:
             self.save_checkpoint(step)
-        if self.keeps:
+        if self.keeps_files:
             if self.owns_parts:
                 self.save_model()
             self.strategy.print(f"finished: {step} step{'s' * (step != 1)}")
@@ -439,7 +439,7 @@ class TrainingLoop:
             return
         skipped = state.skipped_optimizer_steps - state.overflowed_optimizer_steps
         # a trial may end before fp16's loss scale is found
-        if not self.keeps and state.overflowed_optimizer_steps and not skipped:
+        if not self.keeps_files and state.overflowed_optimizer_steps and not skipped:
             return
         overflow = "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
         counts = {

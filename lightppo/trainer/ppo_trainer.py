@@ -190,8 +190,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             callbacks=callbacks,
             evaluator=parts.evaluator,
             content=parts.origin.content,
-            keeps=parts.origin.keeps,
-            asked=parts.origin.asked,
+            keeps_files=parts.origin.keeps_files,
+            options=parts.origin.options,
         )
         self.why_untrained = self.sampler.why_untrained
         states = {

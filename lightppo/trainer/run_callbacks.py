@@ -60,7 +60,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         *(entry.fn(run) for entry in CALLBACKS.values() if not entry.after_yours),
     ]
     late_callbacks = [
-        None if run.keeps else DryRun(),
+        None if run.keeps_files else DryRun(),
         Recorder(run),
         RunSummary(),
         StopAtSignal(),

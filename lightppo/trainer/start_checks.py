@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 def check_options(run: Building) -> None:
     """Check the options, when the ranks have met."""
-    run.given.validate(run.strategy.world_size)
+    run.options.validate(run.strategy.world_size)
     check_packages(run)
     check_device(run)
     check_tokens(run)

@@ -547,7 +547,7 @@ def test_what_the_command_has_looked_at_is_not_looked_at_again(run, monkeypatch)
     monkeypatch.setattr("lightppo.preflight.before_imports.preflight", looks.append)
     monkeypatch.setattr("lightppo.preflight.run_checks.preflight", looks.append)
     resolved = config.resolved()
-    building = SimpleNamespace(asked=resolved, config=resolved, strategy=FakeStrategy())
+    building = SimpleNamespace(resolved_options=resolved, config=resolved, strategy=FakeStrategy())
     look(config, "lightppo ppo")
     check_files(building)
     assert looks == [resolved]

@@ -19,7 +19,9 @@ def look(tmp_path):
     def look(**options) -> None:
         config = PPOConfig.from_flat(ckpt_path=str(tmp_path), **options)
         sizes = dict.fromkeys(("actor", "critic", "ema", "export"), 1)
-        building = SimpleNamespace(config=config, sizes=sizes, strategy=FakeStrategy(), keeps=True)
+        building = SimpleNamespace(
+            config=config, sizes=sizes, strategy=FakeStrategy(), keeps_files=True
+        )
         check_places(building)
 
     return look

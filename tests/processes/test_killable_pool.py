@@ -300,8 +300,12 @@ if sys.argv[2] == "killed":
 """
 
 
-@pytest.mark.parametrize("how", ["exit", "killed", "fork"])
-def test_workers_end_with_the_program(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "system"),
+    [("exit", "linux"), ("killed", "linux"), ("killed", "posix_only"), ("fork", "linux")],
+    indirect=["system"],
+)
+def test_workers_end_with_the_program(how: str, system: Path | None, tmp_path: Path) -> None:
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(SCRIPT)
     command = [sys.executable, script, f"{TARGETS}:behave", how, log]

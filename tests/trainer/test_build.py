@@ -655,7 +655,9 @@ def test_hf_cuda_graphs_reach_the_engine_and_are_refused_without_a_gpu(make_conf
     config, strategy = make_config(hf_cuda_graphs=True), FakeStrategy()
     with pytest.raises(ConfigError, match="--hf_cuda_graphs: there is no CUDA device"):
         check_options(
-            build.Building(given=config, asked=config, config=config.resolved(), strategy=strategy)
+            build.Building(
+                options=config, resolved_options=config, config=config.resolved(), strategy=strategy
+            )
         )
     for asked, runner in ((config, CUDAGraphs), (make_config(), type(None))):
         assert isinstance(

@@ -52,7 +52,7 @@ PARAMETERS = {"actor": GB, "critic": GB, "ema": GB}
 
 def check_disk_of(config: PPOConfig, parameters: dict[str, int]) -> None:
     sizes = parameters | {"export": parameters["actor"]}
-    check_disk(SimpleNamespace(asked=config, sizes=sizes))
+    check_disk(SimpleNamespace(resolved_options=config, sizes=sizes))
 
 
 def needs(
