@@ -72,7 +72,7 @@ class Callback:
         """Act when the actor's or the critic's optimizer step was taken, and not skipped. PPO only."""
 
     def entropy_rows(self, run: Any, experience: Experience) -> Iterable[int]:
-        """Return rows of a micro batch for which ``on_micro_batch`` needs the entropy of every token. PPO only."""
+        """Return rows of a micro batch of a large step for which ``on_micro_batch`` needs every entropy. PPO only."""
         return ()
 
     def on_step_end(
@@ -175,9 +175,9 @@ _TIMES = [name for name in vars(Callback) if not name.startswith("_")]
 
 
 def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, float]:
-    """Return what a callback gives to be logged; ConfigError where it is not numbers by name."""
-    if result is None or is_of_lightppo(callback):
-        return result or {}
+    """Return what a user's callback gives to be logged; ConfigError where it is not numbers by name."""
+    if result is None:
+        return {}
     place = f"the callback {place_of(callback)}: {method}"
     if not isinstance(result, Mapping):
         type_name = type(result).__name__
@@ -197,8 +197,9 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _votes_of(callback: Callback, run: Any) -> Mapping[str, float]:
-    votes = numbers_of(callback, "votes", callback.votes(run))
+def _votes_of(callback: Callback, result: Any) -> Mapping[str, float]:
+    """Return what a user's callback votes for; ConfigError for a name that nothing reads."""
+    votes = numbers_of(callback, "votes", result)
     reads_them = type(callback).on_votes is not Callback.on_votes
     if not reads_them and (unknown := votes.keys() - set(VOTES)):
         name = min(unknown)
@@ -214,8 +215,10 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.all = list(callbacks)
+        # What others' callbacks give is checked.
+        self.own = {id(callback) for callback in self.all if is_of_lightppo(callback)}
         for callback in self.all:
-            if not is_of_lightppo(callback):
+            if id(callback) not in self.own:
                 _check_methods(callback)
 
     def __iter__(self) -> Iterator[Callback]:
@@ -295,12 +298,18 @@ class Callbacks:
         """Return the metrics with what the callbacks add; each gets those of the ones before it."""
         metrics = dict(metrics)
         for callback in self.having("on_step_end"):
-            metrics |= numbers_of(callback, "on_step_end", callback.on_step_end(run, step, metrics))
+            numbers = callback.on_step_end(run, step, metrics)
+            if id(callback) not in self.own:
+                numbers = numbers_of(callback, "on_step_end", numbers)
+            metrics |= numbers or {}
         return metrics
 
     def votes(self, run: Any) -> dict[str, float]:
         """Return the sum of this rank's votes, with all of ``VOTES``."""
         sums: Counter[str] = Counter(dict.fromkeys(VOTES, 0.0))
         for callback in self.having("votes"):
-            sums.update(_votes_of(callback, run))
+            votes = callback.votes(run)
+            if id(callback) not in self.own:
+                votes = _votes_of(callback, votes)
+            sums.update(votes)
         return dict(sums)

@@ -317,24 +317,31 @@ def explained(folder: Path, needed: int | None = None) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:
-        # Rust's libraries raise errors of their own, with the system's words in them.
-        numbers = [
-            number
-            for number in (*_FULL, *_REFUSED)
-            if getattr(error, "errno", None) == number or os.strerror(number) in str(error)
-        ]
-        if not numbers:
-            raise
-        if numbers[0] in _FULL:
-            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-            need = "" if needed is None else f"{shown_size(needed)} are needed, "
-            free = f"{shown_size(shutil.disk_usage(there).free)} are free"
-            problem = f"{folder}: the disk is full: {need}{free}"
-            remedy = "lower --max_ckpt_num, or choose another disk with --ckpt_path"
-        else:
-            problem = f"{folder}: cannot be written ({os.strerror(numbers[0])})"
-            remedy = "make it writable, or choose another --ckpt_path"
-        raise StorageError(f"{problem}: {remedy} (for model and logs --save_path)") from error
+        if explanation := _explanation(error, folder, needed):
+            raise StorageError(explanation) from error
+        raise
+
+
+def _explanation(error: Exception, folder: Path, needed: int | None) -> str | None:
+    """Return what an error says of the disk, and what to do; None: nothing."""
+    # Rust's libraries raise errors of their own, with the system's words in them.
+    numbers = [
+        number
+        for number in (*_FULL, *_REFUSED)
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error)
+    ]
+    if not numbers:
+        return None
+    if numbers[0] in _FULL:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        need = "" if needed is None else f"{shown_size(needed)} are needed, "
+        free = f"{shown_size(shutil.disk_usage(there).free)} are free"
+        problem = f"{folder}: the disk is full: {need}{free}"
+        remedy = "lower --max_ckpt_num, or choose another disk with --ckpt_path"
+    else:
+        problem = f"{folder}: cannot be written ({os.strerror(numbers[0])})"
+        remedy = "make it writable, or choose another --ckpt_path"
+    return f"{problem}: {remedy} (for model and logs --save_path)"
 
 
 def shown_size(count: float) -> str:

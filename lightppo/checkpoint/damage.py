@@ -179,14 +179,17 @@ def _origin(facts: Mapping[str, Any], article: str) -> str:
 
 
 def last_undamaged(
-    checkpointer: Any, root: str | Path, is_held: bool, before: int | None
+    checkpointer: Any,
+    root: str | Path,
+    candidate_tags: Sequence[str],
+    is_held: bool,
+    before: int | None,
 ) -> str | None:
     """Return the first candidate whose files are as they were saved; those before it are kept aside. Collective.
 
     ``before``: of those before this step, which are only read: a damaged one is passed over.
     """
-    candidate_tags = checkpointer.candidates(root, before)
-    if candidate_tags and before is None and checkpointer.strategy.is_rank_0():
+    if before is None and checkpointer.strategy.is_rank_0():
         _report_mark(local_folder(root), candidate_tags)
     damaged_tags: dict[str, str] = {}
     whole_tag = None

@@ -183,7 +183,8 @@ class RunCheckpointer:
         root = resume_root(self.config.resume, self.config.ckpt_path)
         # A folder that this run does not hold, such as another run's, is only read.
         is_held = is_own and trains
-        tag = None if root is None else last_undamaged(self, root, is_held, before)
+        tags = [] if root is None else self.candidates(root, before)
+        tag = last_undamaged(self, root, tags, is_held, before) if tags else None
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)

@@ -165,6 +165,7 @@ def own_fit(fit: Callable[..., None]) -> Callable[..., None]:
 class ScriptMembers:
     """What ``PPOTrainer`` has for scripts alone: ``fit`` enters none of it unless a script uses it."""
 
+    loss_terms: dict[str, Any]  # further terms of the actor's loss
     trackers: Mapping[str, Any] = {}  # that a script has set
     outcomes: Sequence[Mapping[str, float]] = ()  # of optimizer steps in a loop of a script
     args_of_fit: Any = None  # that a script gave to fit
@@ -193,7 +194,6 @@ class ScriptMembers:
     ptx_loss_fn = _replaceable_loss("pretrain_loss", pretrain_loss_of)
     ema_beta = _of_part("moving_average.beta")
     ema_model = property(lambda trainer: trainer.followers.get("ema"))
-    pretraining = property(lambda trainer: trainer.loss_terms["pretraining"])
     ptx_coef = _of_part("pretraining.coef")
     pretrain_loss = _of_part("pretraining.loss_fn")
 
@@ -267,6 +267,9 @@ class ScriptMembers:
             self.pretraining.batches = pretrain_batches_of(batches)
         else:
             self.pretraining.batches = batches
+        self.loss_terms.pop("pretraining", None)
+        if batches is not None:
+            self.loss_terms = {"pretraining": self.pretraining} | self.loss_terms
 
     @property
     def recorder(self) -> Any | None:

@@ -37,7 +37,12 @@ def conform(option: Option, value: Any) -> Any:
     try:
         return option.conform(value)
     except ConfigError as error:
-        raise ConfigError(_another_option_of(option, value) or str(error)) from None
+        raise ConfigError(explanation(error, option, value)) from None
+
+
+def explanation(error: ConfigError, option: Option, value: Any) -> str:
+    """Return the text for a wrong value, with the option that it belongs to, if there is one."""
+    return _another_option_of(option, value) or str(error)
 
 
 def _another_option_of(option: Option, value: Any) -> str:

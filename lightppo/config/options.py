@@ -22,7 +22,7 @@ from lightppo.config.episode_options import EpisodesConfig, TapeConfig
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.config.logging_options import LoggingConfig
 from lightppo.config.model_options import AdapterConfig, ModelConfig
-from lightppo.config.option_errors import conform, nearest
+from lightppo.config.option_errors import explanation, nearest
 from lightppo.config.removed_options import is_left
 from lightppo.config.reward_options import RewardConfig, VerifierConfig
 from lightppo.config.rollout_options import EngineConfig, RolloutConfig, SamplingConfig
@@ -101,9 +101,11 @@ class OptionSet(types.SimpleNamespace):
                 problems.append(f"unknown option {name!r}{quoted}")
                 continue
             try:
-                changed.setdefault(options[name].owner, {})[name] = conform(options[name], value)
-            except ValueError as error:
-                problems.append(str(error))
+                conformed = options[name].conform(value)
+            except ConfigError as error:
+                problems.append(explanation(error, options[name], value))
+                continue
+            changed.setdefault(options[name].owner, {})[name] = conformed
         if problems:
             raise ConfigError("\n".join(problems))
         replaced = {

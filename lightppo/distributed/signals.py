@@ -305,9 +305,8 @@ def mark_saved() -> None:
 class StopAtSignal(Callback):
     """Saves, and ends the process, where a signal asks for it."""
 
-    def __init__(self, run: Any) -> None:
-        self.safe_points: contextlib.AbstractContextManager | None = None
-        self.stopping = False
+    safe_points: contextlib.AbstractContextManager | None = None
+    stopping = False
 
     def on_start(self, run: Any) -> None:
         self.safe_points = safe_points(run.config.checkpoint.signal_grace)

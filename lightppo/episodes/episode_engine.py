@@ -534,10 +534,8 @@ class _Stage:
 def with_episodes(
     engine: RolloutEngine, config: Any, strategy: Any, tokenizer: Any
 ) -> RolloutEngine:
-    """Return the engine itself, or the one of episodes around it if ``--env`` or ``--tools`` asks for them."""
+    """Return the engine of episodes around another one, for ``--env`` and ``--tools``."""
     options = config.episodes
-    if not options.env and not options.tools:
-        return engine
     tape = tape_of(strategy, config)
     if tape is not None and tape.plays:
         environments = AnsweredEnvironments(tape.environments)

@@ -156,14 +156,6 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def episode_metrics(run: Any) -> EpisodeMetrics | None:
-    """Return the callback of a run with episodes."""
-    episode_sums = getattr(getattr(run, "rollout_engine", None), "episode_sums", None)
-    if isinstance(episode_sums, EpisodeSums):
-        return EpisodeMetrics(episode_sums)
-    return None
-
-
 class EpisodeMetrics(Callback):
     """Add the numbers of the episodes that were played in a step, or in an evaluation."""
 

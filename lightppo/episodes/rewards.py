@@ -68,13 +68,9 @@ def _token_scores(rollout: Rollout) -> list[float] | None:
     return scores
 
 
-def unless_failed(source: RewardSource, request: RewardRequest) -> RewardSource:
-    """Return the source that does not see failed episodes, in a run that plays any."""
-    options = request.config.episodes
-    plays_episodes = options.env or options.tools
-    if plays_episodes and not isinstance(source, EnvironmentReward):
-        return UnlessFailed(source)
-    return source
+def unless_failed(source: RewardSource) -> RewardSource:
+    """Return the source that does not see failed episodes."""
+    return source if isinstance(source, EnvironmentReward) else UnlessFailed(source)
 
 
 class UnlessFailed:

@@ -25,8 +25,6 @@ import yaml
 from lightppo.callbacks import Callback
 from lightppo.checkpoint.engine_state import read_client_state
 from lightppo.checkpoint.layout import list_tags, part_folder
-from lightppo.config.evaluation_options import evaluation_config
-from lightppo.config.reward_options import reward_sources
 from lightppo.episodes.tape_files import (
     FOLDER,
     HEADER,
@@ -47,7 +45,6 @@ from lightppo.episodes.tape_files import (
 )
 from lightppo.errors import RewardError, RolloutError, StorageError
 from lightppo.files import files_in_use, is_url, local_folder
-from lightppo.plugin import REWARDS
 from lightppo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -470,26 +467,11 @@ def first_difference(taped_ids: Sequence[int], current_ids: Sequence[int]) -> st
 
 
 def tape_callback(run: Any) -> TapeCallback | None:
-    """Return the callback of a run that has something to ask outside, and may be gone on with or done again."""
+    """Return the callback of a run that may be gone on with or done again."""
     tape = tape_of(run.strategy, run.config)
-    if tape is None or not asks_outside(run.config) or (run.only_evaluates and not tape.plays):
+    if tape is None or (run.only_evaluates and not tape.plays):
         return None
     return TapeCallback(run, tape)
-
-
-def asks_outside(config: Any) -> bool:
-    """Tell whether the tape has something of the run: of its environments, tools, or sources of rewards."""
-    options = config.flat()
-    judging_config = evaluation_config(config)
-    if options.get("env") or options.get("tools"):
-        return True
-    source_names = reward_sources(config)
-    if judging_config is not None:
-        source_names = source_names + reward_sources(judging_config)
-    taped_kinds = ["yes"]
-    if options["tape"] == "all" or options["tape_from"]:
-        taped_kinds.append("perhaps")
-    return any(REWARDS[source_name].outside in taped_kinds for source_name in source_names)
 
 
 class TapeCallback(Callback):

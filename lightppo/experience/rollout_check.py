@@ -1,14 +1,13 @@
-"""The engine's log probs against the trainer's, at the first rollouts and after every step."""
+"""The engine's log probs against the trainer's, at the first rollouts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from lightppo.callbacks import Callback
 from lightppo.config import PPOConfig
 from lightppo.config.rules import compute_dtype, rollout_rows
 from lightppo.data.records import Prompt, Rollout
@@ -47,9 +46,9 @@ def check_first(
     config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
 ) -> AroundSampling | None:
     """Return what compares the log probs of the first rollouts, around their sampling; None: nothing is compared."""
-    check = RolloutCheck(actor, engine, strategy, config)
-    if not check.pending:
+    if config.engine.rollout_check == "off" or not capabilities_of(engine).keeps_weights:
         return None
+    check = RolloutCheck(actor, engine, strategy, config)
 
     def checked(
         prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
@@ -152,38 +151,3 @@ class RolloutCheck:
             "All weights are the same, so the two compute differently: check the types (--vllm_dtype, --bf16, --fp16), "
             "and whether vLLM and transformers agree on this model"
         )
-
-
-def watch(run: Any) -> DriftWatch | None:
-    """Make the callback of a PPO run, whatever its engine is; None with ``--rollout_check off``."""
-    if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
-        return None
-    return DriftWatch(tolerance_of(run.config, run.strategy))
-
-
-class DriftWatch(Callback):
-    """Warn if a step's ``rollout/logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
-
-    Samples of an older policy do not count: training has moved the actor away from them.
-    """
-
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = self._warned_at = tolerance
-
-    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        name = "rollout/logp_diff_on_policy"
-        if name not in metrics:
-            name = "rollout/logp_diff_mean"
-        mean = metrics.get(name, 0.0)
-        if not mean > self._warned_at:  # NaN is not
-            return
-        self._warned_at = 2 * mean
-        if run.strategy.is_rank_0():
-            logger.warning(
-                "step %d: the rollout engine's log probs drift from the trainer's: %s is %.3g, "
-                "--logp_diff_tolerance %g; see docs/rollouts.md",
-                step,
-                name,
-                mean,
-                self.tolerance,
-            )

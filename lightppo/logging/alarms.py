@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,8 @@ from statistics import fmean, median
 from typing import Any
 
 from lightppo.callbacks import Callback
+
+logger = logging.getLogger(__name__)
 
 Series = Mapping[str, Sequence[float]]  # name of a metric → its values, step after step
 
@@ -327,3 +330,31 @@ class AlarmBell(Callback):
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if (error is None or isinstance(error, SystemExit)) and (summary := self.alarms.summary()):
             run.strategy.print(summary)
+
+
+class DriftWatch(Callback):
+    """Warn if a step's ``rollout/logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
+
+    Samples of an older policy do not count: training has moved the actor away from them.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = self._warned_at = tolerance
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+        name = "rollout/logp_diff_on_policy"
+        if name not in metrics:
+            name = "rollout/logp_diff_mean"
+        mean = metrics.get(name, 0.0)
+        if not mean > self._warned_at:  # NaN is not
+            return
+        self._warned_at = 2 * mean
+        if run.strategy.is_rank_0():
+            logger.warning(
+                "step %d: the rollout engine's log probs drift from the trainer's: %s is %.3g, "
+                "--logp_diff_tolerance %g; see docs/rollouts.md",
+                step,
+                name,
+                mean,
+                self.tolerance,
+            )

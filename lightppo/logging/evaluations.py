@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class Evaluations(Callback):
     """Rank 0 writes all samples to ``eval/stepN.jsonl``, the metrics to ``eval/stepN.json``."""
 
-    def __init__(self, run: Any) -> None:
-        pass
-
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         samples = getattr(run.evaluator, "samples", None)
         folder = local_folder(run.config.checkpoint.save_path) / "eval"

@@ -142,15 +142,20 @@ def _mark() -> torch.cuda.Event:
 class Speeds(Callback):
     """Adds the speeds of a step whose samples come from rollouts."""
 
-    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def on_start(self, run: Any) -> None:
+        """Count the parameters, once."""
         models = {"actor_update": run.actor, "critic_update": run.critic}
-        models = {part: model for part, model in models.items() if model is not None}
+        self.parameters = {
+            part: parameter_count(model) for part, model in models.items() if model is not None
+        }
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         speeds = perf_metrics(
             {metric.removeprefix("perf/"): value for metric, value in metrics.items()},
             {metric.removeprefix("rollout/"): value for metric, value in metrics.items()},
-            epochs=dict.fromkeys(models, run.max_epochs),
+            epochs=dict.fromkeys(self.parameters, run.max_epochs),
             world_size=run.strategy.world_size,
-            parameters=sum(map(parameter_count, models.values())),
+            parameters=sum(self.parameters.values()),
             peak_tflops=run.config.logging.peak_tflops,
         )
         return {f"perf/{metric}": value for metric, value in speeds.items()}

@@ -61,12 +61,13 @@ class JsonlSink:
         }
         with explained(self.path):
             if not is_at(self.path, self.file):
-                logger.warning(
-                    "%s was removed: it is made again, without its earlier rows", self.path
-                )
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = self.path.open("a", buffering=1)
+                self._make_again()
             self.file.write(json.dumps({"step": step, "time": time.time(), **numbers}) + "\n")
+
+    def _make_again(self) -> None:
+        logger.warning("%s was removed: it is made again, without its earlier rows", self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a", buffering=1)
 
     def sync(self) -> None:
         """Put all rows on disk: a checkpoint will say that their steps are done."""

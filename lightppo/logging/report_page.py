@@ -223,9 +223,6 @@ def summary(metrics_path: Path) -> str:
 class RunSummary(Callback):
     """Says at the end of a run what it did, and draws it."""
 
-    def __init__(self, run: Any) -> None:
-        pass
-
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if error is not None or not run.keeps or run.only_evaluates or not run.strategy.is_rank_0():
             return

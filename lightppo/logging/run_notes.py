@@ -107,9 +107,6 @@ def has_chats(prompts_dataloader: Any) -> bool:
 class ClosingLines(Callback):
     """Where everything is, and what to do next."""
 
-    def __init__(self, run: Any) -> None:
-        pass
-
     def on_end(self, run: Any, error: BaseException | None) -> None:
         if error is None and run.keeps and run.owns_parts and not run.only_evaluates:
             for line in closing_lines(run):

@@ -43,11 +43,9 @@ _OPEN = "\ufffd"  # at the end of a text that ends within a character
 
 
 def with_overlong(
-    rollouts: Sequence[Rollout], max_len: int, buffer_len: int | None, penalty_factor: float | None
+    rollouts: Sequence[Rollout], max_len: int, buffer_len: int, penalty_factor: float
 ) -> list[Rollout]:
-    """Return copies whose score has the overlong penalty, and extras its numbers, as in verl, if there is a buffer."""
-    if buffer_len is None:
-        return list(rollouts)
+    """Return copies whose score has the overlong penalty, and extras its numbers, as in verl."""
     lengths = torch.tensor([rollout.trained_length for rollout in rollouts], dtype=torch.float32)
     penalties = overlong_penalty(lengths, max_len, buffer_len, penalty_factor).tolist()
     return [
@@ -195,12 +193,12 @@ class Samples(Callback):
     def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
         """Pick the samples of the step that are to be kept, and show some. Collective."""
         config = run.config
-        rollouts = with_overlong(
-            self.collected.rollouts,
-            config.rollout.generate_max_len,
-            config.reward.overlong_buffer_len,
-            config.reward.overlong_penalty_factor,
-        )
+        rollouts = self.collected.rollouts
+        if (buffer_len := config.reward.overlong_buffer_len) is not None:
+            max_len = config.rollout.generate_max_len
+            rollouts = with_overlong(
+                rollouts, max_len, buffer_len, config.reward.overlong_penalty_factor
+            )
         self.pick(step, rollouts, experience, len(self.collected.repeated))
         self.collected = None
         if (folder := config.sampling.rollout_data_dir) is not None:

@@ -196,9 +196,7 @@ def policy_summaries(
 
 
 def rollout_summaries(
-    items: Sequence[Experience],
-    sampled_kl: SampledKL = torch.sub,
-    measures: Sequence[Measure] = (),
+    items: Sequence[Experience], sampled_kl: SampledKL = torch.sub, measures: Sequence[Measure] = ()
 ) -> dict[str, Summary]:
     """Return summaries of this rank's samples (one each): per sample for ``info``, per trained token for the rest.
 

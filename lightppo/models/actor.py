@@ -215,10 +215,19 @@ class Actor(PretrainedWrapper):
         router_logits: bool = False,
     ) -> Predicted:
         """Make one forward: without logits if log probs are enough and this model's come from its head alone."""
-        if not logits:
-            by_head = scores_by_head(self, batch, actions, entropy, entropy_grad, router_logits)
-            if by_head is not None:
-                return by_head
+        options = entropy, entropy_grad, router_logits
+        by_head = None if logits else scores_by_head(self, batch, actions, *options)
+        return by_head or self._predict_by_logits(batch, actions, *options)
+
+    def _predict_by_logits(
+        self,
+        batch: Batch,
+        actions: Tensor,
+        entropy: bool | Tensor,
+        entropy_grad: bool,
+        router_logits: bool,
+    ) -> Predicted:
+        """Make one forward that holds the logits of all valid ids."""
         output = self._run(batch, batch.places, router_logits)
         valid_logits = batch.of_real(output.logits)[:, : self.valid_vocab_size]  # (K, V)
         entropies = None

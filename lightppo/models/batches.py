@@ -402,9 +402,7 @@ class RowPlan:
 
 
 def segments_as_mask(
-    lengths: list[int],
-    parents: list[int] | None = None,
-    device: torch.device | str = "cpu",
+    lengths: list[int], parents: list[int] | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return a row's segments as its attention mask: (1, 1, 2, N) int64 on the CPU, with the plan for ``device``.
 
@@ -479,13 +477,23 @@ def packed_micro_batches(
     if spec.unit == "samples":
         order = [row for group in prompt_groups for row in group]
         return [order[start : start + spec.size] for start in range(0, len(order), spec.size)]
+    return _within_budget(prompt_groups, lengths, spec.size, at_least)
+
+
+def _within_budget(
+    prompt_groups: Sequence[Sequence[int]],
+    lengths: Sequence[tuple[int, int]],
+    budget: int,
+    at_least: int,
+) -> list[list[int]]:
+    """Return micro batches by tokens of rows in groups of one prompt, see :func:`packed_micro_batches`."""
     prompt_parts = []  # rows of one prompt, cut into as few parts as fit the budget
     for group in prompt_groups:
         group_cuts = _fitting(
-            [lengths[row][1] for row in group], max(1, spec.size - lengths[group[0]][0])
+            [lengths[row][1] for row in group], max(1, budget - lengths[group[0]][0])
         )
         prompt_parts += [[group[row] for row in cut] for cut in group_cuts]
-    batches = _fitting([_tokens(part, lengths) for part in prompt_parts], spec.size, at_least)
+    batches = _fitting([_tokens(part, lengths) for part in prompt_parts], budget, at_least)
     return [[row for part in batch for row in prompt_parts[part]] for batch in batches]
 
 

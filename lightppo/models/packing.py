@@ -282,7 +282,8 @@ class PackedLayout(PaddedLayout):
         """Return why the model does not pack exactly; None: it does. Under ZeRO-3 on all ranks together."""
         try:
             self._attend()
-            self._probe(device)
+            if self.last_layer_parts is None:
+                self._probe(device)
         except (PackingNotSupportedError, NotImplementedError) as error:
             return str(error)
         return None
@@ -308,8 +309,6 @@ class PackedLayout(PaddedLayout):
 
         Then, because the passes run sharded, on the real device, with the real attention kernel, on all ranks together.
         """
-        if self.last_layer_parts is not None:
-            return
         model = self.model.hf_model
         position_wise_parts = position_wise(model)
         vocabulary = model.config.get_text_config().vocab_size
@@ -349,7 +348,8 @@ class PackedLayout(PaddedLayout):
         if not self.packs:
             return super().batch(sequences, attention_mask, columns, real, num_actions)
         device = sequences.device
-        self._probe(device)
+        if self.last_layer_parts is None:
+            self._probe(device)
         shared_actions = num_actions if self.shares_prompts else None
         row = pack(sequences, attention_mask, shared_actions)
         places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
@@ -372,7 +372,8 @@ class PackedLayout(PaddedLayout):
         include_last: bool = False,
     ) -> Batch:
         whole_row = self._whole_row(row, lengths)
-        self._probe(row.device)
+        if self.last_layer_parts is None:
+            self._probe(row.device)
         if num_actions is None:
             places = torch.arange(row.shape[1], device=row.device)
         else:
@@ -401,6 +402,8 @@ class PackedLayout(PaddedLayout):
         if not self.packs:
             return super().split(lengths, spec, ranks, prompts)
         micro_batches = packed_micro_batches(lengths, spec, prompts)
+        if spec.unit == "samples":
+            return micro_batches
         most_batches = ranks.same_count(len(micro_batches))
         return packed_micro_batches(lengths, spec, prompts, at_least=most_batches)
 

@@ -134,12 +134,8 @@ class FunctionReward:
         if failed_calls and self.on_reward_failure == "error":
             # Other problems come before numbers that are not finite.
             worst_call = min(failed_calls, key=lambda i: isinstance(settled[i].error, NonFinite))
-            error_class = RewardError
-            if isinstance(settled[worst_call].error, NonFinite):
-                error_class = NonFiniteRewardError
-            raise error_class(
-                self._error_text(settled[worst_call], rollouts, worst_call)
-            ) from settled[worst_call].cause
+            failed = settled[worst_call]
+            raise self._error(failed, rollouts, worst_call) from failed.cause
         answers: list[Answer] = [
             state.value
             or Answer(RewardOutput([None] * len(samples_of_call)), [True] * len(samples_of_call))
@@ -149,22 +145,35 @@ class FunctionReward:
         if self.reward_manager == "dapo" and not output.metrics:
             output.metrics["acc"] = list(output.scores)  # before any penalty, as in verl
         if self.on_reward_failure == "unscored" or self.reward_retries:
-            if reserved := sorted({"failures", "timeouts"} & output.metrics.keys()):
-                raise RewardError(
-                    f"{self._label}: its metric {reserved[0]!r} has the name of a count of ours; rename it"
-                )
-            samples = [
-                (state, is_unusable)
-                for state, answer in zip(settled, answers)
-                for is_unusable in answer.bad
-            ]
-            # a last try that failed only in part does not count for the samples that it scored
-            output.metrics["failures"] = [
-                float(state.failures - (state.error is not None and not is_unusable))
-                for state, is_unusable in samples
-            ]
-            output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
+            self._count_failures(output, settled, answers)
         return output
+
+    def _count_failures(
+        self, output: RewardOutput, settled: Sequence[Outcome], answers: Sequence[Answer]
+    ) -> None:
+        """Add to each sample how often its call failed, and ran past its limit."""
+        if reserved := sorted({"failures", "timeouts"} & output.metrics.keys()):
+            raise RewardError(
+                f"{self._label}: its metric {reserved[0]!r} has the name of a count of ours; rename it"
+            )
+        samples = [
+            (state, is_unusable)
+            for state, answer in zip(settled, answers)
+            for is_unusable in answer.bad
+        ]
+        # a last try that failed only in part does not count for the samples that it scored
+        output.metrics["failures"] = [
+            float(state.failures - (state.error is not None and not is_unusable))
+            for state, is_unusable in samples
+        ]
+        output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
+
+    def _error(self, outcome: Outcome, rollouts: list[Rollout], position: int) -> RewardError:
+        """Return the error of a failed call."""
+        error_class = RewardError
+        if isinstance(outcome.error, NonFinite):
+            error_class = NonFiniteRewardError
+        return error_class(self._error_text(outcome, rollouts, position))
 
     def _error_text(self, outcome: Outcome, rollouts: list[Rollout], position: int) -> str:
         problem = outcome.error or ""
@@ -487,6 +496,9 @@ class ThreadRunner:
         """Return one outcome per call, in order; raise :class:`RewardError` if too many calls hang."""
         if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
             return [self._call(call) for call in calls]
+        return self._run_in_threads(calls)
+
+    def _run_in_threads(self, calls: Sequence[UserCall]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         waiting_calls = deque(range(len(calls)))
         running_calls: dict[Future[Outcome], tuple[int, float]] = {}  # → position, start

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.reward_options import (
     ANY_ROUTE,
     given_sources,
     is_file_alone,
     names_in,
     reward_plan,
+    reward_sources,
 )
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
@@ -53,6 +55,21 @@ def source_of(request: RewardRequest) -> RewardSource:
     if list(route_plan[ANY_ROUTE].values()) == [1.0]:
         return routes[ANY_ROUTE][0][0]
     return CombinedReward(dict(routes[ANY_ROUTE]))
+
+
+def asks_outside(config: Any) -> bool:
+    """Tell whether a run asks what a tape may answer: environments, tools, or sources of rewards outside the run."""
+    options = config.flat()
+    judging_config = evaluation_config(config)
+    if options.get("env") or options.get("tools"):
+        return True
+    source_names = reward_sources(config)
+    if judging_config is not None:
+        source_names = source_names + reward_sources(judging_config)
+    taped_kinds = ["yes"]
+    if options["tape"] == "all" or options["tape_from"]:
+        taped_kinds.append("perhaps")
+    return any(REWARDS[source_name].outside in taped_kinds for source_name in source_names)
 
 
 def source_named(name: str, request: RewardRequest) -> RewardSource:

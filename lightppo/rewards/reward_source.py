@@ -178,13 +178,8 @@ def check_output(
         scores = _numbers(output.scores, rollouts, source_name, "score")
         if (token_scores := output.token_scores) is not None:
             token_scores = _token_numbers(token_scores, rollouts, source_name)
-        for column_name, text_values in output.texts.items():
-            if len(text_values) != len(rollouts) or not all(
-                isinstance(text, str | None) for text in text_values
-            ):
-                raise RewardError(
-                    f"{source_name}: {column_name!r} must be a text or None for each of {len(rollouts)} samples"
-                )
+        if output.texts:
+            _check_texts(output.texts, len(rollouts), source_name)
         return RewardOutput(scores, metrics, token_scores, dict(output.texts))
     except RewardError:
         raise
@@ -192,6 +187,14 @@ def check_output(
         raise RewardError(
             f"{source_name}: its answer cannot be read: {error_text(error)}"
         ) from error
+
+
+def _check_texts(texts: Mapping[str, Sequence[str | None]], count: int, source_name: str) -> None:
+    for column_name, column in texts.items():
+        if len(column) != count or not all(isinstance(text, str | None) for text in column):
+            raise RewardError(
+                f"{source_name}: {column_name!r} must be a text or None for each of {count} samples"
+            )
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
@@ -222,8 +225,13 @@ def output_from_result(result: Any, count: int, source_name: str) -> RewardOutpu
     ``extra_logs`` (name → as many numbers or texts, or one number for the batch), ``token_scores`` (per sample one number
     per response token). :func:`check_output` checks the values.
     """
-    if not isinstance(result, Mapping):
-        return RewardOutput(_as_list(result, source_name, "the result"))
+    if isinstance(result, Mapping):
+        return _output_from_mapping(result, count, source_name)
+    return RewardOutput(_as_list(result, source_name, "the result"))
+
+
+def _output_from_mapping(result: Mapping[str, Any], count: int, source_name: str) -> RewardOutput:
+    """Read the dict of :func:`output_from_result`."""
     if result.get("rewards") is None or result.keys() - _KEYS:
         raise RewardError(
             f"{source_name}: the keys must be 'rewards' and, optionally, 'scores', 'extra_logs', 'token_scores'; "

@@ -57,18 +57,21 @@ def read_list(value: Any, samples: list[Rollout], label: str) -> Reading:
         return Answer(check_output(output, samples, label), [False] * len(samples)), None
     except RewardError as error:
         problem = NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
-    if output is None:
-        return None, problem
+    return (None if output is None else _usable_part(output, samples)), problem
+
+
+def _usable_part(output: RewardOutput, samples: list[Rollout]) -> Answer | None:
+    """Return the scores that can be used of an answer that has others; None: they cannot be told apart."""
     columns = [output.scores, *output.metrics.values(), *output.texts.values()]
     if any(len(values) != len(samples) for values in columns):
-        return None, problem
+        return None
     scores = [finite(score) for score in output.scores]
     metrics = {
         str(metric_name): [finite(metric_value) for metric_value in values]
         for metric_name, values in output.metrics.items()
     }
     is_bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-    return Answer(RewardOutput(scores, metrics, texts=output.texts), is_bad), problem
+    return Answer(RewardOutput(scores, metrics, texts=output.texts), is_bad)
 
 
 @dataclass(frozen=True, slots=True)

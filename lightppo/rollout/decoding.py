@@ -213,13 +213,7 @@ class SlotCache(DynamicCache):
     """
 
     def __init__(
-        self,
-        config,
-        *,
-        slots: int,
-        prompt_columns: int,
-        max_columns: int,
-        tight: bool,
+        self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool
     ) -> None:
         self.span = Span(rows=0, first=prompt_columns, end=prompt_columns)
         layers = [slot_layer(layer, self.span) for layer in DynamicCache(config=config).layers]
@@ -457,11 +451,7 @@ class SlotRows:
     """The responses in the slots; row r of every tensor is row r of the cache."""
 
     def __init__(
-        self,
-        slots: int,
-        max_new_tokens: int,
-        device: torch.device,
-        prompt_width: int = 0,
+        self, slots: int, max_new_tokens: int, device: torch.device, prompt_width: int = 0
     ) -> None:
         self.numbers: list[int] = []  # of the requests
         self.starts: list[int] = []  # first columns
@@ -587,11 +577,7 @@ class SlotDecoder(Decoder):
         self._keeps_rows = queue.keeps_rows and is_whole and self.forward.takes_position_ids
 
     def _admit(
-        self,
-        block: Prefilled,
-        rows: list[int],
-        numbers: list[int],
-        seeds_of: Seeds,
+        self, block: Prefilled, rows: list[int], numbers: list[int], seeds_of: Seeds
     ) -> None:
         """Give requests a slot and their first token."""
         seeds = seeds_of(numbers)
@@ -610,7 +596,8 @@ class SlotDecoder(Decoder):
             history,
             torch.tensor(self.queue.limits(numbers), device=self.device),
         )
-        self.queue.give_way(range(new_rows.start, new_rows.stop))
+        if self.queue.keeps_rows:
+            self.queue.give_way(range(new_rows.start, new_rows.stop))
         self.cache.append(block.cache, rows, max(lengths))
         self.rows.write(new_rows, *self.sampler(block.logits[indices[0]], seeds[:, 0], 0, history))
         self._see_starts()
@@ -645,7 +632,8 @@ class SlotDecoder(Decoder):
             self._move_columns(min(self.slots, max_rows), self.queue.longest)
 
     def _move_columns(self, slots: int, min_columns: int) -> None:
-        self.queue.give_way(range(self.slots))
+        if self.queue.keeps_rows:
+            self.queue.give_way(range(self.slots))
         column_shift = self.cache.make_room(slots, min_columns)
         self.rows.starts = [start - column_shift for start in self.rows.starts]
         if len(self.rows):

@@ -16,7 +16,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.models.attention.slot_layers import SlotLayer, attention_to_slots
 from lightppo.models.kernels.invariant import HIDDEN, KEYS
@@ -33,15 +32,6 @@ class DecodingRunner(AbstractContextManager, Protocol):
 
     def decoder(self, decoder_class: type[Decoder]) -> Callable[..., Decoder]:
         """Return what makes the decoder, with the arguments of ``decoder_class``, which itself changes nothing."""
-
-
-def decoding_runner(config: PPOConfig) -> DecodingRunner | None:
-    """Return what runs the decoding steps in another way, as options say; None: they run as they are."""
-    if config.engine.batch_invariant:
-        return InvariantSteps()
-    if config.engine.hf_cuda_graphs:
-        return CUDAGraphs()
-    return None
 
 
 # -- CUDA graphs: steps that are the same work on the same memory -----------------------------------------------------

@@ -27,7 +27,7 @@ from lightppo.rollout.decoding import (
     SlotDecoder,
     can_use_slots,
 )
-from lightppo.rollout.decoding_runners import DecodingRunner, decoding_runner
+from lightppo.rollout.decoding_runners import CUDAGraphs, DecodingRunner, InvariantSteps
 from lightppo.rollout.engine import Capabilities, SamplingParams, progress_bar
 from lightppo.rollout.sampling import (
     StopCriteria,
@@ -61,11 +61,7 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = False
         # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training. Layers would be
         # compiled again for every kind of cache.
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            packed_weights(model),
-        ):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), packed_weights(model):
             yield
     finally:
         for module in training:
@@ -246,12 +242,14 @@ class HFRolloutEngine:
         texts = [""] * len(ids)
         if with_text:
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if stop.strings:
+            texts = [stop.trim(row_ids, text) for row_ids, text in zip(ids, texts)]
         return [
             Rollout(
                 prompt=prompt,
                 sample_index=sample_index,
                 response_ids=ids[row_index],
-                response_text=stop.trim(ids[row_index], texts[row_index]),
+                response_text=texts[row_index],
                 finish_reason="stop" if stopped[row_index] else "length",
                 log_probs=log_probs[row_index],
             )
@@ -266,13 +264,18 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
 ) -> HFRolloutEngine:
     """Make the engine of ``--rollout_engine hf``. Collective."""
+    runner: DecodingRunner | None = None
+    if config.engine.batch_invariant:
+        runner = InvariantSteps()
+    elif config.engine.hf_cuda_graphs:
+        runner = CUDAGraphs()
     return HFRolloutEngine(
         actor,
         tokenizer,
         micro_rollout_batch_size=rollout_rows(config),
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        runner=decoding_runner(config),
+        runner=runner,
     )
 
 

@@ -50,12 +50,7 @@ def in_any_order() -> Iterator[None]:
             torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
 
-def token_seeds(
-    seed: int,
-    prompt_index: int,
-    sample_index: int,
-    count: int,
-) -> np.ndarray:
+def token_seeds(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
     """Return the seeds of one request's tokens, (count,) odd int64; a longer request begins with the same seeds."""
     return _random_words(f"lightppo/{seed}/{prompt_index}/{sample_index}", count)
 
@@ -160,11 +155,7 @@ class TokenSampler:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
 
     def __call__(
-        self,
-        logits: Tensor,
-        seeds: Tensor,
-        step: int | Tensor,
-        history: Tensor | None,
+        self, logits: Tensor, seeds: Tensor, step: int | Tensor, history: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Sample one token per row of raw ``logits`` (B, V): tokens (B,) long, and log_probs (B,) float32.
 
@@ -224,8 +215,6 @@ def split_stops(
     Raises:
         ValueError: a string has a special token and more.
     """
-    if not strings:
-        return (), []
     special_tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
     for i, token in tokenizer.added_tokens_decoder.items():
         if token.special:
@@ -257,7 +246,10 @@ class StopCriteria:
         eos_ids: list[int],
         vocab_size: int,
     ) -> None:
-        self.strings, special_ids = split_stops(tokenizer, sampling.stop)
+        self.strings: tuple[str, ...] = ()
+        special_ids: list[int] = []
+        if sampling.stop:
+            self.strings, special_ids = split_stops(tokenizer, sampling.stop)
         stop_ids = (*sampling.stop_token_ids, *special_ids)
         unknown_ids = [i for i in stop_ids if i >= vocab_size]
         if unknown_ids:
@@ -280,8 +272,12 @@ class StopCriteria:
         ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
         """
         ended = self.is_stop[responses[rows, length - 1]]
-        if not self.strings:
-            return ended
+        if self.strings:
+            ended = ended | self._have_strings(responses, rows, length)
+        return ended
+
+    def _have_strings(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
+        """Return which rows have a stop string in the text of their last tokens."""
         end_positions = torch.as_tensor(length, device=rows.device).expand(len(rows))
         # (b, tail)
         columns = end_positions.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)
@@ -293,12 +289,10 @@ class StopCriteria:
         has_string = [
             any(string in tail_text for string in self.strings) for tail_text in tail_texts
         ]
-        return ended | torch.tensor(has_string, device=ended.device)
+        return torch.tensor(has_string, device=rows.device)
 
     def trim(self, response_ids: list[int], text: str) -> str:
         """Cut ``text``, the decoded ids, before the first stop string."""
-        if not self.strings:
-            return text
         search_start = len(
             self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True)
         )
@@ -317,7 +311,7 @@ def penalties_of(
     sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> Penalties | None:
     """Return the processor of logits that ``sampling`` needs; None: it changes none."""
-    word_ids = bad_word_ids(tokenizer, sampling.bad_words)
+    word_ids = bad_word_ids(tokenizer, sampling.bad_words) if sampling.bad_words else []
     completable = [ids for ids in word_ids if max(ids) < vocab_size]
     counts_tokens = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     if not counts_tokens and not completable and sampling.repetition_penalty == 1.0:
@@ -391,6 +385,7 @@ def check_sampled_tokens(building: Any) -> None:
         )
     try:
         bad_word_ids(building.tokenizer, options.get("bad_words", ()))
-        split_stops(building.tokenizer, options.get("stop", ()))
+        if stops := options.get("stop"):
+            split_stops(building.tokenizer, stops)
     except ValueError as error:
         raise ConfigError(f"--{error}") from error

@@ -16,6 +16,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.evaluation_options import evaluation_config
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
+    adds_teacher,
     estimator_entry,
     generation_batch,
     moves_reference,
@@ -46,7 +47,7 @@ from lightppo.plugin import (
 )
 from lightppo.preflight.budget import rows_that_fit
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import source_of
+from lightppo.rewards.registry import asks_outside, source_of
 from lightppo.rewards.reward_source import (
     AsyncScorer,
     NoReward,
@@ -268,8 +269,13 @@ def build_maker(parts: PPOParts, own_training_step: bool) -> ExperienceMaker:
     old_log_probs = old_log_probs_from(config, exact_rollout)
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"
-    pass_of_teacher = teacher_pass(config, parts.frozen)
-    teacher_term = advantage_term(config)
+    passes = {}
+    advantage_terms = []
+    if TEACHER in parts.frozen:
+        if (pass_of_teacher := teacher_pass(config, parts.frozen[TEACHER])) is not None:
+            passes[TEACHER] = pass_of_teacher
+        if adds_teacher(config):
+            advantage_terms.append(advantage_term(config))
     return ExperienceMaker(
         parts.actor,
         parts.critic,
@@ -277,8 +283,8 @@ def build_maker(parts: PPOParts, own_training_step: bool) -> ExperienceMaker:
         strategy,
         parts.kl_ctl,
         config,
-        passes={} if pass_of_teacher is None else {TEACHER: pass_of_teacher},
-        advantage_terms=[] if teacher_term is None else [teacher_term],
+        passes=passes,
+        advantage_terms=advantage_terms,
         rewarded=not isinstance(parts.reward_source, NoReward),
         value_norm=parts.value_norm,
         old_log_probs=old_log_probs,
@@ -449,14 +455,17 @@ def build_reward(
     flag: str = "--reward_fn",
 ) -> RewardSource:
     """Return what scores the samples of a run; ``flag`` is what errors call the reward function."""
-    request = RewardRequest(config, tokenizer, ranks, reward_models, flag, around=taped)
+    around = taped if asks_outside(config) else None
+    request = RewardRequest(config, tokenizer, ranks, reward_models, flag, around)
     if estimator_entry(config).ignores_scores and not request.names:
         return NoReward()
     with as_config_error():
         source = source_of(request)
         if config.verifier.check_xml_format:
             source = with_xml_format(source, request)
-        return unless_failed(source, request)
+        if config.episodes.env or config.episodes.tools:
+            return unless_failed(source)
+        return source
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
@@ -517,4 +526,6 @@ def build_rollout_engine(
     else:
         fitting = config
     engine = make_engine(fitting, strategy, actor, tokenizer)
-    return with_episodes(engine, config, strategy, tokenizer)
+    if config.episodes.env or config.episodes.tools:
+        return with_episodes(engine, config, strategy, tokenizer)
+    return engine

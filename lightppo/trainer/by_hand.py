@@ -13,7 +13,6 @@ from lightppo.config import PPOConfig
 from lightppo.config.rules import (
     estimator_entry,
     micro_batch_spec,
-    moves_reference,
     needs_critic,
     needs_reference,
     needs_teacher,
@@ -84,9 +83,9 @@ def check_models(
         )
 
 
-def check_reference(config: PPOConfig, initial_model: Any) -> None:
-    """Raise ConfigError for a reference that should move and cannot."""
-    if moves_reference(config) and not hasattr(initial_model, "parameters"):
+def check_moving_reference(initial_model: Any) -> None:
+    """Raise ConfigError for a reference that cannot move."""
+    if not hasattr(initial_model, "parameters"):
         raise ConfigError(
             "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "
             "without its adapters: leave them out, or pass another initial_model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,12 +65,11 @@ def check_teacher(building: Any) -> None:
 # -- over the rollout ------------------------------------------------------------------------------------------------
 
 
-def teacher_pass(config: PPOConfig, models: Mapping[str, Any]) -> RolloutPass | None:
-    """Return the teacher's pass over the rollout; ``None``: it makes a pass in training, or there is no teacher."""
+def teacher_pass(config: PPOConfig, teacher: Any) -> RolloutPass | None:
+    """Return the teacher's pass over the rollout; ``None``: it makes a pass in training."""
     k = config.distill.distill_topk
-    if TEACHER not in models or not (adds_teacher(config) or k is not None):
+    if not adds_teacher(config) and k is None:
         return None
-    teacher = models[TEACHER]
     on_servers = isinstance(teacher, TeacherServers)
     score = teacher.score_actions
     if k is not None:
@@ -115,10 +114,8 @@ def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tenso
 # -- in the advantages -----------------------------------------------------------------------------------------------
 
 
-def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor] | None:
-    """Return the teacher's term of the advantages; ``None`` without ``--distill_by advantage``."""
-    if not adds_teacher(config):
-        return None
+def advantage_term(config: PPOConfig) -> Callable[[Experience], Tensor]:
+    """Return the teacher's term of the advantages, of ``--distill_by advantage``."""
     coef = config.distill.distill_coef
     discount = config.distill.distill_discount
 
@@ -149,14 +146,12 @@ def teacher_advantages(
 # -- in the loss -----------------------------------------------------------------------------------------------------
 
 
-def score_term(config: PPOConfig, models: Mapping[str, Any]) -> ScoreTerm | None:
-    """Return the teacher's term of the actor's loss; ``None`` without ``--distill_by loss``."""
+def score_term(config: PPOConfig, teacher: Any) -> ScoreTerm:
+    """Return the teacher's term of the actor's loss, of ``--distill_by loss``."""
     distill = config.distill
-    if TEACHER not in models or distill.distill_by != "loss":
-        return None
     aggregate = LOSS_AGG_MODES.find(config.loss.loss_agg_mode).fn
     if distill.distill_topk is None:
-        loss = WholeLoss(models[TEACHER], divergence_of(distill.distill_beta), aggregate)
+        loss = WholeLoss(teacher, divergence_of(distill.distill_beta), aggregate)
     else:
         loss = TopLoss(distill.distill_beta, distill.distill_tail, aggregate)
     return ScoreTerm(loss, distill.distill_coef, logits=True)

@@ -35,14 +35,6 @@ class DueTimes:
         return is_due
 
 
-def timed_saves(run: Any) -> TimedSaves | None:
-    """Make the callback that asks for checkpoints; ``None``: the run saves none before its end."""
-    options = run.config.checkpoint
-    if options.save_steps <= 0 and options.save_epochs is None and options.save_seconds is None:
-        return None
-    return TimedSaves()
-
-
 class TimedSaves(Callback):
     """Checkpoints by ``--save_steps``, ``--save_epochs`` and ``--save_seconds``; each begins the seconds anew."""
 

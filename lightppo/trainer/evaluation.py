@@ -194,6 +194,8 @@ _PRINTED = ("loss", "accuracy", "reward", "margin")
 class Evaluation(Callback):
     """Asks ``run.evaluator``: ``evaluate(step)`` returns metrics ``eval/<name>``. It is ``run.evaluation``.
 
+    The loop says when. Here is what precedes the first step.
+
     A checkpoint keeps the last evaluation: a resumed run need not do it again.
     """
 
@@ -206,27 +208,14 @@ class Evaluation(Callback):
 
     def before_steps(self, run: Any) -> None:
         """Do the evaluation that a resumed run lacks, or that before training. Collective."""
+        if run.evaluator is None:
+            return
         step = run.state.global_step
-        if run.only_evaluates:
-            self.evaluate(run, step)
-        elif step > 0:
-            if run.owns_parts and self._is_due(run):
-                self.evaluate(run, step)
-        elif run.config.evaluation.val_before_train:
-            self.evaluate(run, step)
-
-    def votes(self, run: Any) -> Mapping[str, float]:
-        return {"evaluate": float(self._is_due(run))}
-
-    def _is_due(self, run: Any) -> bool:
-        """Tell whether ``--eval_steps`` asks for an evaluation after this step; without it one follows an episode."""
-        eval_steps = run.config.evaluation.eval_steps
-        if eval_steps == -1:
-            return run.finished_episodes is not None
-        return eval_steps > 0 and run.state.global_step % eval_steps == 0
-
-    def evaluate(self, run: Any, step: int) -> None:
-        if run.evaluator is not None:
+        if step == 0:
+            is_due = run.config.evaluation.val_before_train
+        else:
+            is_due = run.owns_parts and run.evaluation_is_due()
+        if run.only_evaluates or is_due:
             self.evaluate_step(step)
 
     def evaluate_step(self, step: int) -> Mapping[str, float]:
@@ -256,7 +245,9 @@ class Evaluation(Callback):
         added: dict[str, float] = {}
         for callback in run.callbacks:
             numbers_added = callback.on_evaluation(run, step, {**result, **seconds, **added})
-            added |= numbers_of(callback, "on_evaluation", numbers_added)
+            if id(callback) not in run.callbacks.own:
+                numbers_added = numbers_of(callback, "on_evaluation", numbers_added)
+            added |= numbers_added or {}
         self.result = dict(result) | added
         return self.result
 

@@ -13,7 +13,7 @@ from lightppo.errors import ConfigError
 
 
 class Exports(Callback):
-    """Exports what is due, keeps the best, and after a resume makes what an interrupted run lacks.
+    """Exports with checkpoints, keeps the best, and after a resume makes what an interrupted run lacks.
 
     A checkpoint keeps the value to pass. ``best_hf`` may be of a later step, or of another run.
     """
@@ -52,11 +52,6 @@ class Exports(Callback):
                 f"{folder} is of step {note['step']}, which this run does again: it stays until a step is the best"
             )
 
-    def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
-        if _is_due(run, step):
-            with run.saving("save"):
-                save_hf(run.checkpointer, run.ckpt_path, step)
-
     def on_evaluation(self, run: Any, step: int, result: Any) -> None:
         if (metric := _metric(run)) is not None:
             self._keep_best(run, step, metric)
@@ -93,6 +88,15 @@ class Exports(Callback):
         # With --resume PATH another run goes on, whose best_hf is another one.
         if (state["run"], state["metric"]) == (self.run.checkpointer.run, _metric(self.run)):
             self.best = state["value"]
+
+
+class TimedExports(Callback):
+    """Exports the actor every ``--hf_save_steps`` steps."""
+
+    def on_step_end(self, run: Any, step: int, metrics: Any) -> None:
+        if _is_due(run, step):
+            with run.saving("save"):
+                save_hf(run.checkpointer, run.ckpt_path, step)
 
 
 def _is_due(run: Any, step: int) -> bool:

@@ -301,6 +301,13 @@ class TrainingLoop:
         }
         return ", ".join(f"--{name} {limit}" for name, limit in reached.items())
 
+    def evaluation_is_due(self) -> bool:
+        """Tell whether ``--eval_steps`` asks for an evaluation after this step; without it one follows an episode."""
+        eval_steps = self.config.evaluation.eval_steps
+        if eval_steps == -1:
+            return self.state.consumed_prompts == 0
+        return eval_steps > 0 and self.state.global_step % eval_steps == 0
+
     def saved_models(self) -> list[str]:
         """Return the folders of what :meth:`save_model` writes."""
         return [self.config.checkpoint.save_path]
@@ -381,7 +388,7 @@ class TrainingLoop:
         """
         status = dict(status) | self.timer.reset() | self.saving.reset()
         metrics = with_namespace(status, self.full_names)
-        if self.bar is not None:
+        if self.bar is not None and not self.bar.disable:
             self.bar.set_postfix(on_bar(status), refresh=False)
         if step % self.config.logging.logging_steps == 0 or step == self.total_steps:
             self.strategy.print(self.line(step, self.total_steps, metrics))
@@ -396,13 +403,17 @@ class TrainingLoop:
 
     def vote(self, step: int) -> dict[str, float]:
         """Return the votes of all callbacks on all ranks, in one collective; callbacks get to know them. Collective."""
-        votes = self.strategy.all_reduce(self.callbacks.votes(self), "sum")
+        own_votes = self.callbacks.votes(self)
+        own_votes["evaluate"] += self.evaluation_is_due()
+        votes = self.strategy.all_reduce(own_votes, "sum")
         for callback in self.callbacks.having("on_votes"):
             callback.on_votes(self, step, votes)
         return votes
 
     def ask_for_evaluation(self, step: int) -> None:
-        """Let a callback evaluate the weights. Collective."""
+        """Evaluate the weights, and let callbacks do so. Collective."""
+        if self.evaluator is not None:
+            self.evaluation.evaluate_step(step)
         for callback in self.callbacks.having("evaluate"):
             callback.evaluate(self, step)
 

@@ -19,7 +19,7 @@ from lightppo.compat.constructor_options import (
 from lightppo.compat.own_steps import give_router_loss
 from lightppo.compat.script_members import KLState, ScriptMembers, as_prompts, own_fit
 from lightppo.config import PPOConfig
-from lightppo.config.rules import steps_per_episode, trains
+from lightppo.config.rules import moves_reference, steps_per_episode, trains
 from lightppo.data.records import Prompt
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import ConfigError, NonFiniteError
@@ -37,7 +37,7 @@ from lightppo.trainer.build import (
 )
 from lightppo.trainer.by_hand import (
     check_models,
-    check_reference,
+    check_moving_reference,
     judge_of,
     reward_source_of,
     sample_texts,
@@ -125,7 +125,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             if options.get("gradient_checkpointing"):
                 for model in filter(None, (actor, critic)):
                     model.gradient_checkpointing_enable()
-        check_reference(config, initial_model)
+        if moves_reference(config):
+            check_moving_reference(initial_model)
         engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
         self.reward_fn = reward_fn
         self.remote_rm_url = remote_rm_url
@@ -137,15 +138,18 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if eval_prompts is not None:
             judge = judge_of(eval_reward_fn, source)
             evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
-        terms: dict[str, Any] = {"pretraining": Pretraining(config.algorithm.ptx_coef, strategy)}
-        terms |= loss_terms
+        # One of the terms as soon as it has text; checkpoints keep its state anyway.
+        self.pretraining: Any = loss_terms.get("pretraining")
+        if self.pretraining is None:
+            self.pretraining = Pretraining(config.algorithm.ptx_coef, strategy)
         if pretrain_dataloader is not None:
-            terms["pretraining"].batches = endless(pretrain_dataloader)
+            self.pretraining.batches = endless(pretrain_dataloader)
+            loss_terms = {"pretraining": self.pretraining, **loss_terms}
         parts = PPOParts(
             strategy, actor, critic, reward_model, initial_model,
             actor_optim, critic_optim, actor_scheduler, critic_scheduler,
             config=config, tokenizer=tokenizer, reward_source=source, rollout_engine=engine, frozen=frozen,
-            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=terms, evaluator=evaluator,
+            followers=followers, prompts_dataloader=prompts_dataloader, loss_terms=loss_terms, evaluator=evaluator,
             origin=origin or Origin(),
         )  # fmt: skip
         own_actor_step = self.overrides("training_step", "training_step_actor")
@@ -193,6 +197,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
             "kl_ctl": self.kl_ctl,
             **self.experience_maker.shaper.states,
             "value_statistics": self.value_norm,
+            "pretraining": self.pretraining,
             **self.loss_terms,
         }
         for name, stateful in states.items():

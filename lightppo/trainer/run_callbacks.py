@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.config import PPOConfig
+from lightppo.config.checkpoint_options import CheckpointConfig
 from lightppo.config.rules import moves_reference
 from lightppo.distributed.signals import StopAtSignal
-from lightppo.experience.rollout_check import watch
-from lightppo.logging.alarms import AlarmBell
+from lightppo.experience.rollout_check import tolerance_of
+from lightppo.logging.alarms import AlarmBell, DriftWatch
 from lightppo.logging.evaluations import Evaluations
 from lightppo.logging.performance import GPUMemory, Profiles, Speeds
 from lightppo.logging.recorder import Recorder
@@ -20,13 +22,14 @@ from lightppo.logging.samples import keep_samples
 from lightppo.logging.skipped_batches import skipped_in_a_row
 from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
+from lightppo.rewards.registry import asks_outside
 from lightppo.rollout.balancing import Balancing
 from lightppo.rollout.sampler import keep_surplus
 from lightppo.rollout.vllm.lora_adapters import PushedBytes
 from lightppo.rollout.vllm.offload_optimizer import SleepAfterEvaluation
-from lightppo.trainer.due_times import timed_saves
+from lightppo.trainer.due_times import TimedSaves
 from lightppo.trainer.evaluation import Evaluation
-from lightppo.trainer.exports import Exports
+from lightppo.trainer.exports import Exports, TimedExports
 from lightppo.trainer.prompts import prompt_filter
 
 
@@ -37,19 +40,20 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
     """
     early_callbacks = [
         Speeds() if run.samples_tokens else None,
-        timed_saves(run),
+        TimedSaves() if saves(run.config.checkpoint) else None,
         Evaluation(run),
         prompt_filter(run),
         followers(run),
         keep_surplus(run),
         *of_rollouts(run),
-        watch(run),
-        *_of_episodes(run),
+        drift_watch(run),
+        *(of_episodes(run) if run.samples_tokens else ()),
         Exports(run),
+        TimedExports() if run.config.checkpoint.hf_save_steps > 0 else None,
         Profiles(run.config.logging.profile_steps) if run.config.logging.profile_steps else None,
         GPUMemory() if run.strategy.device.type == "cuda" else None,
-        Evaluations(run),
-        ClosingLines(run),
+        Evaluations(),
+        ClosingLines(),
         skipped_in_a_row(run),
         AlarmBell(run),
         keep_samples(run) if run.samples_tokens else None,
@@ -58,12 +62,28 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
     late_callbacks = [
         None if run.keeps else DryRun(),
         Recorder(run),
-        RunSummary(run),
-        StopAtSignal(run),
+        RunSummary(),
+        StopAtSignal(),
         *(entry.fn(run) for entry in CALLBACKS.values() if entry.after_yours),
     ]
     callbacks = (*early_callbacks, *user_callbacks, *late_callbacks)
     return [callback for callback in callbacks if callback is not None]
+
+
+def saves(options: CheckpointConfig) -> bool:
+    """Tell whether a run writes checkpoints before its end."""
+    return (
+        options.save_steps > 0
+        or options.save_epochs is not None
+        or options.save_seconds is not None
+    )
+
+
+def drift_watch(run: Any) -> DriftWatch | None:
+    """Make the callback of a PPO run, whatever its engine is; None with ``--rollout_check off``."""
+    if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
+        return None
+    return DriftWatch(tolerance_of(run.config, run.strategy))
 
 
 def of_rollouts(run: Any) -> list[Callback]:
@@ -79,14 +99,16 @@ def of_rollouts(run: Any) -> list[Callback]:
     return callbacks
 
 
-def _of_episodes(run: Any) -> list[Callback | None]:
+def of_episodes(run: Any) -> list[Callback | None]:
     """Make the callbacks of a run that samples: of its tape, and of its episodes."""
-    if not run.samples_tokens:
-        return []
-    from lightppo.episodes.episode_metrics import episode_metrics
+    from lightppo.episodes.episode_metrics import EpisodeMetrics
     from lightppo.episodes.tape import tape_callback
 
-    return [tape_callback(run), episode_metrics(run)]
+    sums = getattr(run.rollout_engine, "episode_sums", None)
+    return [
+        tape_callback(run) if asks_outside(run.config) else None,
+        None if sums is None else EpisodeMetrics(sums),
+    ]
 
 
 # -- models that follow the actor: a moving average, and a reference that moves ---------------------------------------

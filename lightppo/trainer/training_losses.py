@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import KLEstimate
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import Aggregation, LossNormalizer, token_mean
-from lightppo.config import LossConfig, PPOConfig
+from lightppo.config import LossConfig
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
 from lightppo.models.batches import on_cpu, to_device
@@ -199,21 +198,6 @@ def critic_loss(
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
 
 
-def build_policy_loss(config: PPOConfig) -> PolicyLoss:
-    """Return the policy loss of a resolved config."""
-    loss = config.loss
-    return PolicyLoss(
-        loss.eps_clip_low,
-        loss.eps_clip_high,
-        policy_loss=loss.policy_loss,
-        loss_agg_mode=loss.loss_agg_mode,
-        options={
-            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
-        },
-        horizon=float(config.rollout.generate_max_len),
-    )
-
-
 # -- the logged entropy, of a sample of the tokens: of all it takes as long as half of the log softmax ----------------
 
 
@@ -251,16 +235,16 @@ class EntropySample:
         return mean, entropy.masked_fill(~computed, torch.nan)
 
 
-def entropy_sample(
-    experience: Experience, tokens: float, rows: Iterable[int] = ()
-) -> EntropySample | None:
-    """Return the tokens of a micro batch that are in the sample of a step of ``tokens``; ``None``: all are.
+def sample_stride(tokens: float) -> int:
+    """Return how many tokens of a step of ``tokens`` each token of the sample stands for; 1: all are in the sample."""
+    return max(1, min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE))
+
+
+def entropy_sample(experience: Experience, stride: int, rows: Iterable[int] = ()) -> EntropySample:
+    """Return the tokens of a micro batch that are in the sample, and those of ``rows``.
 
     The choice depends on the ids of a row alone, so the logged mean depends neither on micro batches nor on ranks.
     """
-    stride = min(_LARGEST_STRIDE, int(tokens) // _ENTROPY_SAMPLE)
-    if stride < 2:
-        return None
     ids, attention_mask, mask = map(
         on_cpu, (experience.sequences, experience.attention_mask, experience.action_mask)
     )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES
-from lightppo.algorithms.losses import ValueLoss
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.compat.own_steps import (
     lone_part,
@@ -37,16 +37,16 @@ from lightppo.models.actor import ActionScores
 from lightppo.models.batches import layout_of_all
 from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import nothing_scored
-from lightppo.trainer.distillation import score_term
+from lightppo.trainer.distillation import TEACHER, score_term
 from lightppo.trainer.training_losses import (
     Metrics,
     ScoreTerm,
     TermLoss,
     actor_loss,
-    build_policy_loss,
     critic_loss,
     entropy_sample,
     kl_to_reference,
+    sample_stride,
 )
 from lightppo.zero3 import find_engine
 
@@ -119,8 +119,8 @@ class Update:
         if config.algorithm.use_kl_loss:
             reads_logits = self.experience_maker.kl_of_models is not None
             self.score_terms.append(ScoreTerm(self.kl_loss, logits=reads_logits))
-        if (teacher_term := score_term(config, self.frozen)) is not None:
-            self.score_terms.append(teacher_term)
+        if TEACHER in self.frozen and config.distill.distill_by == "loss":
+            self.score_terms.append(score_term(config, self.frozen[TEACHER]))
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer. Collective.
@@ -175,17 +175,13 @@ class Update:
         if self.has_own_steps:
             micro_batches = weighed_by_samples(self, micro_batches)
             critic_batches = critic_batches and weighed_by_samples(self, critic_batches)
-        results = []
         if critic_batches is None:
-            for experience in micro_batches:
-                results.append((experience, self.training_step(experience, global_steps)))
+            results = [
+                (experience, self.training_step(experience, global_steps))
+                for experience in micro_batches
+            ]
         else:
-            with self.timer("actor_update"):
-                for experience in micro_batches if self.actor_trains(global_steps) else ():
-                    results.append((experience, self.training_step_actor(experience)))
-            with self.timer("critic_update"):
-                for experience in critic_batches if self.critic is not None else ():
-                    results.append((experience, self.training_step_critic(experience)))
+            results = self._train_apart(micro_batches, critic_batches, global_steps)
         # A placeholder says nothing but the losses of further terms.
         term_metrics = [name for term in self.loss_terms.values() for name in term.metrics]
         statuses = []
@@ -195,8 +191,22 @@ class Update:
             if not experience.part.has_samples:
                 numbers = {name: numbers[name] for name in numbers if name in term_metrics}
             statuses.append(without_means(numbers) if self.has_own_steps else numbers)
-        self.samples.read()
+        if self.samples.unread:
+            self.samples.read()
         return statuses
+
+    def _train_apart(
+        self, micro_batches: Sequence[Experience], critic_batches: Sequence[Experience], step: int
+    ) -> list[tuple[Experience, Status]]:
+        """Train the actor, then the critic on micro batches of its own."""
+        results = []
+        with self.timer("actor_update"):
+            for experience in micro_batches if self.actor_trains(step) else ():
+                results.append((experience, self.training_step_actor(experience)))
+        with self.timer("critic_update"):
+            for experience in critic_batches if self.critic is not None else ():
+                results.append((experience, self.training_step_critic(experience)))
+        return results
 
     # -- one micro batch -----------------------------------------------------------------------------------------
 
@@ -230,8 +240,10 @@ class Update:
         part = experience.part or self.lone_part(experience)
         sample = None  # the tokens whose entropy is logged, where nothing else needs it; None: all
         if not (self.config.loss.entropy_coef > 0 or self.token_weights):
-            rows = self.callbacks.entropy_rows(self, experience)
-            sample = entropy_sample(experience, part.normalizer.tokens, rows)
+            stride = sample_stride(part.normalizer.tokens)
+            if stride > 1:
+                rows = self.callbacks.entropy_rows(self, experience)
+                sample = entropy_sample(experience, stride, rows)
         self.actor.train()
         loss, metrics, log_probs, entropy = actor_loss(
             self.actor,
@@ -405,6 +417,21 @@ class Update:
             self.callbacks.on_optimizer_step(self, name)
             status[f"{name}_grad_norm"] = outcome.grad_norm
         return status | {f"{name}_{key}": value for key, value in outcome.metrics().items()}
+
+
+def build_policy_loss(config: PPOConfig) -> PolicyLoss:
+    """Return the policy loss of a resolved config."""
+    loss = config.loss
+    return PolicyLoss(
+        loss.eps_clip_low,
+        loss.eps_clip_high,
+        policy_loss=loss.policy_loss,
+        loss_agg_mode=loss.loss_agg_mode,
+        options={
+            name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults
+        },
+        horizon=float(config.rollout.generate_max_len),
+    )
 
 
 # -- early stop -------------------------------------------------------------------------------------------------------

@@ -328,7 +328,8 @@ def test_a_mark_with_a_flipped_bit_is_named_and_the_last_whole_checkpoint_taken(
         flipped[place // 8] ^= 1 << place % 8
         (tmp_path / "latest").write_bytes(flipped)
         caplog.clear()
-        found = last_undamaged(checkpointer(ema=True), tmp_path, False, None)
+        mine = checkpointer(ema=True)
+        found = last_undamaged(mine, tmp_path, mine.candidates(tmp_path), False, None)
         assert found == ("global_step1" if flipped == b"global_step1" else "global_step2")
         if flipped.decode(errors="replace").strip() != "global_step2":
             assert f"{tmp_path}/latest names" in caplog.text

@@ -75,10 +75,6 @@ def names_of(engine) -> list[str]:
     return [tool["function"]["name"] for one in engine.formats.values() for tool in one.tools]
 
 
-def test_without_environments_the_engine_stays_as_it_is(engine_of):
-    assert isinstance(engine_of(), Puppet)
-
-
 def test_tools_of_functions(engine_of):
     assert names_of(engine_of(tools=("double,half",))) == ["double", "half"]
 

@@ -24,7 +24,8 @@ from lightppo.episodes.rewards import EnvironmentReward
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
-from lightppo.trainer.training_losses import actor_loss, build_policy_loss
+from lightppo.trainer.training_losses import actor_loss
+from lightppo.trainer.update import build_policy_loss
 
 GROUPED = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "init_kl_coef": 0}
 COUNTING = Path(__file__).with_name("counting.py")

@@ -14,8 +14,10 @@ from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.rollout_check import DriftWatch, RolloutCheck, check_first, watch
+from lightppo.experience.rollout_check import RolloutCheck, check_first
+from lightppo.logging.alarms import DriftWatch
 from lightppo.models.actor import Actor
+from lightppo.trainer.run_callbacks import drift_watch
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +247,7 @@ def test_every_engine_is_watched_unless_it_is_off(options, watched):
         run = SimpleNamespace(
             config=PPOConfig.from_flat(rollout_engine=engine, **options), strategy=FakeStrategy()
         )
-        assert (watch(run) is not None) == watched
+        assert (drift_watch(run) is not None) == watched
 
 
 def test_the_first_batch_is_compared_before_it_is_scored(actor):

@@ -63,7 +63,6 @@ def test_a_dump_has_the_overlong_penalty(tmp_path):
     assert "score 2 · acc 1 · overlong 1 · overlong_reward -1" in examined(dumped[0])
     assert rollouts[0].reward == 3.0  # what trains is shaped elsewhere
     assert rollouts[0].extras == {"acc": 1.0}
-    assert with_overlong(rollouts, max_len=10, buffer_len=None, penalty_factor=None) == rollouts
 
 
 def decode(ids: list[int]) -> str:

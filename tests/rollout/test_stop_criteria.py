@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_special_token_is_a_stop_id(tokenizer):
     assert lengths_until_end(stop, [5, 4, unknown, 3]) == 1  # "c"
     assert lengths_until_end(stop, [4, 4, unknown, 3]) == 3
     assert stop.trim([4, 4, unknown], "bb") == "bb"
+    tokenizer = deepcopy(tokenizer)  # other tests have this one, too
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)  # without a name of its own
     stop = StopCriteria(tokenizer, SamplingParams(stop=("<|im_end|>",)), eos_ids=[1], vocab_size=31)
     assert (stop.ids, stop.strings) == ([1, 30], ())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import adds_teacher
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker, RolloutPass
 from lightppo.models.actor import ActionScores
@@ -88,8 +89,8 @@ def maker(
     config = PPOConfig.from_flat(
         {"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options
     ).resolved()
-    of_teacher = teacher_pass(config, {"teacher": TablePolicy(TEACHER)} if teacher else {})
-    term = advantage_term(config)
+    of_teacher = teacher_pass(config, TablePolicy(TEACHER)) if teacher else None
+    term = advantage_term(config) if adds_teacher(config) else None
     return ExperienceMaker(
         TablePolicy(POLICY),
         TableCritic() if critic else None,

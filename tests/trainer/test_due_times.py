@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import PPOConfig
-from lightppo.trainer.due_times import DueTimes, timed_saves
+from lightppo.trainer.due_times import DueTimes
+from lightppo.trainer.run_callbacks import saves
 
 
 class Clock:
@@ -72,8 +71,7 @@ def test_whichever_comes_first_starts_the_clock_anew():
     ],
 )
 def test_a_run_that_saves_only_its_end_has_no_clock(options, is_made):
-    run = SimpleNamespace(config=PPOConfig.from_flat(**options))
-    assert (timed_saves(run) is not None) is is_made
+    assert saves(PPOConfig.from_flat(**options).checkpoint) is is_made
 
 
 def test_rank_0_clock_decides_for_all():

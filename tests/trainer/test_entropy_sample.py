@@ -18,7 +18,7 @@ from lightppo import Callback, PPOTrainer
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.experience.experience import Experience
 from lightppo.trainer import training_losses as sampling
-from lightppo.trainer.training_losses import entropy_sample, systematic_sample
+from lightppo.trainer.training_losses import entropy_sample, sample_stride, systematic_sample
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -141,12 +141,10 @@ def test_a_small_step_is_no_sample():
         torch.ones(1, 5, dtype=torch.long),
         torch.ones(1, 4).bool(),
     )
-    assert entropy_sample(rows, tokens=4095.0) is None
-    assert entropy_sample(rows, tokens=4096.0).stride == 2
-    assert entropy_sample(rows, tokens=1e9).stride == 8
+    assert [sample_stride(tokens) for tokens in (0.0, 4095.0, 4096.0, 1e9)] == [1, 1, 2, 8]
     cut = replace(rows, action_mask=torch.tensor([[True, False, True, True]]))
     # 1 + 5 and 3 + 5
-    assert entropy_sample(cut, tokens=4096.0).counted.tolist() == [[True, False, False, True]]
+    assert entropy_sample(cut, stride=2).counted.tolist() == [[True, False, False, True]]
     assert LossNormalizer.from_masks([cut.action_mask]).tokens == 3
 
 

@@ -91,7 +91,7 @@ def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
     mine = idle_loop(tmp_path, evaluates=False, eval_steps=1)
     mine.run(3)
     mine.end()
-    mine.evaluation.evaluate(mine, 3)
+    mine.ask_for_evaluation(3)
     assert mine.evaluation.result is None
     assert "eval/accuracy" not in (tmp_path / "metrics.jsonl").read_text()
 

@@ -157,7 +157,7 @@ def test_many_ranks_share_what_the_servers_take(build, fakes):
 def test_they_share_out_all_samples_of_a_rank(build, fakes):
     """Whatever the size of micro batches."""
     config = PPOConfig.from_flat(teacher_url=[server.url for server in fakes])
-    made = teacher_pass(config, {"teacher": build()})
+    made = teacher_pass(config, build())
     assert made.takes_all
     experience = made.run(Experience(SEQUENCES, MASK, MASK[:, 3:].bool()))
     assert experience["teacher_log_probs"].shape == (3, 3)

@@ -198,12 +198,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *arguments: Any,
-    **options: Any,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Rotate as transformers' ``apply_rotary_pos_emb``: (B, H, S, D) twice, by angles with cos and sin (B, S, D)."""
     if arguments or options or not q.dtype == k.dtype == cos.dtype:

@@ -285,7 +285,9 @@ class Requests:
                 f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {description}"
             )
         check_drawn(prompt, log_probs)
-        text = self._stop.trim(ids, self._tokenizer.decode(ids, skip_special_tokens=True))
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if self._stop.strings:
+            text = self._stop.trim(ids, text)
         return Rollout(
             prompt, sample_index, ids, text, finish_reason, [float(value) for value in log_probs]
         )
