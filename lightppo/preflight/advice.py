@@ -101,8 +101,8 @@ def advice(config: PPOConfig) -> list[str]:
     )
     if rollout.max_staleness > 0 and is_uncorrected:
         lines.append(
-            f"--max_staleness {rollout.max_staleness} with --rollout_correction none: samples of older weights train as if the "
-            "newest had sampled them: leave --rollout_correction out, then it is decoupled"
+            f"--max_staleness {rollout.max_staleness} with --rollout_correction none: samples of older weights train as "
+            "if the newest had sampled them: leave --rollout_correction out, then it is decoupled"
         )
     return lines
 
