@@ -195,13 +195,14 @@ def variables(threads: int) -> dict[str, str]:
 
 def measure(
     workload: AsyncWorkload,
-    side: Side,
+    name: str,
     address: tuple[str, int] | None,
     folder: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, float]]:
-    """Run one side; return its steps without those that warm up."""
-    output = folder / "output"
+    """Run the side of that name; return its steps without those that warm up."""
+    side = SIDES[name]
+    output = folder / name.replace(" ", "-")
     shutil.rmtree(output, ignore_errors=True)
     work = replace(
         WORKLOADS["W2"], prompts=workload.prompts, samples_per_prompt=workload.samples_per_prompt
@@ -218,7 +219,7 @@ def measure(
     with busy_times.reading():
         run(
             [*pinned(side.cores), sys.executable, "examples/train_ppo.py", *flags],
-            log=folder / "trainer.log",
+            log=output.with_suffix(".log"),
             timeout=options.timeout,
             **variables(len(side.cores)),
         )
@@ -277,8 +278,8 @@ def measure_workload(
     for _ in range(options.rounds):
         with pinned_server(workload, folder) as address:
             for name in ("synchronous", "ahead"):
-                steps[name] += measure(workload, SIDES[name], address, folder, options)
-        steps["in process"] += measure(workload, SIDES["in process"], None, folder, options)
+                steps[name] += measure(workload, name, address, folder, options)
+        steps["in process"] += measure(workload, "in process", None, folder, options)
     return workload_result(workload, {name: side_result(one) for name, one in steps.items()})
 
 
