@@ -203,7 +203,7 @@ TIMED = {
 }
 
 _PERF = {
-    "time_rollout": "seconds of generation",
+    "time_rollout": "seconds of generation; with --max_staleness, of waiting for it",
     "time_greedy": "seconds of generating the greedy answers for `remax`, part of time_rollout",
     "time_reward": "seconds of scoring",
     "time_experience": "seconds of forward passes and advantages",

@@ -19,6 +19,9 @@ __all__ = ["assets", "made", "make_config", "parts", "trainer_with", "world"]
 gc.disable()  # until all is imported, which is no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Compiled files are kept, as Docker images often forbid: compiling all tests takes each test process six seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # For tiny models, threads that read weights cost more than they save.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -276,18 +276,24 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                         # 5 the next rollouts are on-policy
                         self.rollout_engine.sync_weights(self.actor)
                     self.control_kl(status)  # 6
-                # an episode ends when its prompts and the samples that wait are used
-                waiting = self.sampler.ahead is not None and self.next_prompts is None
-                ended = prompts.exhausted and collected.surplus == 0 and not waiting
-                used = self.strategy.all_reduce(prompts.taken - taken, "sum")
-                self.state.finish_step(used, last_of_episode=ended)
-                if self.next_prompts is not None:
-                    self.state.consumed_prompts = self.strategy.all_reduce(
-                        self.next_prompts.taken, "sum"
-                    )
+                self.count_prompts(prompts, taken, collected.surplus)
                 if self.finish_step(step, status):  # 7 logged, evaluated, saved
                     break
             self.finish()
+
+    def count_prompts(self, prompts: EpisodePrompts, taken: int, surplus: int) -> None:
+        """Count the step and the prompts that it took, those sampled ahead included. Collective.
+
+        ``taken``: those of the episode that were taken before; ``surplus`` as of :meth:`sample_ahead`.
+        """
+        # An episode ends when its prompts and the samples that wait are used.
+        has_samples_ahead = self.sampler.ahead is not None and self.next_prompts is None
+        ended = prompts.exhausted and surplus == 0 and not has_samples_ahead
+        used = self.strategy.all_reduce(prompts.taken - taken, "sum")
+        self.state.finish_step(used, last_of_episode=ended)
+        if self.next_prompts is not None:
+            used_of_next = self.strategy.all_reduce(self.next_prompts.taken, "sum")
+            self.state.consumed_prompts = used_of_next
 
     def sample_ahead(self, prompts: EpisodePrompts, step: int, surplus: int) -> None:
         """With ``--max_staleness 1``, begin to sample what the next step trains on, while this one trains. Collective.

@@ -22,6 +22,12 @@ def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
     )
 
 
+@pytest.mark.long  # each stage and each dtype above
+def test_every_stage_in_every_dtype(run_checks):
+    run_checks("files.py", "check_write", every_case=True)
+    run_checks("files.py", "check_resume", every_case=True)
+
+
 def test_no_file_of_a_checkpoint_can_run_code(run_checks):
     """A program inside of each file, one after the other: at ZeRO 0, 2 and 3, bf16, LoRA, without optimizer."""
     run_checks("hostile.py", "check_refused_on_all_ranks")

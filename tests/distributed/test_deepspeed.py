@@ -143,6 +143,19 @@ def test_two_ranks(run_checks):
     assert "FutureWarning" not in output
 
 
+@pytest.mark.long  # with an option of each kind above
+def test_two_ranks_with_every_option(run_checks):
+    run_checks(
+        "engines.py",
+        "check_zero_equals_plain_torch",
+        "check_bf16_stays_near_fp32",
+        "check_fp16_finds_its_loss_scale",
+        "check_moving_average",
+        every_case=True,
+        timeout=400,
+    )
+
+
 @pytest.mark.long
 def test_skipped_steps_in_every_configuration(run_checks):
     run_checks("engines.py", "check_skip_step_everywhere", world_size=2, timeout=400)

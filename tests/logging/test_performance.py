@@ -6,11 +6,9 @@ import contextlib
 import fcntl
 import io
 import math
-import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 
@@ -27,6 +25,7 @@ from lightppo.logging.step_metrics import (
     with_namespace,
 )
 from lightppo.metric_names import _ROLLOUT, METRICS
+from lightppo.rollout import engine
 
 NAN = math.nan
 
@@ -381,17 +380,22 @@ def test_bars_are_for_terminals_and_fit_them(monkeypatch):
 
 @pytest.mark.parametrize("size", [(24, 80), (0, 0)])
 @pytest.mark.parametrize("kind", ["step", "rollout"])
-def test_bars_are_seen_in_a_terminal_without_a_size(kind, size):
+def test_bars_are_seen_in_a_terminal_without_a_size(kind, size, monkeypatch):
     """As in containers; tqdm 4.70 shows an empty line where a terminal has no rows."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-    bar = {
-        "step": "from lightppo.logging.performance import progress_bar; progress_bar(None, 'step', total=3).update()",
-        "rollout": "from lightppo.rollout.engine import progress_bar; progress_bar(3, shown=True).update(3)",
-    }
-    variables = {name: os.environ[name] for name in os.environ.keys() - {"COLUMNS", "LINES"}}
-    subprocess.run([sys.executable, "-c", bar[kind]], stderr=terminal, env=variables, check=True)
-    os.close(terminal)
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(performance.tqdm, "monitor_interval", 0)
+    with open(terminal, "w") as stderr, contextlib.redirect_stderr(stderr):
+        monkeypatch.setattr(sys, "__stderr__", stderr)  # whose size Python asks for
+        monkeypatch.setattr(sys, "__stdout__", stderr)
+        if kind == "step":
+            bar = performance.progress_bar(None, "step", total=3)
+        else:
+            bar = engine.progress_bar(3, shown=True)
+        bar.update(3)
+        bar.close()
     with contextlib.suppress(OSError), open(reader, "rb", buffering=0) as output:
         assert f"{kind}" in output.read(4096).decode()
 

@@ -467,10 +467,18 @@ def shown_text(page: Any, selector: str, text: str) -> None:
     )
 
 
-def test_curves_alarms_evaluations_and_options_are_those_of_the_files(tmp_path, opened):
-    run = make_run(tmp_path / "<b>run", 6, 2)
+def test_the_page_shows_what_is_in_the_files(tmp_path, opened):
+    """One page for all of this: a browser takes seconds to open it."""
+    run = make_run(tmp_path / "<b>run", 6, 4)
     main([str(run)])
-    page, rows = opened(run / "report.html"), read_metrics(run / "metrics.jsonl")[:6]
+    page = opened(run / "report.html")
+    check_search(page)
+    check_samples(page, run)
+    check_curves_alarms_evaluations_and_options(page, run)
+
+
+def check_curves_alarms_evaluations_and_options(page: Any, run: Path) -> None:
+    rows = read_metrics(run / "metrics.jsonl")[:6]
     assert page.locator(".run b").all_inner_texts() == ["<b>run"]
     (reward,) = drawn(page, "Reward")
     assert (reward["x"], reward["y"]) == (
@@ -605,10 +613,8 @@ def test_an_episode_is_shown_as_turns_calls_and_observations(tmp_path, opened):
     assert not page.locator("#facts span:has-text('conversation')").count()
 
 
-def test_samples_by_step_score_length_and_colour(tmp_path, opened):
-    run = make_run(tmp_path / "run", 6, 4)
-    main([str(run)])
-    page = opened(run / "report.html")
+def check_samples(page: Any, run: Path) -> None:
+    """By step, score and length; their colours."""
     by_score = sorted(rows_of(run, 6), key=lambda row: -row["score"])
     assert [float(score) for score, *_ in listed(page)] == [row["score"] for row in by_score]
     page.select_option("#sort", "score+")
@@ -645,10 +651,8 @@ def test_samples_by_step_score_length_and_colour(tmp_path, opened):
     page.wait_for_function("document.querySelector('#step').value === '3'")
 
 
-def test_a_search_without_a_hit_says_so_and_the_next_one_works(tmp_path, opened):
-    run = make_run(tmp_path / "run", steps=2, samples=4)
-    write_report([run / "metrics.jsonl"], tmp_path / "page.html")
-    page = opened(tmp_path / "page.html")
+def check_search(page: Any) -> None:
+    """One without a hit says so, and the next one works."""
     before = page.text_content("#sample")
     page.fill("#find", "nowhere <b>")
     shown_text(page, "#sample", "No sample of this step has this text: nowhere <b>")
@@ -724,8 +728,9 @@ def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
     assert page.evaluate("window.evil") is None
 
 
-def test_metrics_that_are_called_as_what_every_object_has(tmp_path, opened):
-    """The second run lacks them: none of its own may be found, nor what the browser's objects have by that name."""
+def test_runs_beside_one_another(tmp_path, opened, monkeypatch, capsys):
+    """Metrics and options of the first run are called as what every object of the browser has: of the second run, which
+    lacks them, nothing may be found by that name."""
     names = [
         "__proto__",
         "constructor",
@@ -734,18 +739,19 @@ def test_metrics_that_are_called_as_what_every_object_has(tmp_path, opened):
         "eval/__proto__",
         "train/constructor",
     ]
-    runs = [make_run(tmp_path / "a", 3, 1), make_run(tmp_path / "b", 3, 1)]
+    changed = {"actor_learning_rate": 2e-6, "temperature": 0.5}
+    runs = [make_run(tmp_path / "a", 3, 2), make_run(tmp_path / "b", 3, 2, seed=1, **changed)]
     rows = [
         {"step": step, "time": 1e9 + step, **dict.fromkeys(names, 7.0 + step)} for step in (1, 2)
     ]
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    more = {"constructor": "mine", "__proto__": "mine too"}
-    (runs[0] / "run_config.resolved.yaml").write_text(
-        yaml.safe_dump({"save_path": str(runs[0]), **more})
-    )
-    main([*map(str, runs), "--out", str(tmp_path / "both.html")])
-    page = opened(tmp_path / "both.html")
+    with (runs[0] / "run_config.resolved.yaml").open("a") as file:
+        yaml.safe_dump({"constructor": "mine", "__proto__": "mine too"}, file)
+    monkeypatch.chdir(tmp_path)
+    main([str(run) for run in runs])
+    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
+    page = opened(tmp_path / "report.html")
     assert set(names[:4]) <= set(
         page.eval_on_selector_all("#metric option", "all => all.map(o => o.value)")
     )
@@ -754,23 +760,12 @@ def test_metrics_that_are_called_as_what_every_object_has(tmp_path, opened):
         assert [(curve["run"], curve["y"]) for curve in drawn(page, name)] == [(0, [8.0, 9.0])]
     assert any("__proto__\t8" in text for text in page.locator("#evaluations tr").all_inner_texts())
     told = page.locator("#options .scroll >> nth=0").locator("tr").all_inner_texts()
-    assert {"__proto__\tmine too\t–", "constructor\tmine\t–"} <= set(told)
-
-
-def test_runs_beside_one_another(tmp_path, opened, monkeypatch, capsys):
-    changed = {"actor_learning_rate": 2e-6, "temperature": 0.5}
-    runs = [make_run(tmp_path / "a", 3, 2), make_run(tmp_path / "b", 3, 2, seed=1, **changed)]
-    monkeypatch.chdir(tmp_path)
-    main([str(run) for run in runs])
-    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
-    page = opened(tmp_path / "report.html")
+    assert sorted(told) == ["\ta\tb", "__proto__\tmine too\t–", "actor_learning_rate\t0.000001\t0.000002",
+                            "constructor\tmine\t–", f"save_path\t{runs[0]}\t{runs[1]}", "temperature\t–\t0.5"]  # fmt: skip
     assert [(trace["name"], trace["run"]) for trace in drawn(page, "Reward")] == [
         ("a training", 0),
         ("b training", 1),
     ]
-    told = page.locator("#options .scroll >> nth=0").locator("tr").all_inner_texts()
-    assert sorted(told) == ["\ta\tb", "actor_learning_rate\t0.000001\t0.000002", f"save_path\t{runs[0]}\t{runs[1]}",
-                            "temperature\t–\t0.5"]  # fmt: skip
     assert "torch\t2.0\t2.1" in page.locator("#options tr").all_inner_texts()
     page.select_option("#of-run", "1")
     expected = max(rows_of(runs[1], 3), key=lambda row: row["score"])

@@ -660,7 +660,7 @@ def test_nothing_is_left_behind(causal_lm: MakeModel, ragged: Batch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_gradients_at_every_zero_stage(
     world_size: int, causal_lm: MakeModel, ragged: Batch, tmp_path: Path
 ) -> None:

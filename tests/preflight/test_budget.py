@@ -238,14 +238,15 @@ def test_experts_are_counted_by_how_many_a_token_goes_through() -> None:
 def test_layers_with_a_state_hold_it_whatever_the_length() -> None:
     """Qwen3.5: one of two layers has a state of 4 heads of 8 by 8 numbers, and the last 3 of 64 before a convolution."""
     text = qwen3_5().config.get_text_config()
+    alone = {"advantage_estimator": "reinforce", "init_kl_coef": 0, "prompt_max_len": 128}
     found = {
-        length: parts(text, 1, generate_max_len=length)["HF engine", "KV cache"].gpu
+        length: parts(text, 1, generate_max_len=length, **alone)["HF engine", "KV cache"].gpu
         for length in (128, 256)
     }
     more = found[256] - found[128]
     keys_and_values = 8 * 128 * 2 * text.num_key_value_heads * text.head_dim * 2
     assert more == keys_and_values
-    states = found[128] - keys_and_values * (1024 + 128 + 128) / 128
+    states = found[128] - keys_and_values * (128 + 128 + 128) / 128
     assert 8 * 4 * 8 * 8 * 2 <= states <= 8 * (4 * 8 * 8 * 4 + 4 * 64 * 4)
 
 
@@ -326,10 +327,10 @@ def test_a_process_on_a_cpu_has_libraries_and_keeps_small_blocks_that_it_freed()
     machine = Machine(1, gpus=False, library_bytes=690_000_000)
     sizes = {"prompt_max_len": 64, "generate_max_len": 32, "rollout_batch_size": 4}
     options = GRPO | sizes | {"init_kl_coef": 0, "train_batch_size": 16}
-    for rows, seen in ((4, 4.40e9), (4, 4.82e9), (16, 5.14e9), (16, 5.58e9)):
+    for rows, seen in ((4, (4.40e9, 4.82e9)), (16, (5.14e9, 5.58e9))):
         batches = {"micro_train_batch_size": rows, "micro_rollout_batch_size": 16}
         found = estimate(config(bf16=False, **options, **batches), machine, {"model": model})
-        assert found.peak()[1] == pytest.approx(seen, rel=0.1)
+        assert [found.peak()[1]] * 2 == pytest.approx(seen, rel=0.1)
         kept = {frozenset(part.phases): part.host for part in found.parts if "keeps" in part.what}
         # Behind a pass: its activations, its gradients, and their copies or the sum with those of earlier passes.
         activations = next(part.small for part in found.parts if "activations" in part.what)

@@ -243,7 +243,11 @@ def full_logits(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [*((name, "sdpa") for name in BUILD), ("llama", "eager"), ("gemma2", "eager")],
+    [
+        *((name, "sdpa") for name in BUILD),
+        ("gemma2", "eager"),
+        pytest.param("llama", "eager", marks=pytest.mark.long),  # gemma2 has what llama has
+    ],
 )
 class TestEveryKindOfModel:
     def test_greedy_equals_generate_with_slots_filled_again(

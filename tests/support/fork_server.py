@@ -57,6 +57,10 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
         # of an extra that is not installed; a script that needs it says so
         with suppress(ImportError):
             importlib.import_module(name)
+    if ops := sys.modules.get("deepspeed.ops"):
+        _ = (
+            ops.__compatible_ops__
+        )  # asks a compiler what it can build, as each rank would at its start
     # Arrow's jemalloc stops its thread before a fork, and starts it after one.
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert len(threads - {"jemalloc_bg_thd"}) == 1, (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -87,6 +89,11 @@ def nll_sum(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
     )
+
+
+def usual(cases: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The cases of these names; all of them in a test that passes ``every_case`` to ``run_checks``."""
+    return cases if os.environ.get("EVERY_CASE") else {name: cases[name] for name in names}
 
 
 def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:

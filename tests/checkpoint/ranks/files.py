@@ -23,6 +23,7 @@ from support.rank_checks import (
     sharded_train_config,
     train_step,
     trained_actor,
+    usual,
     whole_weights,
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -39,7 +40,7 @@ from lightppo.checkpoint.layout import latest_tag, list_tags
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, StorageError
 
-VARIANTS = {
+EVERY_VARIANT = {
     "zero0": {"zero_stage": 0},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
@@ -48,6 +49,7 @@ VARIANTS = {
     "zero1_fp16": {"zero_stage": 1, "fp16": True},
     "zero3_fp16": {"zero_stage": 3, "fp16": True},
 }
+VARIANTS = usual(EVERY_VARIANT, "zero0", "zero2", "zero1_bf16", "zero3_fp16")
 
 
 def digest(role: DeepspeedStrategy, model) -> dict[str, list[float]]:

@@ -13,26 +13,39 @@ from support.rank_checks import (
     make_strategy,
     train_step,
     trained_actor,
+    usual,
     whole_weights,
 )
 
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 
-AVERAGES = (
+EVERY_AVERAGE = {
     # actor, average; without "bf16" both are fp32, and the average always is
-    ({"zero_stage": 3}, {"zero_stage": 3}),
-    ({"zero_stage": 2}, {"zero_stage": 3}),
-    ({"zero_stage": 3}, {"zero_stage": 0}),
-    ({"zero_stage": 0}, {"zero_stage": 0}),
-    ({"zero_stage": 1}, {"zero_stage": 0, "offload": True}),
-    ({"zero_stage": 3, "persist": True}, {"zero_stage": 3, "offload": True}),
-    ({"zero_stage": 3, "bf16": True}, {"zero_stage": 3}),
-    ({"zero_stage": 1, "bf16": True}, {"zero_stage": 0}),
-    (
+    "3 into 3": ({"zero_stage": 3}, {"zero_stage": 3}),
+    "2 into 3": ({"zero_stage": 2}, {"zero_stage": 3}),
+    "3 into 0": ({"zero_stage": 3}, {"zero_stage": 0}),
+    "0 into 0": ({"zero_stage": 0}, {"zero_stage": 0}),
+    "1 into 0, offloaded": ({"zero_stage": 1}, {"zero_stage": 0, "offload": True}),
+    "3, small unsharded, into 3, offloaded": (
+        {"zero_stage": 3, "persist": True},
+        {"zero_stage": 3, "offload": True},
+    ),
+    "bf16, 3 into 3": ({"zero_stage": 3, "bf16": True}, {"zero_stage": 3}),
+    "bf16, 1 into 0": ({"zero_stage": 1, "bf16": True}, {"zero_stage": 0}),
+    "bf16, 3, all offloaded, into 0": (
         {"zero_stage": 3, "bf16": True, "adam_offload": True, "param_offload": True},
         {"zero_stage": 0},
     ),
+}
+AVERAGES = usual(
+    EVERY_AVERAGE,
+    "2 into 3",
+    "1 into 0, offloaded",
+    "3, small unsharded, into 3, offloaded",
+    "bf16, 3 into 3",
+    "bf16, 3, all offloaded, into 0",
 )
+ALONE = list(EVERY_AVERAGE)[:4]
 
 
 def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
@@ -41,8 +54,9 @@ def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     if strategy.world_size > 1:
         # from now on this process's ZeRO-3 engines keep hpZ copies
         trained_actor(make_strategy(zero_stage=3, zpg=2))
-    for options, ema_options in AVERAGES if strategy.world_size > 1 else AVERAGES[:4]:
-        case, options = (options, ema_options), dict(options)
+    for case in AVERAGES if strategy.world_size > 1 else ALONE:
+        options, ema_options = EVERY_AVERAGE[case]
+        options = dict(options)
         persist = options.pop("persist", False)
         role = make_strategy(**options)
         actor, optimizer, scheduler = trained_actor(role, persist=persist)

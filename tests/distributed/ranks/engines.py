@@ -29,6 +29,7 @@ from support.rank_checks import (
     sharded_train_config,
     train_step,
     trained_actor,
+    usual,
     whole_weights,
 )
 from transformers import LlamaForCausalLM
@@ -70,7 +71,7 @@ def plain_torch(steps: int) -> tuple[list[float], list[float], dict[str, torch.T
     return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-VARIANTS: dict[str, dict] = {
+EVERY_VARIANT: dict[str, dict] = {
     "0": {"zero_stage": 0},
     "1": {"zero_stage": 1},
     "2": {"zero_stage": 2},
@@ -83,6 +84,39 @@ VARIANTS: dict[str, dict] = {
     "3, hpZ": {"zero_stage": 3, "zpg": 2},
     "2, overlapping": {"zero_stage": 2, "overlap_comm": True},
 }
+# skipping.py has the offloaded optimizer of ZeRO-2
+VARIANTS = usual(
+    EVERY_VARIANT,
+    "0",
+    "1, optimizer offloaded",
+    "2",
+    "3, small parameters unsharded",
+    "3, all offloaded",
+    "3, hpZ",
+    "2, overlapping",
+)
+BF16 = usual(
+    {
+        "1": {"zero_stage": 1},
+        "1, gradients in bf16": {"zero_stage": 1, "grad_accum_dtype": "bf16"},
+        "2": {"zero_stage": 2},
+        "3": {"zero_stage": 3},
+        "2, optimizer offloaded": {"zero_stage": 2, "adam_offload": True},
+    },
+    "1, gradients in bf16",
+    "2, optimizer offloaded",
+    "3",
+)
+FP16 = usual(
+    {
+        "1": {"zero_stage": 1},
+        "2": {"zero_stage": 2},
+        "3": {"zero_stage": 3},
+        "2, optimizer offloaded": {"zero_stage": 2, "adam_offload": True},
+    },
+    "2, optimizer offloaded",
+    "3",
+)
 
 
 def check_zero_equals_plain_torch(strategy: DeepspeedStrategy, work_dir: Path) -> None:
@@ -164,13 +198,7 @@ def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
     """bf16 with fp32 masters: within bf16's rounding of the fp32 losses, and poisoned steps are skipped too."""
     steps = 4
     losses, norms, _ = plain_torch(steps)
-    for options in (
-        {"zero_stage": 1},
-        {"zero_stage": 1, "grad_accum_dtype": "bf16"},
-        {"zero_stage": 2},
-        {"zero_stage": 3},
-        {"zero_stage": 2, "adam_offload": True},
-    ):
+    for options in BF16.values():
         strategy = make_strategy(bf16=True, **options)
         actor, optimizer, scheduler = trained_actor(strategy)
         for step in range(steps):
@@ -188,12 +216,7 @@ def check_fp16_finds_its_loss_scale(_: DeepspeedStrategy, work_dir: Path) -> Non
     """fp16: overflows on one rank halve the scale on all and change nothing else; losses and norms are near fp32's."""
     steps = 4
     losses, norms, _ = plain_torch(steps)
-    for options in (
-        {"zero_stage": 1},
-        {"zero_stage": 2},
-        {"zero_stage": 3},
-        {"zero_stage": 2, "adam_offload": True},
-    ):
+    for options in FP16.values():
         strategy = make_strategy(fp16=True, **options)
         actor, optimizer, scheduler = trained_actor(strategy)
         assert {p.dtype for p in strategy.unwrap_model(actor).parameters()} == {torch.float16}

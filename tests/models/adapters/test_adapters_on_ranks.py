@@ -22,11 +22,23 @@ def test_adapters_on_two_ranks(run_checks, tmp_path):
     run_checks("adapters.py", "check_resume", timeout=400)
 
 
+@pytest.mark.long  # with an option of each kind above
+def test_adapters_on_two_ranks_with_every_option(run_checks):
+    checks = (
+        "check_adapters_train_as_in_plain_peft",
+        "check_export",
+        "check_critic",
+        "check_write",
+    )
+    run_checks("adapters.py", *checks, every_case=True, timeout=500)
+    run_checks("adapters.py", "check_resume", every_case=True, timeout=400)
+
+
 @pytest.mark.long  # on two ranks above; and test_lora_runs.py has runs in one process
 def test_adapters_in_one_process(run_checks):
     checks = ("check_adapters_train_as_in_plain_peft", "check_critic", "check_write")
-    run_checks("adapters.py", *checks, world_size=1, timeout=300)
-    run_checks("adapters.py", "check_resume", world_size=1, timeout=400)
+    run_checks("adapters.py", *checks, world_size=1, every_case=True, timeout=300)
+    run_checks("adapters.py", "check_resume", world_size=1, every_case=True, timeout=400)
 
 
 def test_quantised_weights_on_two_ranks(run_checks):

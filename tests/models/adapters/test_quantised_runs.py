@@ -83,8 +83,12 @@ KL = {
 
 @pytest.mark.parametrize(
     ("case", "zero_stage"),
-    # 3: also strategy/ranks/
-    [*((case, 0) for case in KL), pytest.param(list(KL)[-1], 3, marks=pytest.mark.long)],
+    # 3: also ranks/quantised.py; in the reward: over dense weights, in test_lora_runs.py
+    [
+        pytest.param("in the reward", 0, marks=pytest.mark.long),
+        ("full loss, packed, checkpointing", 0),
+        pytest.param("full loss, packed, checkpointing", 3, marks=pytest.mark.long),
+    ],
 )
 def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(
     config_of, tmp_path, wide_model, case, zero_stage

@@ -42,7 +42,7 @@ class Passes(Callback):
                 kept.append(torch.equal(before[mask], log_probs[mask]))
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("share_prompts", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_sampling_experience_and_update_agree(share_prompts, make_config):
     """The reward compares with a reference, so that a pass over the rollout is made, in other micro batches."""
     config = make_config(

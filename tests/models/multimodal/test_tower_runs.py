@@ -102,7 +102,17 @@ def test_a_critic_an_average_and_the_records_of_a_run(whole, make_config, tmp_pa
     transformers.AutoModelForSequenceClassification.from_pretrained(critic)
 
 
-@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("whole", "adapters"),
+    [
+        pytest.param("gemma3", {}, id="gemma3-full"),
+        pytest.param("qwen3_5", LORA, id="qwen3_5-lora"),
+        # each family and each way to train is above
+        pytest.param("gemma3", LORA, id="gemma3-lora", marks=pytest.mark.long),
+        pytest.param("qwen3_5", {}, id="qwen3_5-full", marks=pytest.mark.long),
+    ],
+    indirect=["whole"],
+)
 def test_resume_convert_and_merge(whole, make_config, tmp_path, adapters):
     options = ONE_STEP | adapters | {"pretrain": whole, "save_steps": 1, "l2": 0.1}
     trainer = fitted(make_config(**options | {"total_training_steps": 2}))

@@ -358,8 +358,16 @@ def waits_of_a_step(model: Actor | Critic, batch: Batch) -> Counter[str]:
     return far.waits
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["by sequence", "varlen"])
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(
+    ("shared", "varlen"),
+    [
+        pytest.param(False, False, id="apart-by sequence"),
+        pytest.param(True, True, id="shared-varlen"),
+        # the other two of the four ways
+        pytest.param(False, True, id="apart-varlen", marks=pytest.mark.long),
+        pytest.param(True, False, id="shared-by sequence", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "reentrant"),
     [("actor", None), ("actor", False), ("actor", True), ("critic", None), ("critic", False)],
@@ -516,7 +524,14 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("varlen", [False, True], ids=["by sequence", "varlen"])
+@pytest.mark.parametrize(
+    "varlen",
+    [
+        # test_loading.py compiles such rows too
+        pytest.param(False, id="by sequence", marks=pytest.mark.long),
+        pytest.param(True, id="varlen"),
+    ],
+)
 def test_layers_are_compiled_once_for_all_rows(varlen: bool, with_kernel: Callable) -> None:
     """Without a break, for any number of sequences, with shared prompts and without."""
     if varlen:

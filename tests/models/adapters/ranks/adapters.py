@@ -20,6 +20,7 @@ from support.rank_checks import (
     make_strategy,
     run,
     sequence_classifier,
+    usual,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -44,7 +45,7 @@ DENSE = ""  # after the name of the folder
 # largest difference of log probs at bf16, the adapter loaded beside the dense model
 APART_BF16 = 1e-2
 
-VARIANTS: dict[str, dict[str, Any]] = {
+EVERY_VARIANT: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0},
     "1, checkpointing": {"zero_stage": 1, "checkpointing": False},
     "2": {"zero_stage": 2},
@@ -56,6 +57,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3, reentrant checkpointing": {"zero_stage": 3, "checkpointing": True},
     "3, all offloaded": {"zero_stage": 3, "adam_offload": True, "param_offload": True},
 }
+# each option in one of them
+VARIANTS = usual(
+    EVERY_VARIANT,
+    "0",
+    "2, packed",
+    "3, small parameters unsharded",
+    "3, reentrant checkpointing",
+    "3, all offloaded",
+)
 
 
 def saved_model(work_dir: Path, strategy: DeepspeedStrategy, tied: bool = False) -> str:
@@ -246,13 +256,15 @@ def state_elements(optimizer: torch.optim.Optimizer, actor: Actor) -> list[int]:
     ]
 
 
-CKPT = {
+EVERY_CKPT: dict[str, dict[str, Any]] = {
     "zero0": {"zero_stage": 0},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "zero2_bf16": {"zero_stage": 2, "bf16": True},
     "zero3_bf16": {"zero_stage": 3, "bf16": True},
 }
+# test_lora_runs.py has ZeRO-0, quantised.py bf16 at ZeRO-3
+CKPT = usual(EVERY_CKPT, "zero2", "zero3", "zero2_bf16")
 
 
 def digest(role: DeepspeedStrategy, actor: Actor) -> dict[str, list[float]]:

@@ -31,7 +31,7 @@ narrow_config, rank_checks.llama_config = rank_checks.llama_config, wide_config
 adapters.LOAD, adapters.DENSE = {"load_in_4bit": True}, "_dense"
 adapters.APART_BF16 = 0.05  # the dense model is that of fp32 weights in 4 bits, rounded
 adapters.VARIANTS = {
-    name: adapters.VARIANTS[name]
+    name: adapters.EVERY_VARIANT[name]
     for name in (
         "0",
         "1, checkpointing",
@@ -40,7 +40,7 @@ adapters.VARIANTS = {
         "3, all offloaded",
     )
 }
-adapters.CKPT = {name: adapters.CKPT[name] for name in ("zero2", "zero3", "zero3_bf16")}
+adapters.CKPT = {name: adapters.EVERY_CKPT[name] for name in ("zero2", "zero3", "zero3_bf16")}
 
 
 def with_dense_twin(saved: Any, kind: type[Actor] | type[Critic]) -> Any:
