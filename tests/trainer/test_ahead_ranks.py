@@ -119,7 +119,7 @@ def differences(first: Path, second: Path) -> list[Any]:
             (row["step"], name, row.get(name), other.get(name))
             for row, other in zip(rows, other_rows, strict=True)
             for name in row.keys() | other.keys()
-            if row.get(name) != other.get(name)
+            if row.get(name) != other.get(name) and not name.endswith("_seconds")
         ],
         *["weights"] * (weights != other_weights),
     ]
@@ -134,7 +134,7 @@ def test_a_run_is_the_one_that_samples_before_it_trains(start, tmp_path, variant
     start("ahead", **VARIANTS[variant])
     assert differences(tmp_path / "at_once", tmp_path / "ahead") == []
     rows = [row for row in metric_rows(tmp_path / "ahead") if "rollout/staleness" in row]
-    assert len(rows) >= 4
+    assert len(rows) >= 3
     assert 0 < max(row["rollout/staleness"] for row in rows) <= 1
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
         RolloutError: a server cannot be reached, serves another model or too short sequences, or does not take the
             weights; on every rank.
     """
+
+    capabilities = replace(VLLMEngine.capabilities, samples_ahead=True)
 
     def __init__(
         self,
