@@ -168,7 +168,9 @@ class TrainedVLLM(FakeVLLM):
     def choice(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body.get("model")
         weights = self.loaded[-1] | self.adapters.get(name, {})
-        seed = (body["sampling_params"]["seed"] or 0) + self._print_of(weights, (name, len(self.loaded)))
+        seed = (body["sampling_params"]["seed"] or 0) + self._print_of(
+            weights, (name, len(self.loaded))
+        )
         body = body | {"sampling_params": body["sampling_params"] | {"seed": seed}}
         choice = super().choice(body)
         length = 1 + seed % len(choice["token_ids"])

@@ -13,7 +13,6 @@ from faults.small_run import flags, metric_rows, outcome, write_inputs
 from support.fake_vllm import TrainedVLLM, trained_servers
 from support.killer import Killer
 from support.ranks import WITH_SUPPORT, RanksResult, run_ranks
-from support.runs import forget_checkpoints
 from support.tiny import sums, write_jsonl
 from transformers import AutoConfig
 
