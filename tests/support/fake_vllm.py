@@ -139,12 +139,14 @@ class TrainedVLLM(FakeVLLM):
         longest_wait: seconds that an answer takes at most.
         deaths: share of the requests at which it dies, until weights are pushed to it; never all of ``others``.
         died: how often it did.
+        sees_weights: its answers depend on them.
     """
 
     def __init__(self, architecture: dict[str, Any], longest_wait: float = 0.02) -> None:
         self.longest_wait = longest_wait
         self.deaths = 0.0
         self.died = 0
+        self.sees_weights = True
         self.is_dead = False
         self.others: list[TrainedVLLM] = []
         self.prints: dict[int, int] = {}
@@ -167,9 +169,9 @@ class TrainedVLLM(FakeVLLM):
 
     def choice(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body.get("model")
-        weights = self.loaded[-1] | self.adapters.get(name, {})
+        weights = self.loaded[-1] | self.adapters.get(name, {}) if self.sees_weights else {}
         seed = (body["sampling_params"]["seed"] or 0) + self._print_of(
-            weights, (name, len(self.loaded))
+            weights, (name, len(self.loaded), self.sees_weights)
         )
         body = body | {"sampling_params": body["sampling_params"] | {"seed": seed}}
         choice = super().choice(body)
