@@ -378,10 +378,6 @@ class ReplayedPPO(Replayed):
     optimizer_steps = 0  # of the step that is shown
     epoch = 0  # the pass over its samples
 
-    def sample_ahead(self, prompts: Any, step: int, surplus: int) -> None:
-        if step != self.request.step:  # nothing is trained on after it
-            super().sample_ahead(prompts, step, surplus)
-
     def make_experience(self, collected: Any, step: int) -> None:
         super().make_experience(collected, step)
         if step == self.request.step:
