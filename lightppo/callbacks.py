@@ -215,11 +215,9 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.all = list(callbacks)
-        # What others' callbacks give is checked.
-        self.own = {id(callback) for callback in self.all if is_of_lightppo(callback)}
-        for callback in self.all:
-            if id(callback) not in self.own:
-                _check_methods(callback)
+        self.of_users = [callback for callback in self.all if not is_of_lightppo(callback)]
+        for callback in self.of_users:  # what they return is checked, too
+            _check_methods(callback)
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self.all)
@@ -299,7 +297,7 @@ class Callbacks:
         metrics = dict(metrics)
         for callback in self.having("on_step_end"):
             numbers = callback.on_step_end(run, step, metrics)
-            if id(callback) not in self.own:
+            if callback in self.of_users:
                 numbers = numbers_of(callback, "on_step_end", numbers)
             metrics |= numbers or {}
         return metrics
@@ -309,7 +307,7 @@ class Callbacks:
         sums: Counter[str] = Counter(dict.fromkeys(VOTES, 0.0))
         for callback in self.having("votes"):
             votes = callback.votes(run)
-            if id(callback) not in self.own:
+            if callback in self.of_users:
                 votes = _votes_of(callback, votes)
             sums.update(votes)
         return dict(sums)

@@ -53,7 +53,7 @@ LINES = [
     pytest.param(page, words, id=f"{page}: {' '.join(words)[:60]}")
     for page, words in command_lines()
 ]
-SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail", "source", "ruff", "mypy"}
+SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail", "source", "ruff", "mypy", "pre-commit"}
 # of lightppo serve-vllm, which hands on what it does not know
 VLLM_FLAGS = {"--dtype", "--max_model_len"}
 

@@ -101,6 +101,7 @@ class EpisodeEngine:
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
         self._last_sessions: deque[list[Session]] = deque([[], []], maxlen=2)
+        self._stages: list[_Stage] = []  # of calls that have not ended
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -113,9 +114,12 @@ class EpisodeEngine:
         environments take: the trainer makes its own.
         """
         of_engine = capabilities_of(self.engine)
-        is_exact = of_engine.exact_log_probs and self.batch_invariant
         return replace(
-            of_engine, exact_log_probs=is_exact, reports_finished=True, heats_first_token=False
+            of_engine,
+            exact_log_probs=of_engine.exact_log_probs and self.batch_invariant,
+            reports_finished=True,
+            heats_first_token=False,
+            samples_ahead=of_engine.samples_ahead and hasattr(self.engine, "start_turns"),
         )
 
     @property
@@ -144,7 +148,7 @@ class EpisodeEngine:
         try:
             self._generate_turns(pending.stage, pending.sampling)
         finally:
-            pending.stage.end()
+            self._end_stage(pending.stage)
         return self._ended_rollouts(pending)
 
     def start(
@@ -163,8 +167,12 @@ class EpisodeEngine:
         try:
             self.engine.finish(pending.ticket)
         finally:
-            pending.stage.end()
+            self._end_stage(pending.stage)
         return self._ended_rollouts(pending)
+
+    def _end_stage(self, stage: _Stage) -> None:
+        stage.end()
+        self._stages.remove(stage)
 
     def _begin_episodes(
         self,
@@ -176,6 +184,7 @@ class EpisodeEngine:
         sampling = self._ending(sampling)
         self._close_oldest_sessions([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
+        self._stages.append(stage)
         streams = request_streams(prompts, sampling)
         requests = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         batch_number = 0
@@ -345,6 +354,8 @@ class EpisodeEngine:
             self.engine.close()
 
     def _end_episodes(self) -> None:
+        for stage in self._stages:  # of a run that ends while it samples ahead
+            stage.end()
         try:
             self._close_oldest_sessions([])
             self._close_oldest_sessions([])

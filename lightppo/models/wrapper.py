@@ -157,8 +157,7 @@ def prepare_model(
     changes_code = role in ("actor", "critic", "reference", "teacher")
     if changes_code and model_options.use_liger_kernel:
         use_liger_kernels(model.hf_model, device)
-    is_open = model_options.use_liger_kernel is None and not model_options.torch_compile
-    chooses = is_open and device.type == "cuda"
+    chooses = model_options.use_liger_kernel is None and not model_options.torch_compile
     if changes_code and chooses:
         use_liger_kernels_if_exact(model.hf_model, device)
     engine = getattr(config, "engine", None)

@@ -513,7 +513,7 @@ class GroupCollector(BatchCollector):
 
     _: KW_ONLY
     groups_per_step: int  # prompts to train on per step, over all ranks
-    groups_per_batch: int  # prompts of a generation batch, over all ranks
+    groups_per_batch: int = 0  # prompts of a generation batch, over all ranks; 0: groups_per_step
     group_filter: GroupFilter | None = None  # None: accept every scored group
     max_batches: int = 1  # most generation batches per step; 0: no limit
     # If these give too few groups: train on those that there are, stop, or train on some of them twice.
@@ -528,7 +528,9 @@ class GroupCollector(BatchCollector):
         while True:
             if self.ahead is not None:
                 self._generate(source, step, step_counts)
-            available, exhausted, judged_groups, not_finite = self._agree(source, step_counts, step)
+            available, due, exhausted, judged_groups, not_finite = self._agree(
+                source, step_counts, step
+            )
             available_groups = sum(available)
             if not_finite:
                 return self._finish(step, step_counts, 0, [], available_groups)
@@ -556,15 +558,22 @@ class GroupCollector(BatchCollector):
                 room = [missing_groups * (groups > 0) for groups in available]
                 repeats = deal(missing_groups, available, room)
         rank = self.strategy.get_rank()
-        shares = deal(self.groups_per_step, [0] * len(available), room=available)
+        shares = self._shares(available, due)
         repeated_groups = [i % shares[rank] for i in range(repeats[rank])]
         return self._finish(
             step, step_counts, shares[rank], repeated_groups, available_groups - sum(shares)
         )
 
+    def _shares(self, available: Sequence[int], due: Sequence[int]) -> list[int]:
+        """Return how many groups each rank trains on: first those that are ``due``, of which one rank may hold more."""
+        shares = deal(self.groups_per_step, [0] * len(available), room=due)
+        room = [groups - share for groups, share in zip(available, shares)]
+        further = deal(self.groups_per_step - sum(shares), shares, room)
+        return [share + more for share, more in zip(shares, further)]
+
     def batches_ahead(self, surplus: int) -> int:
         room = self.max_staleness * self.groups_per_step - surplus
-        possible = max(0, room) // self.groups_per_batch
+        possible = max(0, room) // (self.groups_per_batch or self.groups_per_step)
         return min(possible, self.max_batches) if self.max_batches > 0 else possible
 
     def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
@@ -591,20 +600,22 @@ class GroupCollector(BatchCollector):
 
     def _agree(
         self, source: PromptSource, step_counts: StepCounts, step: int
-    ) -> tuple[list[int], bool, int, int]:
+    ) -> tuple[list[int], list[int], bool, int, int]:
         """Agree on what every decision of a step rests on. Collective.
 
         Returns:
-            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
-            generation batches with a score that is not finite.
+            accepted groups of each rank; those of them that would be too old in the next step; whether the episode has
+            no more prompts; groups of this step that were judged; generation batches with a score that is not finite.
         """
+        due = sum(sampled_step < step for sampled_step, _ in self.surplus)
         rank_state = (
             len(self.surplus),
+            due if self.max_staleness > 0 else 0,
             source.exhausted,
             set(step_counts.names),
             Counter(step_counts.counts),
         )
-        available, exhausted, names_of_ranks, counts_of_ranks = zip(
+        available, due_of_ranks, exhausted, names_of_ranks, counts_of_ranks = zip(
             *self.strategy.all_gather_object(rank_state)
         )
         total_counts = sum(counts_of_ranks, Counter())
@@ -618,7 +629,13 @@ class GroupCollector(BatchCollector):
                 f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
                 f"{', '.join(['score', *sorted(set().union(*names_of_ranks))])}"
             )
-        return list(available), any(exhausted), total_counts["judged"], total_counts["not_finite"]
+        return (
+            list(available),
+            list(due_of_ranks),
+            any(exhausted),
+            total_counts["judged"],
+            total_counts["not_finite"],
+        )
 
     def _finish(
         self,

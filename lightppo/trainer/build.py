@@ -391,6 +391,11 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
+    if config.rollout.max_staleness > 0 and not capabilities_of(engine).samples_ahead:
+        raise ConfigError(
+            f"--max_staleness {config.rollout.max_staleness}: {type(engine).__name__} cannot sample while the trainer "
+            "trains (it has no start and finish): set --rollout_engine vllm_server, or 0"
+        )
     entry = estimator_entry(config)
     status = None
     if config.verifier.check_verifier_status:
@@ -406,11 +411,6 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         checks=[] if status is None else [status],
         timer=parts.timer,
     )
-    if config.rollout.max_staleness > 0 and not capabilities_of(engine).samples_ahead:
-        raise ConfigError(
-            f"--max_staleness {config.rollout.max_staleness}: {type(engine).__name__} cannot sample while the trainer "
-            "trains (it has no start and finish): set --rollout_engine vllm_server, or 0"
-        )
     around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
     collector = BatchCollector(
         sampler,

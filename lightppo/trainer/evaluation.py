@@ -245,7 +245,7 @@ class Evaluation(Callback):
         added: dict[str, float] = {}
         for callback in run.callbacks:
             numbers_added = callback.on_evaluation(run, step, {**result, **seconds, **added})
-            if id(callback) not in run.callbacks.own:
+            if callback in run.callbacks.of_users:
                 numbers_added = numbers_of(callback, "on_evaluation", numbers_added)
             added |= numbers_added or {}
         self.result = dict(result) | added

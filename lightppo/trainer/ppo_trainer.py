@@ -446,6 +446,14 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
     def steps_per_episode(self) -> int:
         return steps_per_episode(self.config, self.prompts, self.update_steps)
 
+    @property
+    def finished_episodes(self) -> int | None:
+        """Return it as of any loop; prompts of the next episode that are sampled ahead are no step of it yet."""
+        ahead = self.sampler.ahead
+        batch_size = self.config.sampling.gen_batch_size or self.config.rollout.rollout_batch_size
+        of_next_step = 0 if ahead is None else ahead.batches * batch_size
+        return self.state.episode if self.state.consumed_prompts <= of_next_step else None
+
     def episode_steps(self) -> Iterator[EpisodePrompts]:
         """Yield the prompts of the episode, once for each step that takes some of them."""
         state = self.state

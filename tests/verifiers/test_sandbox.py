@@ -511,7 +511,7 @@ def test_each_call_has_its_own_time(pool):
 def test_no_newlines_restart_the_clock(pool, call):
     code = "import os, time\ndef f():\n    while True:\n        os.write(3, b'\\n')\n        time.sleep(0.05)\n"
     code += "if __name__ == '__main__': f()"
-    run = pool.run(code, seconds=0.3, total_seconds=40.0, **call)
+    run = pool.run(code, seconds=1.0, total_seconds=40.0, **call)
     assert (run.ended, len(run.answers)) == ("timeout", 1 + len(call.get("calls", ())))
     assert run.seconds < 20
 
