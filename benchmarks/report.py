@@ -196,8 +196,11 @@ def asynchronous_block(data: dict[str, Any]) -> str:
             cells = [f"{name}, {side}", f"{seconds:.2f} s", f"{numbers['ratio']:.2f}"]
             cells.append(f"{seconds / entry['limit']:.2f}" if side == "ahead" else "")
             cores = 2 if side == "in process" else 1
-            cells.append("" if cores == 2 else f"{max(0.0, 1 - numbers['server_busy']):.0%}")
-            cells.append(f"{max(0.0, 1 - numbers['trainer_busy'] / cores):.0%}")
+            busy = {who: numbers.get(f"{who}_busy") for who in ("server", "trainer")}
+            if cores == 2:
+                busy["server"] = None
+            for share in busy.values():
+                cells.append("" if share is None else f"{max(0.0, 1 - share / cores):.0%}")
             rows.append([*cells, f"{numbers['staleness']:.0f}"])
     head = ["run", "step", "/ synchronous", "/ limit", "server idle", "trainer idle", "staleness"]
     return "\n\n".join(
