@@ -99,6 +99,7 @@ def test_an_evaluation_that_a_resumed_run_lacks_is_done_at_the_end_of_an_episode
     assert evaluated(config) == [3, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [2, 4])
 def test_no_evaluation_is_due_inside_an_episode(ahead, tmp_path, steps):
     fitted(ahead(benchmark_steps=steps, save_steps=1))
@@ -190,8 +191,6 @@ def test_importance_weights_by_hand(make_config, monkeypatch):
 OTHERS = {
     "adapters alone": {"lora_rank": 4, "vllm_lora_push": "adapter"},
     "a reward model": {"reward_fn": None},
-    "greedy baselines": {"advantage_estimator": "remax"},
-    "best of four": {"generation_size": 4},
 }
 
 
@@ -260,9 +259,9 @@ def test_a_resumed_run_answers_from_its_tape(episodes):
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("step", [3, *[pytest.param(i, marks=pytest.mark.long) for i in (1, 4, 6)]])
 def test_a_step_is_replayed(episodes, servers, monkeypatch, capsys, step):
-    """The tape answers for the environment; the servers sample again, but not for the next step."""
+    """The tape answers for the environment; the servers sample again."""
     run = fitted(episodes(tape="all", save_steps=2, max_ckpt_num=20))
     rows = trained_rows(run.config)
     monkeypatch.setattr("lightppo.trainer.run", lambda command, prog: command())
