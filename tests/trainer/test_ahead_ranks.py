@@ -253,20 +253,19 @@ def test_a_signal_in_flight_saves_and_the_run_goes_on(start, tmp_path, name, cod
 # -- kills -----------------------------------------------------------------------------------------------------------
 
 
-def killed(start: Any, folder: Path, dice: random.Random, seconds: float, **options: Any) -> int:
-    """How many kills came until the run was complete."""
+def killed(start: Any, folder: Path, dice: random.Random, seconds: Any, **options: Any) -> int:
+    """How many kills came until the run was complete; ``seconds``: of its start, and of each step."""
     pids = folder.with_name(f"{folder.name}_pids")
     pids.mkdir()
-    kills = tries = 0
-    while True:
-        tries += 1
-        assert tries < 100
+    mark, kills = folder / "ckpt" / "latest", 0
+    of_start, of_step, steps = seconds
+    for tries in range(100):
         for file in pids.iterdir():
             file.unlink()
-        # a machine that is busy now gets there, too
-        limit = seconds * 1.05**tries
-        ranks = dice.choice([[0], [1], [0, 1]][: 1 if options.get("world_size") == 1 else 3])
-        killer = Killer(pids, ranks, dice.uniform(0, limit))
+        done = int(mark.read_text().removeprefix("global_step")) if mark.exists() else 0
+        left = of_step * (steps - done) * 1.05**tries  # a machine that is busy now gets there, too
+        ranks = [[0]] if options.get("world_size") == 1 else [[0], [1], [0, 1]]
+        killer = Killer(pids, dice.choice(ranks), dice.uniform(0.8 * of_start, of_start + left))
         killer.start()
         result = start(folder.name, {"pids": str(pids)}, check=False, **options)
         killer.over.set()
@@ -275,6 +274,7 @@ def killed(start: Any, folder: Path, dice: random.Random, seconds: float, **opti
         if result.returncode == 0:
             return kills
         assert killer.came, f"after {kills} kills:\n{result.output[-4000:]}"
+    raise AssertionError(f"{folder} does not get to its end")
 
 
 def check_kills(
@@ -288,9 +288,13 @@ def check_kills(
     """Kills of trainers and of servers, and how many runs they took; none of them may change a number."""
     dice = random.Random(variant)
     options = VARIANTS[variant] | options
-    start("undisturbed", **options)
-    rows = [json.loads(line) for line in (tmp_path / "undisturbed/run/metrics.jsonl").open()]
-    seconds = 1.5 * (rows[-1]["time"] - rows[0]["time"])
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    start("undisturbed", {"pids": str(pids)}, **options)
+    rows = read_jsonl(tmp_path / "undisturbed" / "run" / "metrics.jsonl")
+    times = [row["time"] for row in rows]
+    of_step = (times[-1] - times[0]) / (len(times) - 1)
+    seconds = (times[0] - of_step - (pids / "0").stat().st_mtime, of_step, len(times))
     kills = runs = deaths = 0
     try:
         while kills < count:
