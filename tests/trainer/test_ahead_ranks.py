@@ -167,7 +167,7 @@ def test_it_goes_on_from_every_step(start, tmp_path, variant):
 def samples(folder: Path) -> dict[str, list[tuple[int, str]]]:
     """What each step trained on: prompts and responses."""
     return {
-        path.name: sorted((row["index"], row["response"]) for row in read_jsonl(path))
+        path.name: sorted((row["index"], row["output"]) for row in read_jsonl(path))
         for path in (folder / "data").iterdir()
     }
 
