@@ -95,21 +95,23 @@ _RIVAL_WITH_SLOW_REWARD = ("--async_rewards",)
 class BusyTimes:
     """Read the processor time of the server and of the trainer, with the time of day."""
 
-    def __init__(self, server_pid: int | None, every: float = 0.25) -> None:
+    def __init__(self, server_pid: int | None) -> None:
         self.server_pid = server_pid
-        self.every = every  # seconds
         self.readings: list[tuple[float, float, float]] = []  # time, server, trainer
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read until the block ends."""
+        """Read until the block ends; processes are looked for seldom, since that takes time itself."""
         ended = threading.Event()
 
         def read() -> None:
-            while not ended.wait(self.every):
-                server_seconds = 0.0 if self.server_pid is None else started_by(self.server_pid)
-                trainer_seconds = started_by(os.getpid()) - server_seconds
-                self.readings.append((time.time(), server_seconds, trainer_seconds))
+            for i in itertools.count():
+                if ended.wait(0.2):
+                    return
+                if i % 25 == 0:
+                    server_processes, trainer_processes = self._processes()
+                of_server, of_trainer = map(busy_seconds, (server_processes, trainer_processes))
+                self.readings.append((time.time(), of_server, of_trainer))
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
@@ -119,6 +121,15 @@ class BusyTimes:
             ended.set()
             thread.join()
 
+    def _processes(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """Return those of the server, and all others that this process has started."""
+        of_server = []
+        if self.server_pid is not None:
+            server_process = psutil.Process(self.server_pid)
+            of_server = [server_process, *server_process.children(recursive=True)]
+        all_processes = psutil.Process().children(recursive=True)
+        return of_server, [process for process in all_processes if process not in of_server]
+
     def between(self, start: float, end: float) -> tuple[float, float]:
         """Return how many cores server and trainer kept busy."""
         inside = [reading for reading in self.readings if start <= reading[0] <= end]
@@ -127,12 +138,10 @@ class BusyTimes:
         return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds
 
 
-def started_by(pid: int) -> float:
-    """Return the processor seconds of all processes below this one that still run, and of a server itself."""
-    root = psutil.Process(pid)
-    processes = root.children(recursive=True)
+def busy_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Return the processor seconds of those that still run."""
     total = 0.0
-    for process in processes if pid == os.getpid() else [root, *processes]:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             total += times.user + times.system
@@ -274,12 +283,13 @@ def measure_workload(
     """Run the sides of a workload in turn, each as often as there are rounds."""
     folder = folder / "asynchronous" / workload.name.replace(" ", "-")
     make_assets(workload, folder / "assets")
-    steps: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in options.sides}
     for _ in range(options.rounds):
         with pinned_server(workload, folder) as address:
             for name in ("synchronous", "ahead"):
                 steps[name] += measure(workload, name, address, folder, options)
-        steps["in process"] += measure(workload, "in process", None, folder, options)
+        if "in process" in steps:
+            steps["in process"] += measure(workload, "in process", None, folder, options)
     return workload_result(workload, {name: side_result(one) for name, one in steps.items()})
 
 
@@ -291,6 +301,10 @@ def main() -> None:
     parser.add_argument(
         "--workloads", nargs="+", choices=ASYNC_WORKLOADS, default=list(ASYNC_WORKLOADS)
     )
+    parser.add_argument(
+        "--without_rival", dest="sides", action="store_const", const=list(SIDES)[:2],
+        default=list(SIDES), help="leave vLLM in process out",
+    )  # fmt: skip
     parser.add_argument("--iterations", type=int, default=4, help="measured steps of a run")
     parser.add_argument("--warm_up", type=int, default=2, help="steps before them, at least one")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
