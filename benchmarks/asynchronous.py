@@ -3,8 +3,8 @@
     python benchmarks/asynchronous.py [--quick]
 
 One vLLM server has a core and the trainer has another one, with a thread each. The sides of a workload run in turn:
-synchronous, one step ahead, and vLLM in process with both cores. The workloads have the settings of W2 (GRPO, 2
-epochs) with the model of 5 million parameters. Writes ``runs/bench/asynchronous.json``.
+synchronous, one step ahead, and vLLM in process with both cores. The workloads have the settings of W2 (GRPO) but
+one epoch, and the model of 5 million parameters. Writes ``runs/bench/asynchronous.json``.
 """
 
 from __future__ import annotations
@@ -214,7 +214,10 @@ def measure(
     output = folder / name.replace(" ", "-")
     shutil.rmtree(output, ignore_errors=True)
     work = replace(
-        WORKLOADS["W2"], prompts=workload.prompts, samples_per_prompt=workload.samples_per_prompt
+        WORKLOADS["W2"],
+        prompts=workload.prompts,
+        samples_per_prompt=workload.samples_per_prompt,
+        epochs=1,
     )
     steps = options.warm_up + options.iterations + 1  # nothing is sampled while the last one trains
     flags = lightppo_flags(work, workload.scale, folder / "assets", output, steps)

@@ -205,7 +205,7 @@ def asynchronous_block(data: dict[str, Any]) -> str:
             machine_line(data["machine"], data["date"])
             + _load_line([data["load"]], data["machine"]["cores"])
             + f" Medians of {data['steps']} steps after a warm-up. The server has one core and the trainer the other, "
-            "a thread each; *in process* is vLLM in the trainer, with both cores. GRPO, 2 epochs.",
+            "a thread each; *in process* is vLLM in the trainer, with both cores. GRPO, optimizer steps of 16 samples.",
             table(["workload", "G", "R", "T", "P", "limit: max(G + R, T) + P"], parts),
             table(head, rows),
         ]
