@@ -431,8 +431,9 @@ def build_scorer(
     if not config.verifier.async_rewards and not is_ahead:
         return None
     if not capabilities_of(engine).reports_finished:
+        requested = "--async_rewards" if config.verifier.async_rewards else "--max_staleness"
         raise ConfigError(
-            "--async_rewards: this rollout engine gives its samples all at once; leave it out"
+            f"{requested}: this rollout engine gives its samples all at once; leave it out"
         )
     with as_config_error():
         return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)

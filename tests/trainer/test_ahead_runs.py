@@ -16,7 +16,7 @@ from lightppo import PPOTrainer
 from lightppo.__main__ import main
 from lightppo.callbacks import Callback
 from lightppo.config import parse_args
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, RewardError
 from lightppo.plugin import ENGINES
 from lightppo.rollout.vllm.servers import VLLMServerRolloutEngine
 from lightppo.rollout.vllm.weights import architecture
@@ -99,6 +99,7 @@ def test_an_evaluation_that_a_resumed_run_lacks_is_done_at_the_end_of_an_episode
     assert evaluated(config) == [3, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [2, 4])
 def test_no_evaluation_is_due_inside_an_episode(ahead, tmp_path, steps):
     fitted(ahead(benchmark_steps=steps, save_steps=1))
@@ -190,8 +191,6 @@ def test_importance_weights_by_hand(make_config, monkeypatch):
 OTHERS = {
     "adapters alone": {"lora_rank": 4, "vllm_lora_push": "adapter"},
     "a reward model": {"reward_fn": None},
-    "greedy baselines": {"advantage_estimator": "remax"},
-    "best of four": {"generation_size": 4},
 }
 
 
@@ -260,9 +259,9 @@ def test_a_resumed_run_answers_from_its_tape(episodes):
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("step", [3, *[pytest.param(i, marks=pytest.mark.long) for i in (1, 4, 6)]])
 def test_a_step_is_replayed(episodes, servers, monkeypatch, capsys, step):
-    """The tape answers for the environment; the servers sample again, but not for the next step."""
+    """The tape answers for the environment; the servers sample again."""
     run = fitted(episodes(tape="all", save_steps=2, max_ckpt_num=20))
     rows = trained_rows(run.config)
     monkeypatch.setattr("lightppo.trainer.run", lambda command, prog: command())
@@ -270,6 +269,28 @@ def test_a_step_is_replayed(episodes, servers, monkeypatch, capsys, step):
     main(["replay", run.config.checkpoint.save_path, "--step", str(step)])  # exits if it differs
     assert f"step {step}" in capsys.readouterr().out
     assert trained_rows(run.config) == rows
+
+
+class EndsInFlight(Callback):
+    """Ends the run while the second step's episodes are played."""
+
+    def on_rollouts(self, run, step, collected) -> None:
+        raise SystemExit(3)
+
+
+def test_a_run_that_ends_in_flight_ends_its_episodes(episodes, tmp_path):
+    world = (tmp_path / "world.py").read_text()
+    (tmp_path / "world.py").write_text(
+        world.replace("luck = ", "time.sleep(0.2)\n        luck = ").replace(
+            "import random", "import random, time"
+        )
+    )
+    run = PPOTrainer.from_config(episodes(), callbacks=[EndsInFlight()])
+    with pytest.raises(SystemExit) as ended:
+        run.fit()
+    assert ended.value.code == 3
+    (pending,) = run.sampler.pending.tickets
+    assert pending.ticket.exception(20) is not None
 
 
 # -- what cannot sample ahead ----------------------------------------------------------------------------------------
@@ -310,3 +331,27 @@ def test_an_engine_without_start_and_finish_is_refused(make_config, monkeypatch)
     monkeypatch.setitem(ENGINES, "own", Entry(f"{__file__}:OwnEngine"))
     with pytest.raises(ConfigError, match="--max_staleness 1: OwnEngine cannot sample while"):
         PPOTrainer.from_config(make_config(rollout_engine="own", max_staleness=1))
+
+
+@pytest.mark.parametrize("of_both", [(1, 0), (0, 1)])
+def test_it_is_the_same_in_the_whole_run(ahead, of_both):
+    """Samples that wait would be lost without it."""
+    before, after = of_both
+    fitted(ahead(max_staleness=before, benchmark_steps=2, save_steps=1))
+    with pytest.raises(ConfigError, match="--max_staleness"):
+        fitted(ahead(max_staleness=after, save_steps=1))
+
+
+TIMED = """
+import signal
+
+def reward_func(queries, prompts, labels):
+    signal.alarm(0)
+    return [1.0] * len(queries)
+"""
+
+
+def test_a_reward_function_with_a_timer_is_told_that_it_runs_in_a_thread(ahead, tmp_path):
+    (tmp_path / "timed.py").write_text(TIMED)
+    with pytest.raises(RewardError, match=r"signal.alarm, .* --max_staleness$"):
+        fitted(ahead(reward_fn=str(tmp_path / "timed.py")))
