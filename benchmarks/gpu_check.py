@@ -8,6 +8,26 @@ A part is a process that has some minutes; then it is the next one's turn. Witho
 most. Each row is written as soon as it is measured, into ``gpu_check/PART.json`` below the run's folder, and with
 ``--out DIR`` into ``DIR/gpu_check.json``, too; a further call goes on behind the last row. What fails is a row, too.
 Models have random weights; nothing is downloaded but TRL, where ``--trl`` does not name it.
+
+It also works on a GPU machine without a network if its Python 3.12 has torch, transformers, peft and pyarrow. First, on
+another machine (7 MB; 43 MB more for 4 bits: bitsandbytes, manylinux_2_24_x86_64)::
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
+      --platform manylinux2014_x86_64 -d wheels annotated-types datasets dill docstring-parser hjson liger-kernel \\
+      msgpack multiprocess pydantic==2.12.5 pydantic-core==2.41.5 tenacity typeguard typing-inspection tyro
+    DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation -w wheels deepspeed==0.19.8   # where torch can be imported
+    pip install --no-deps --target trl trl==1.16.0
+    pip install --no-deps --target trl_ppo trl==1.12.0
+
+Copy these three folders into the checkout there, and repeat the second command while there is time. ``OUT`` is the
+folder that you get back::
+
+    pip install --no-index --no-deps --upgrade --target site wheels/*.whl
+    PYTHONPATH=.:site python3 benchmarks/gpu_check.py --trl trl --trl_of_ppo trl_ppo --minutes 8 --out $OUT
+
+The call ends within its ``--minutes``; exit code 3 means that something is left to measure. To continue on another
+machine, copy ``gpu_check.json`` from that folder to ``runs/bench/gpu_check.json``. vLLM (326 MB) and flash-attn are too
+large to copy, so the part ``vllm`` needs a network.
 """
 
 from __future__ import annotations

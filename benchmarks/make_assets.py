@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # One channel of the residual stream is the same for every token, and end-of-text has its logit from there. Layers read
 # it and do not write it; it is as large as all others together, so that the last norm does not move it much.
 _CONSTANT_CHANNEL = 0
+_HALF_CHANNEL = 1  # of give_long_answers
 _NEVER = -40.0  # logit of the other special tokens
 
 
@@ -87,6 +88,39 @@ def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
         head[config.eos_token_id, _CONSTANT_CHANNEL] = math.log(others * odds) / level
     model.generation_config.do_sample = True
     return model
+
+
+def give_long_answers(model: LlamaForCausalLM, scale: Scale) -> None:
+    """Have answers never end behind words of the vocabulary's second half, and words of a half follow each other.
+
+    A second channel that layers only read says the half of a word. So a prompt's last word decides over its answers:
+    behind a word of the first half each token ends them with ``scale.end_probability``, as before.
+    """
+    import torch
+
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    eos = model.config.eos_token_id
+    middle = scale.vocabulary // 2
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[_HALF_CHANNEL] = 0
+            layer.mlp.down_proj.weight[_HALF_CHANNEL] = 0
+        level = embedding[0, _CONSTANT_CHANNEL].item()
+        embedding[:middle, _HALF_CHANNEL] = level
+        embedding[middle:, _HALF_CHANNEL] = -level
+        ids = torch.arange(8 * 64).view(8, 64) % (middle - len(SPECIAL_TOKENS))
+        hidden = model.model(ids + len(SPECIAL_TOKENS)).last_hidden_state[:, 8:]
+        level = hidden[..., _HALF_CHANNEL].mean().item()
+        head[:, _HALF_CHANNEL] = 0
+        words = head[len(SPECIAL_TOKENS) : middle]
+        others = (hidden @ words.T).exp().sum(-1).mean().item()
+        head[len(SPECIAL_TOKENS) : middle, _HALF_CHANNEL] = -_NEVER / level / 2
+        head[middle:, _HALF_CHANNEL] = _NEVER / level / 2
+        odds = scale.end_probability / (1 - scale.end_probability)
+        # behind the first half as likely as the odds say, behind the second half never
+        logit = math.log(others * odds) - _NEVER / 2
+        head[eos, _CONSTANT_CHANNEL] = (logit + _NEVER) / 2 / level
+        head[eos, _HALF_CHANNEL] = (logit - _NEVER) / 2 / level
 
 
 def main() -> None:

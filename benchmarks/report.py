@@ -1,4 +1,4 @@
-"""The tables and the plot of docs/performance.md from what the benchmarks wrote.
+"""The tables of docs/performance.md and docs/asynchronous.md, and the plot, from what the benchmarks wrote.
 
 python benchmarks/report.py            # show the tables
 python benchmarks/report.py --write    # put them into the page, and the plot beside it
@@ -16,6 +16,7 @@ from commands import REPO
 from results import PHASES, check_compare
 
 PAGE, PLOT = REPO / "docs" / "performance.md", REPO / "docs" / "performance.png"
+ASYNC_PAGE = REPO / "docs" / "asynchronous.md"
 NAMES = {"trl": "TRL", "lightppo": "lightppo"}
 
 
@@ -182,6 +183,38 @@ def rollout_engines_block(data: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def asynchronous_block(data: dict[str, Any]) -> str:
+    """Return the parts of a synchronous step of each workload, and each side beside the least that overlapping allows."""
+    parts = []
+    rows = []
+    for name, entry in data["workloads"].items():
+        of_parts = [entry["parts"][part] for part in ("sampling", "rewards", "training", "push")]
+        cells = [f"{seconds:.2f} s" for seconds in (*of_parts, entry["limit"])]
+        parts.append([f"{name}: {entry['about']}", *cells])
+        for side, numbers in entry["sides"].items():
+            seconds = numbers["seconds"]
+            cells = [f"{name}, {side}", f"{seconds:.2f} s", f"{numbers['ratio']:.2f}"]
+            cells.append(f"{seconds / entry['limit']:.2f}" if side == "ahead" else "")
+            cores = 2 if side == "in process" else 1
+            busy = {who: numbers.get(f"{who}_busy") for who in ("server", "trainer")}
+            if cores == 2:
+                busy["server"] = None
+            for share in busy.values():
+                cells.append("" if share is None else f"{max(0.0, 1 - share / cores):.0%}")
+            rows.append([*cells, f"{numbers['staleness']:.0f}"])
+    head = ["run", "step", "/ synchronous", "/ limit", "server idle", "trainer idle", "staleness"]
+    return "\n\n".join(
+        [
+            machine_line(data["machine"], data["date"])
+            + _load_line([data["load"]], data["machine"]["cores"])
+            + f" Medians of {data['steps']} steps after a warm-up. The server has one core and the trainer the other, "
+            "a thread each; *in process* is vLLM in the trainer, with both cores. GRPO, optimizer steps of 16 samples.",
+            table(["workload", "G", "R", "T", "P", "limit: max(G + R, T) + P"], parts),
+            table(head, rows),
+        ]
+    )
+
+
 def gpu_check_block(data: dict[str, Any]) -> str:
     """Goals, and of each part what was measured, in the rows' own names."""
     about = data["machine"] | {"gpu": data["machine"]["gpu"] if data["device"] == "cuda" else None}
@@ -247,6 +280,7 @@ BLOCKS = {
     "memory": memory_block,
     "rollout_engines": rollout_engines_block,
 }
+ASYNC_BLOCKS = {"asynchronous": asynchronous_block}
 
 
 def replace_block(page: str, name: str, text: str) -> str:
@@ -292,11 +326,14 @@ def main() -> None:
     )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument(
-        "--write", action="store_true", help="into docs/performance.md and docs/performance.png"
+        "--write",
+        action="store_true",
+        help="into docs/performance.md, its picture and docs/asynchronous.md",
     )
     options = parser.parse_args()
     page = PAGE.read_text(encoding="utf-8")
-    for name, block in BLOCKS.items():
+    async_page = ASYNC_PAGE.read_text(encoding="utf-8")
+    for name, block in (BLOCKS | ASYNC_BLOCKS).items():
         file = options.run_dir / f"{name}.json"
         if not file.is_file():
             print(f"{file} is missing: the page keeps what it has")
@@ -306,12 +343,16 @@ def main() -> None:
             raise SystemExit("\n".join(problems))
         text = block(data)
         print(f"\n{name}\n{text}")
-        page = replace_block(page, name, text)
+        if name in ASYNC_BLOCKS:
+            async_page = replace_block(async_page, name, text)
+        else:
+            page = replace_block(page, name, text)
         if name == "compare" and options.write:
             plot(data, PLOT)
     if options.write:
         PAGE.write_text(page, encoding="utf-8")
-        print(f"\nwrote {PAGE} and {PLOT}")
+        ASYNC_PAGE.write_text(async_page, encoding="utf-8")
+        print(f"\nwrote {PAGE}, {ASYNC_PAGE} and {PLOT}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -123,33 +123,41 @@ def child(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def server(model: Path, folder: Path, threads: int) -> Iterator[str]:
-    """The address of a vLLM server, which ends with the block."""
+def server(
+    model: Path,
+    log: Path,
+    *,
+    sequences: int,
+    longest: int,
+    before: Sequence[str] = (),
+    **variables: str,
+) -> Iterator[tuple[str, int]]:
+    """Give the address and the process of a vLLM server, which ends with the block.
+
+    Args:
+        model: its folder.
+        log: file for its output.
+        sequences: most responses at a time.
+        longest: tokens of a prompt and its response.
+        before: words before the command.
+        **variables: of the environment, beside this process's own.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    longest = SCALES["cpu"].prompt_tokens[1] + SCALES["cpu"].new_tokens
-    words = [
-        sys.executable,
-        "examples/serve_vllm.py",
-        "--model",
-        model,
-        "--port",
-        port,
-        "--dtype",
-        "float32",
-    ]
-    words += ["--max-num-seqs", max(BATCHES), "--max-model-len", longest]
-    with (folder / "logs" / "rollout-server.log").open("wb") as log:
+    words = [*before, sys.executable, "examples/serve_vllm.py", "--model", model, "--port", port]
+    words += ["--dtype", "float32", "--max-num-seqs", sequences, "--max-model-len", longest]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
         process = subprocess.Popen(
             list(map(str, words)),
             cwd=REPO,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdout=output,
+            stderr=output,
+            env=os.environ | variables,
         )
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
             try:
@@ -184,8 +192,13 @@ def measure(
 
     if engine != "vllm_server":
         return start()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with server(folder / "rollout-assets" / model / "model", folder, options.threads) as url:
+    with server(
+        folder / "rollout-assets" / model / "model",
+        folder / "logs" / "rollout-server.log",
+        sequences=max(BATCHES),
+        longest=SCALES["cpu"].prompt_tokens[1] + SCALES["cpu"].new_tokens,
+        OMP_NUM_THREADS=str(options.threads),
+    ) as (url, _):
         return start("--url", url)
 
 

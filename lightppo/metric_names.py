@@ -132,7 +132,7 @@ _ROLLOUT = {
     "loss_weight": "mean factor on a token's policy loss, from --rollout_correction, --rollout_rejection applied "
     "before training and --high_entropy_token_ratio",
     "loss_weight_zero": "share of trained tokens where this factor is 0",
-    "logp_diff_on_policy": "rollout/logp_diff_mean without stale groups; only if there are any",
+    "logp_diff_on_policy": "rollout/logp_diff_mean without stale groups; only if there are some, and others",
 }
 
 # Of dynamic sampling, the filter of prompts and distillation, where they are in use.
@@ -203,7 +203,7 @@ TIMED = {
 }
 
 _PERF = {
-    "time_rollout": "seconds of generation",
+    "time_rollout": "seconds of generation; with --max_staleness, of waiting for it",
     "time_greedy": "seconds of generating the greedy answers for `remax`, part of time_rollout",
     "time_reward": "seconds of scoring",
     "time_experience": "seconds of forward passes and advantages",

@@ -214,6 +214,9 @@ accuracy_lower_bound accuracy_upper_bound accuracy_range difficulty_range | --fi
 over_sampling_batch_size oversampling_batch_size | --gen_batch_size
 tis importance_sampling is_correction truncated_is off_policy_correction importance_correction | --rollout_correction
 icepop use_icepop | --rollout_correction icepop
+async_train async_training train_async asynchronous async_enable one_step_off | --max_staleness
+one_step_off_policy off_policy_steps steps_off_policy max_off_policy_steps | --max_staleness
+staleness max_head_offpolicyness max_async_level async_level staleness_threshold | --max_staleness
 critic_warmup critic_warmup_steps value_warmup value_pretrain_steps freeze_actor | --freezing_actor_steps
 freeze_actor_steps | --freezing_actor_steps
 actor_freeze_steps freeze_steps critic_only_steps | --freezing_actor_steps

@@ -303,10 +303,10 @@ corrected = partial(option, needs="rollout_correction!=none")
 class CorrectionConfig(Section, of="training"):
     """Correction: differences between rollout engine and trainer."""
 
-    rollout_correction: str = option(
-        "none",
-        "How to weight tokens by π_old / π_rollout (trainer / engine). With --env the last digits depend on the time of "
-        "replies, except with --batch_invariant.",
+    rollout_correction: str | None = option(
+        None,
+        "How to weight tokens by π_old / π_rollout (trainer / engine). None: decoupled with --max_staleness, else none. "
+        "With --env the last digits depend on the time of replies, except with --batch_invariant.",
         names=CORRECTIONS,
     )
     correction_low: float | None = corrected(
@@ -341,8 +341,14 @@ class CorrectionConfig(Section, of="training"):
 
     @staticmethod
     def meant(config: Any) -> Mapping[str, Any]:
-        entry = CORRECTIONS.find(config.correction.rollout_correction)
-        return {"correction_low": entry.low, "correction_high": entry.high}
+        usual_correction = "decoupled" if config.rollout.max_staleness > 0 else "none"
+        correction = config.correction.rollout_correction or usual_correction
+        entry = CORRECTIONS.find(correction)
+        return {
+            "rollout_correction": correction,
+            "correction_low": entry.low,
+            "correction_high": entry.high,
+        }
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:

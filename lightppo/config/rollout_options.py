@@ -62,13 +62,42 @@ class RolloutConfig(Section, of="trainer"):
         (), "Strings or special tokens that end a response and are removed from its text."
     )
     bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
+    max_staleness: int = option(
+        0,
+        "1: sample the next step's responses while a step trains, so by weights that are one step older; 0: by the newest.",
+        "PPO steps",
+        ge=0,
+    )
+
+    @staticmethod
+    def is_stale(config: Any) -> bool:
+        """Tell whether a step may train on samples of older weights."""
+        return config.rollout.max_staleness > 0
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
+        yield from _ahead(options)
         if "" in options.stop:
             yield "--stop has an empty text: leave it out"
         if not all(map(str.strip, options.bad_words)):
             yield "--bad_words has an empty text: leave it out"
+
+
+def _ahead(options: Any) -> Iterator[str]:
+    """Refuse what cannot sample while a step trains."""
+    requested = f"--max_staleness {options.max_staleness}"
+    if options.max_staleness == 0:
+        return
+    if options.max_staleness > 1:
+        yield f"{requested}: 1 is the most, as weights do not change under responses that are being sampled; set 0 or 1"
+    sharing = {
+        "hf": "samples with the weights that are trained",
+        "vllm": "samples in the process that trains",
+    }
+    if reason := sharing.get(options.rollout_engine):
+        yield f"{requested}: --rollout_engine {options.rollout_engine} {reason}, one after the other: set vllm_server, or 0"
+    if options.skip_rollout is not None:
+        yield f"{requested}: --skip_rollout reads what others sampled: leave one out"
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

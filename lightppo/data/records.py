@@ -42,8 +42,10 @@ class Rollout:
     # numbers from the reward source, logged as reward/<name>
     extras: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # its texts, kept in the files of samples
-    # an older policy than that of the step sampled it (a surplus of dynamic sampling)
+    # an older policy than that of the step sampled it (a surplus of dynamic sampling, or --max_staleness)
     stale: bool = False
+    # (version, start, end): the weights that sampled response_ids[start:end], by the PPO steps they were trained for
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
     # the greedy answer to the prompt, if the advantage estimator needs it
     baseline: Rollout | None = None
     # per response id: it was sampled, so it is trained; None: all were

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,7 @@ class EpisodeEngine:
         # Sessions whose objects reward functions may ask, of the last two calls: a greedy baseline is
         # sampled before the samples are scored.
         self._last_sessions: deque[list[Session]] = deque([[], []], maxlen=2)
+        self._stages: list[_Stage] = []  # of calls that have not ended
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
@@ -113,9 +114,12 @@ class EpisodeEngine:
         environments take: the trainer makes its own.
         """
         of_engine = capabilities_of(self.engine)
-        is_exact = of_engine.exact_log_probs and self.batch_invariant
         return replace(
-            of_engine, exact_log_probs=is_exact, reports_finished=True, heats_first_token=False
+            of_engine,
+            exact_log_probs=of_engine.exact_log_probs and self.batch_invariant,
+            reports_finished=True,
+            heats_first_token=False,
+            samples_ahead=of_engine.samples_ahead and hasattr(self.engine, "start_turns"),
         )
 
     @property
@@ -140,9 +144,47 @@ class EpisodeEngine:
             RolloutError: on every rank, if more of the batch's episodes failed than ``failure_limit`` allows, or the
                 samples of a prompt do not start alike.
         """
+        pending = self._begin_episodes(prompts, sampling, on_finished)
+        try:
+            self._generate_turns(pending.stage, pending.sampling)
+        finally:
+            self._end_stage(pending.stage)
+        return self._ended_rollouts(pending)
+
+    def start(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
+    ) -> _PendingEpisodes:
+        """Play the episodes while the trainer trains, with an engine that samples ahead; :meth:`finish` ends it."""
+        pending = self._begin_episodes(prompts, sampling, on_finished)
+        pending.ticket = self.engine.start_turns(pending.stage, pending.sampling)
+        return pending
+
+    def finish(self, pending: _PendingEpisodes) -> list[Rollout]:
+        """Wait for the episodes of :meth:`start`; return and raise as :meth:`generate`. Collective."""
+        try:
+            self.engine.finish(pending.ticket)
+        finally:
+            self._end_stage(pending.stage)
+        return self._ended_rollouts(pending)
+
+    def _end_stage(self, stage: _Stage) -> None:
+        stage.end()
+        self._stages.remove(stage)
+
+    def _begin_episodes(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object],
+    ) -> _PendingEpisodes:
+        """Begin all episodes, in their thread."""
         sampling = self._ending(sampling)
         self._close_oldest_sessions([])
         stage = _Stage(self._loop, self.limits.max_opening + sampling.max_new_tokens, on_finished)
+        self._stages.append(stage)
         streams = request_streams(prompts, sampling)
         requests = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         batch_number = 0
@@ -165,16 +207,17 @@ class EpisodeEngine:
                 calls=self._calls((batch_number, *streams[number]), sample_index),
             )
             episodes[streams[number]] = self._played(episode)
-        start_time = time.monotonic()
+        pending = _PendingEpisodes(stage, streams, sampling)
         stage.begin(episodes)
-        try:
-            self._generate_turns(stage, sampling)
-        finally:
-            stage.end()
-        self.episode_sums.generated(time.monotonic() - start_time, stage.waited)
-        rollouts = [stage.rollouts[episode_key] for episode_key in streams]
+        return pending
+
+    def _ended_rollouts(self, pending: _PendingEpisodes) -> list[Rollout]:
+        """Return the rollouts of episodes that have ended. Collective."""
+        seconds = time.monotonic() - pending.start_time
+        self.episode_sums.generated(seconds, pending.stage.waited)
+        rollouts = [pending.stage.rollouts[episode_key] for episode_key in pending.episode_keys]
         self._check_failures(rollouts)
-        _share_openings(rollouts, sampling.n)
+        _share_openings(rollouts, pending.sampling.n)
         return rollouts
 
     def _calls(self, episode_key: tuple[int, int, int], sample_index: int) -> Direct:
@@ -311,6 +354,8 @@ class EpisodeEngine:
             self.engine.close()
 
     def _end_episodes(self) -> None:
+        for stage in self._stages:  # of a run that ends while it samples ahead
+            stage.end()
         try:
             self._close_oldest_sessions([])
             self._close_oldest_sessions([])
@@ -394,6 +439,17 @@ def _share_openings(rollouts: Sequence[Rollout], group_size: int) -> None:
 
 
 Key = tuple[int, int]  # of an episode: index of its prompt, number of its stream
+
+
+@dataclass
+class _PendingEpisodes:
+    """The episodes of one call, on their way."""
+
+    stage: _Stage
+    episode_keys: Sequence[Key]  # in the order of the rollouts
+    sampling: SamplingParams
+    ticket: Any = None  # of the engine within, if it samples ahead
+    start_time: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,8 @@ class Tape:
                 tape_file.torn,
             )
         if self.plays:
-            check_follows(tape_file, self.head and self.head.hash)
+            if self.head is None or self.head.step != self.step:  # else it is the checkpoint's own
+                check_follows(tape_file, self.head and self.head.hash)
             if tape_file.entries:
                 self.head = tape_file.head
         elif not self._goes_on_with(tape_file):

@@ -344,6 +344,8 @@ class DriftWatch(Callback):
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
         name = "rollout/logp_diff_on_policy"
         if name not in metrics:
+            if metrics.get("rollout/staleness", 0.0) > 0:  # of all samples
+                return
             name = "rollout/logp_diff_mean"
         mean = metrics.get(name, 0.0)
         if not mean > self._warned_at:  # NaN is not

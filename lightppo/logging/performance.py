@@ -150,8 +150,11 @@ class Speeds(Callback):
         }
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        seconds = {metric.removeprefix("perf/"): value for metric, value in metrics.items()}
+        if run.config.rollout.max_staleness > 0:  # it is of the wait, not of the generation
+            seconds.pop("time_rollout", None)
         speeds = perf_metrics(
-            {metric.removeprefix("perf/"): value for metric, value in metrics.items()},
+            seconds,
             {metric.removeprefix("rollout/"): value for metric, value in metrics.items()},
             epochs=dict.fromkeys(self.parameters, run.max_epochs),
             world_size=run.strategy.world_size,

@@ -257,7 +257,7 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
             status |= {f"{metric}_max": summary.high, f"{metric}_min": summary.low}
     if mismatch:
         on_policy = mismatch.pop("on_policy")
-        if on_policy.count < mismatch["logp_diff"].count:
+        if 0 < on_policy.count < mismatch["logp_diff"].count:
             status["logp_diff_on_policy"] = on_policy.mean
         numbers = mismatch_metrics(mismatch)
         status["logp_diff_mean"] = mismatch["logp_diff"].mean

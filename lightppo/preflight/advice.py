@@ -96,6 +96,14 @@ def advice(config: PPOConfig) -> list[str]:
         lines.append(
             f"--kl_estimator {estimator} in the reward hardly pulls near the reference: k1 has the gradient of the KL"
         )
+    is_uncorrected = (
+        config.correction.rollout_correction == "none" and config.loss.old_log_probs != "rollout"
+    )
+    if rollout.max_staleness > 0 and is_uncorrected:
+        lines.append(
+            f"--max_staleness {rollout.max_staleness} with --rollout_correction none: samples of older weights train as "
+            "if the newest had sampled them: leave --rollout_correction out, then it is decoupled"
+        )
     return lines
 
 

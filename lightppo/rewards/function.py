@@ -477,7 +477,7 @@ def _without_timers() -> Iterator[None]:
         raise RewardError(
             "the reward function, or a library that it calls (math_verify does so), sets a time limit with "
             f"signal.{timers_set[0]}, which works in the main thread only. Set --reward_manager prime and --reward_timeout,"
-            " or --reward_workers 1 without --reward_timeout and --async_rewards"
+            " or --reward_workers 1 without --reward_timeout, --async_rewards and --max_staleness"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -106,6 +107,7 @@ class Capabilities:
     keeps_weights: bool = False
     # differing_weights() says which ones differ, and which could not be compared
     compares_weights: bool = False
+    samples_ahead: bool = False  # has start and finish, see AsyncRolloutEngine
 
 
 def capabilities_of(engine: Any) -> Capabilities:
@@ -156,6 +158,27 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """End the engine."""
+
+
+class AsyncRolloutEngine(RolloutEngine, Protocol):
+    """An engine that samples while the trainer trains. ``generate`` is ``start`` and ``finish``.
+
+    For episodes it has ``start_turns(turns, sampling)`` too, whose tickets ``finish`` takes as well.
+    """
+
+    def start(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object],
+    ) -> Any:
+        """Begin to sample, and return a ticket at once. Between this and :meth:`finish` nothing is collective.
+
+        Several tickets may be open. The weights may not be pushed meanwhile.
+        """
+
+    def finish(self, ticket: Any) -> list[Rollout]:
+        """Wait for what was begun, and return it as ``generate`` does. Collective: whatever failed is raised here."""
 
 
 # -- turns of episodes ---------------------------------------------------------------------------------------------------

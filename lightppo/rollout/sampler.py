@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -51,6 +52,8 @@ class SampledBatch:
     scored: list[Rollout] = field(default_factory=list)  # those that have a score
     # Which score is not finite. Then all samples are here, and none has a score.
     not_finite: str | None = None
+    version: int = 0  # of the weights that sampled it: PPO steps that they had been trained for
+    batches: int = 1  # generation batches that it is made of
 
 
 @dataclass
@@ -88,17 +91,39 @@ class RolloutSampler:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
-        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        further_arguments = {} if self.scorer is None else {"on_finished": self.scorer.submit}
-        rollouts = self.engine.generate(list(prompts), sampling, **further_arguments)
-        if self.greedy_baseline:
+        sampling, *greedy = self._how_to_sample(step)
+        rollouts = self.engine.generate(list(prompts), sampling, **self._engine_arguments)
+        if greedy:
             with self.timer("greedy"):
                 greedy_rollouts = self.engine.generate(
-                    list(prompts), replace(sampling, n=1, temperature=0.0), **further_arguments
+                    list(prompts), *greedy, **self._engine_arguments
                 )
-            for i, rollout in enumerate(rollouts):
-                rollout.baseline = greedy_rollouts[i // sampling.n]
+            give_baselines(rollouts, greedy_rollouts, sampling.n)
         return rollouts
+
+    def start(self, prompts: Sequence[Prompt], step: int) -> list[Any]:
+        """Begin what :meth:`generate` does, with an engine that samples ahead; return its tickets."""
+        return [
+            self.engine.start(list(prompts), sampling, **self._engine_arguments)
+            for sampling in self._how_to_sample(step)
+        ]
+
+    def finish(self, tickets: Sequence[Any]) -> list[Rollout]:
+        """Wait for what :meth:`start` began, and return what :meth:`generate` would. Collective."""
+        rollouts, *greedy = [self.engine.finish(ticket) for ticket in tickets]
+        for greedy_rollouts in greedy:
+            give_baselines(rollouts, greedy_rollouts, self.sampling.n)
+        return rollouts
+
+    def _how_to_sample(self, step: int) -> list[SamplingParams]:
+        """Return it of the responses, and of the greedy baselines if there are any."""
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        greedy_sampling = replace(sampling, n=1, temperature=0.0)
+        return [sampling, greedy_sampling] if self.greedy_baseline else [sampling]
+
+    @property
+    def _engine_arguments(self) -> dict[str, Any]:
+        return {} if self.scorer is None else {"on_finished": self.scorer.submit}
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
         """Score the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
@@ -168,6 +193,14 @@ class RolloutSampler:
             )
 
 
+def give_baselines(
+    rollouts: Sequence[Rollout], greedy_rollouts: Sequence[Rollout], group_size: int
+) -> None:
+    """Give each sample the greedy answer to its prompt; each prompt has ``group_size`` samples."""
+    for i, rollout in enumerate(rollouts):
+        rollout.baseline = greedy_rollouts[i // group_size]
+
+
 class AroundSampling(Protocol):
     """Give the rollouts of a generation batch of training, those of ``sample()`` for example. Collective."""
 
@@ -200,8 +233,22 @@ class CollectedStep:
 
 
 @dataclass
+class PendingBatch:
+    """Generation batches that are sampled while a step trains."""
+
+    tickets: list[Any]  # of the engine
+    version: int  # of the weights that sample
+    batches: int
+
+
+@dataclass
 class BatchCollector:
-    """Train each step on one generation batch."""
+    """Train each step on one generation batch.
+
+    With ``max_staleness`` 1 it is sampled while the step before trains: :meth:`start` and :meth:`finish` stand around
+    that training. The weights do not change in between, so nothing depends on how long anything takes. At the start of
+    a run, and where nothing may be sampled ahead, the step samples it itself.
+    """
 
     sampler: RolloutSampler
     strategy: Ranks
@@ -210,6 +257,9 @@ class BatchCollector:
     around: Sequence[AroundSampling] = ()
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
+    max_staleness: int = 0  # PPO steps between the weights that sample and those that are trained
+    pending: PendingBatch | None = None
+    ahead: SampledBatch | None = None  # this rank's part of what the next step trains on
     why_untrained = "there was none"  # of a run in which no optimizer step was taken
 
     def collect(self, source: PromptSource, step: int) -> CollectedStep:
@@ -219,13 +269,13 @@ class BatchCollector:
             RewardError: there is nothing to train on.
         """
         collected = self.select(source, step)
-        if capabilities_of(self.sampler.engine).keeps_weights:
+        if self.max_staleness == 0 and capabilities_of(self.sampler.engine).keeps_weights:
             self.sampler.engine.sleep()  # until the next push of weights, or the next rollouts
         return collected
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """Do what :meth:`collect` does, while the engine is awake. Collective."""
-        batch = self.sample(source.take(), step)
+        batch = self._next_batch(source, step)
         is_not_finite = batch.not_finite is not None
         groups = 0 if is_not_finite else len(group_by_prompt(batch.rollouts))
         counts = self.strategy.all_reduce(
@@ -233,7 +283,12 @@ class BatchCollector:
         )
         groups = counts.pop("groups")
         failures = counts.pop("failed")
-        collected = CollectedStep(batch.rollouts, groups, counts, batch.scored)
+        rollouts = batch.rollouts
+        if self.max_staleness > 0:
+            staleness = step - 1 - batch.version
+            rollouts = as_stale(rollouts) if staleness else rollouts
+            counts |= {"stale_groups": groups * (staleness > 0), "staleness": staleness}
+        collected = CollectedStep(rollouts, groups, counts, batch.scored)
         if failures:
             self.leave_out(collected, batch.not_finite)
         elif groups == 0:
@@ -247,8 +302,50 @@ class BatchCollector:
             sample = partial(stand_around, prompts, step, number, sample)
         with self.timer("rollout"):
             rollouts = sample()
+        return self._scored(rollouts, version=step - 1)
+
+    def _scored(self, rollouts: list[Rollout], version: int, batches: int = 1) -> SampledBatch:
+        for rollout in rollouts:
+            rollout.versions = [(version, 0, len(rollout.response_ids))]
         with self.timer("reward"):
-            return self.sampler.score(rollouts)
+            batch = self.sampler.score(rollouts)
+        return replace(batch, version=version, batches=batches)
+
+    def _next_batch(self, source: PromptSource, step: int, number: int = 0) -> SampledBatch:
+        """Return what was sampled ahead, or sample a generation batch now. Collective."""
+        if self.ahead is None:
+            return self.sample(source.take(), step, number)
+        batch = self.ahead
+        self.ahead = None
+        return batch
+
+    # -- ahead of the step -------------------------------------------------------------------------------------------
+
+    def start(self, source: PromptSource, step: int, surplus: int) -> None:
+        """Begin to sample for the next step, while ``step`` trains. Collective.
+
+        ``surplus``: groups of all ranks that already wait for the next step.
+        """
+        prompts: list[Prompt] = []
+        batches = 0
+        while batches < self.batches_ahead(surplus) and not source.exhausted:
+            prompts += source.take()
+            batches += 1
+        if batches:
+            self.pending = PendingBatch(self.sampler.start(prompts, step + 1), step - 1, batches)
+
+    def batches_ahead(self, surplus: int) -> int:
+        """Return how many generation batches may be sampled ahead and still be trained in the next step."""
+        return 1
+
+    def finish(self) -> None:
+        """Wait for what :meth:`start` began, and score it. Collective."""
+        if self.pending is None:
+            return
+        with self.timer("rollout"):
+            rollouts = self.sampler.finish(self.pending.tickets)
+        self.ahead = self._scored(rollouts, self.pending.version, self.pending.batches)
+        self.pending = None
 
     def leave_out(self, collected: CollectedStep, not_finite: str | None) -> None:
         """Train on nothing, as a score is not finite; on this rank it is ``not_finite``. Collective."""
@@ -257,6 +354,78 @@ class BatchCollector:
             f"rank {rank}: {message}" for rank, message in enumerate(messages) if message
         )
         collected.groups = 0
+
+
+def as_stale(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return samples marked as those of an older policy than the step's."""
+    return [replace(rollout, stale=True) for rollout in rollouts]
+
+
+class SamplesAhead:
+    """The state of a collector's samples for the next step, for checkpoints; each rank has its own."""
+
+    def __init__(self, collector: BatchCollector) -> None:
+        self.collector = collector
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return this rank's, as plain values; the samples that have no score are in the counts alone."""
+        batch = self.collector.ahead
+        if batch is None:
+            return None
+        samples = batch.scored if batch.not_finite is None else batch.rollouts
+        trained = {id(rollout) for rollout in batch.rollouts}
+        return {
+            "version": batch.version,
+            "batches": batch.batches,
+            "counts": batch.counts,
+            "not_finite": batch.not_finite,
+            "groups": [
+                {"trained": [id(rollout) in trained for rollout in group], **to_plain(group)}
+                for group in group_by_prompt(samples)
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore ``state_dict``."""
+        if state is None:
+            self.collector.ahead = None
+            return
+        samples = []
+        trained = []
+        for values in state["groups"]:
+            group = from_plain(values)
+            samples += group
+            trained += [
+                rollout for rollout, is_trained in zip(group, values["trained"]) if is_trained
+            ]
+        scored = samples if state["not_finite"] is None else []
+        numbers = {name: state[name] for name in ("counts", "not_finite", "version", "batches")}
+        self.collector.ahead = SampledBatch(trained, scored=scored, **numbers)
+
+    def share_out(
+        self, states: Sequence[dict[str, Any] | None], world_size: int
+    ) -> list[dict[str, Any] | None]:
+        """Return the states of so many ranks, made of those of another number: groups in the order of the data."""
+        if states[0] is None:
+            return [None] * world_size
+        in_order = [
+            group
+            for row in zip_longest(*(state["groups"] for state in states))
+            for group in row
+            if group is not None
+        ]
+        messages = [state["not_finite"] for state in states if state["not_finite"] is not None]
+        totals = sum((Counter(state["counts"]) for state in states), Counter())
+        counts = {name: totals[name] for name in states[0]["counts"]}
+        return [
+            states[0]
+            | {
+                "groups": in_order[rank::world_size],
+                "counts": counts if rank == 0 else dict.fromkeys(counts, 0),
+                "not_finite": "; ".join(messages) or None,
+            }
+            for rank in range(world_size)
+        ]
 
 
 def nothing_scored(step: int) -> RewardError:
@@ -344,6 +513,7 @@ class GroupCollector(BatchCollector):
 
     _: KW_ONLY
     groups_per_step: int  # prompts to train on per step, over all ranks
+    groups_per_batch: int = 0  # prompts of a generation batch, over all ranks; 0: groups_per_step
     group_filter: GroupFilter | None = None  # None: accept every scored group
     max_batches: int = 1  # most generation batches per step; 0: no limit
     # If these give too few groups: train on those that there are, stop, or train on some of them twice.
@@ -356,7 +526,11 @@ class GroupCollector(BatchCollector):
         """See :meth:`collect`; RewardError also where no sample has the filter's metric, or on ``"raise"``."""
         step_counts = StepCounts()
         while True:
-            available, exhausted, judged_groups, not_finite = self._agree(source, step_counts, step)
+            if self.ahead is not None:
+                self._generate(source, step, step_counts)
+            available, due, exhausted, judged_groups, not_finite = self._agree(
+                source, step_counts, step
+            )
             available_groups = sum(available)
             if not_finite:
                 return self._finish(step, step_counts, 0, [], available_groups)
@@ -384,16 +558,28 @@ class GroupCollector(BatchCollector):
                 room = [missing_groups * (groups > 0) for groups in available]
                 repeats = deal(missing_groups, available, room)
         rank = self.strategy.get_rank()
-        shares = deal(self.groups_per_step, [0] * len(available), room=available)
+        shares = self._shares(available, due)
         repeated_groups = [i % shares[rank] for i in range(repeats[rank])]
         return self._finish(
             step, step_counts, shares[rank], repeated_groups, available_groups - sum(shares)
         )
 
+    def _shares(self, available: Sequence[int], due: Sequence[int]) -> list[int]:
+        """Return how many groups each rank trains on: first those that are ``due``, of which one rank may hold more."""
+        shares = deal(self.groups_per_step, [0] * len(available), room=due)
+        room = [groups - share for groups, share in zip(available, shares)]
+        further = deal(self.groups_per_step - sum(shares), shares, room)
+        return [share + more for share, more in zip(shares, further)]
+
+    def batches_ahead(self, surplus: int) -> int:
+        room = self.max_staleness * self.groups_per_step - surplus
+        possible = max(0, room) // (self.groups_per_batch or self.groups_per_step)
+        return min(possible, self.max_batches) if self.max_batches > 0 else possible
+
     def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
-        batch = self.sample(source.take(), step, step_counts.batches)
-        step_counts.batches += 1
+        batch = self._next_batch(source, step, step_counts.batches)
+        step_counts.batches += batch.batches
         step_counts.counts.update(batch.counts)
         step_counts.scored += batch.scored
         step_counts.names |= {
@@ -408,26 +594,28 @@ class GroupCollector(BatchCollector):
             step_counts.counts["judged"] += 1
             reason = self.group_filter and self.group_filter(group)
             if reason is None:
-                self.surplus.append((step, group))
+                self.surplus.append((batch.version + 1, group))
             else:
                 step_counts.counts[reason] += 1
 
     def _agree(
         self, source: PromptSource, step_counts: StepCounts, step: int
-    ) -> tuple[list[int], bool, int, int]:
+    ) -> tuple[list[int], list[int], bool, int, int]:
         """Agree on what every decision of a step rests on. Collective.
 
         Returns:
-            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
-            generation batches with a score that is not finite.
+            accepted groups of each rank; those of them that would be too old in the next step; whether the episode has
+            no more prompts; groups of this step that were judged; generation batches with a score that is not finite.
         """
+        due = sum(sampled_step < step for sampled_step, _ in self.surplus)
         rank_state = (
             len(self.surplus),
+            due if self.max_staleness > 0 else 0,
             source.exhausted,
             set(step_counts.names),
             Counter(step_counts.counts),
         )
-        available, exhausted, names_of_ranks, counts_of_ranks = zip(
+        available, due_of_ranks, exhausted, names_of_ranks, counts_of_ranks = zip(
             *self.strategy.all_gather_object(rank_state)
         )
         total_counts = sum(counts_of_ranks, Counter())
@@ -441,7 +629,13 @@ class GroupCollector(BatchCollector):
                 f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
                 f"{', '.join(['score', *sorted(set().union(*names_of_ranks))])}"
             )
-        return list(available), any(exhausted), total_counts["judged"], total_counts["not_finite"]
+        return (
+            list(available),
+            list(due_of_ranks),
+            any(exhausted),
+            total_counts["judged"],
+            total_counts["not_finite"],
+        )
 
     def _finish(
         self,
@@ -458,8 +652,7 @@ class GroupCollector(BatchCollector):
         group_positions = []
         for sampled_step, group in chosen_groups:
             group_positions.append(range(len(rollouts), len(rollouts) + len(group)))
-            is_stale = sampled_step < step
-            rollouts += [replace(rollout, stale=True) for rollout in group] if is_stale else group
+            rollouts += as_stale(group) if sampled_step < step else group
         count_names = [*self.sampler.counted, "judged", "not_finite", *REASONS]
         selection = {
             "trained_groups": len(chosen_groups) + len(repeated_groups),
@@ -594,13 +787,17 @@ def with_selection(
     return GroupCollector(
         **vars(collector),
         groups_per_step=per_step,
+        groups_per_batch=sampling.gen_batch_size,
         group_filter=group_filter,
         max_batches=max_batches,
         on_exhausted=sampling.on_exhausted,
     )
 
 
-def keep_surplus(run: Any) -> None:
-    """Have checkpoints keep the groups that wait for the next step."""
-    if isinstance(getattr(run, "sampler", None), GroupCollector):
-        run.register_state("surplus", run.sampler, per_rank=True)
+def keep_samples_of_next_step(run: Any) -> None:
+    """Have checkpoints keep what was sampled and waits for the next step."""
+    collector = getattr(run, "sampler", None)
+    if isinstance(collector, GroupCollector):
+        run.register_state("surplus", collector, per_rank=True)
+    if isinstance(collector, BatchCollector) and collector.max_staleness > 0:
+        run.register_state("ahead", SamplesAhead(collector), per_rank=True)

@@ -391,6 +391,11 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         raise ConfigError(
             f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out"
         )
+    if config.rollout.max_staleness > 0 and not capabilities_of(engine).samples_ahead:
+        raise ConfigError(
+            f"--max_staleness {config.rollout.max_staleness}: {type(engine).__name__} cannot sample while the trainer "
+            "trains (it has no start and finish): set --rollout_engine vllm_server, or 0"
+        )
     entry = estimator_entry(config)
     status = None
     if config.verifier.check_verifier_status:
@@ -412,6 +417,7 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
         timer=parts.timer,
+        max_staleness=config.rollout.max_staleness,
     )
     return with_selection(collector, config, maker.shaper.final_scores)
 
@@ -419,12 +425,15 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
 def build_scorer(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource
 ) -> AsyncScorer | None:
-    """Return what scores samples while others are generated, with ``--async_rewards``."""
-    if not config.verifier.async_rewards:
+    """Return what scores samples while others are generated: with ``--async_rewards``, and with ``--max_staleness``
+    where the source may be called in a thread."""
+    is_ahead = config.rollout.max_staleness > 0 and not getattr(source, "needs_all_ranks", False)
+    if not config.verifier.async_rewards and not is_ahead:
         return None
     if not capabilities_of(engine).reports_finished:
+        requested = "--async_rewards" if config.verifier.async_rewards else "--max_staleness"
         raise ConfigError(
-            "--async_rewards: this rollout engine gives its samples all at once; leave it out"
+            f"{requested}: this rollout engine gives its samples all at once; leave it out"
         )
     with as_config_error():
         return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)

@@ -305,7 +305,7 @@ class TrainingLoop:
         """Tell whether ``--eval_steps`` asks for an evaluation after this step; without it one follows an episode."""
         eval_steps = self.config.evaluation.eval_steps
         if eval_steps == -1:
-            return self.state.consumed_prompts == 0
+            return self.finished_episodes is not None
         return eval_steps > 0 and self.state.global_step % eval_steps == 0
 
     def saved_models(self) -> list[str]:

@@ -83,6 +83,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     config: PPOConfig
     samples_tokens = True
+    next_prompts: EpisodePrompts | None = None  # of the next episode, some of them sampled ahead
     update_steps = 0  # optimizer steps per episode, where the dataloader has no length
 
     def __init__(
@@ -262,6 +263,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                 with self.timer("step"), self.callbacks.around_step(self, step):
                     # 1 prompts → responses, scored and selected
                     collected = self.sampler.collect(prompts, step)
+                    self.sample_ahead(prompts, step, collected.surplus)
                     self.callbacks.on_rollouts(self, step, collected)
                     # 2 log probs, values, rewards → 3 advantages in the buffer
                     self.make_experience(collected, step)
@@ -269,17 +271,51 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                     # 4 → training_step per micro batch
                     status = collected.counts | self.train(step)
                     self.replay_buffer.clear()
+                    self.sampler.finish()  # of the next step, by the weights before the push
                     with self.timer("sync"):
                         # 5 the next rollouts are on-policy
                         self.rollout_engine.sync_weights(self.actor)
                     self.control_kl(status)  # 6
-                # an episode ends when its prompts and the groups left over are used
-                ended = prompts.exhausted and collected.surplus == 0
-                used = self.strategy.all_reduce(prompts.taken - taken, "sum")
-                self.state.finish_step(used, last_of_episode=ended)
+                self.count_prompts(prompts, taken, collected.surplus)
                 if self.finish_step(step, status):  # 7 logged, evaluated, saved
                     break
             self.finish()
+
+    def count_prompts(self, prompts: EpisodePrompts, taken: int, surplus: int) -> None:
+        """Count the step and the prompts that it took, those sampled ahead included. Collective.
+
+        ``taken``: those of the episode that were taken before; ``surplus`` as of :meth:`sample_ahead`.
+        """
+        # An episode ends when its prompts and the samples that wait are used.
+        has_samples_ahead = self.sampler.ahead is not None and self.next_prompts is None
+        ended = prompts.exhausted and surplus == 0 and not has_samples_ahead
+        used = self.strategy.all_reduce(prompts.taken - taken, "sum")
+        self.state.finish_step(used, last_of_episode=ended)
+        if self.next_prompts is not None:
+            used_of_next = self.strategy.all_reduce(self.next_prompts.taken, "sum")
+            self.state.consumed_prompts = used_of_next
+
+    def sample_ahead(self, prompts: EpisodePrompts, step: int, surplus: int) -> None:
+        """With ``--max_staleness 1``, begin to sample what the next step trains on, while this one trains. Collective.
+
+        ``surplus``: groups of all ranks that wait for the next step.
+        """
+        # --benchmark_steps ends no schedule: the run may be resumed, and is then the one that was never stopped.
+        is_last = step == self.config.training.total_training_steps
+        if self.config.rollout.max_staleness == 0 or is_last:
+            return
+        if prompts.exhausted and surplus == 0:
+            self.next_prompts = self._prompts_of_next_episode()
+            prompts = self.next_prompts or prompts
+        self.sampler.start(prompts, step, surplus)
+
+    def _prompts_of_next_episode(self) -> EpisodePrompts | None:
+        """Return the prompts of the next episode; ``None``: there is none, or this step chooses them."""
+        episode = self.state.episode + 1
+        chooses_prompts = self.config.sampling.dataset_filter_threshold is not None
+        if episode == self.config.training.num_episodes or chooses_prompts:
+            return None
+        return EpisodePrompts(self.prompts, episode, 0, self._prompts_of)
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective.
@@ -401,6 +437,8 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         state = self.state
         per_episode = self.steps_per_episode()
         done = state.consumed_prompts // self.config.rollout.rollout_batch_size  # of this episode
+        if self.sampler.ahead is not None:
+            done = math.ceil(state.consumed_prompts / self.config.rollout.rollout_batch_size) - 1
         total = state.global_step + (training.num_episodes - state.episode) * per_episode - done
         limits = (total, training.total_training_steps, training.benchmark_steps)
         return min(limit for limit in limits if limit is not None)
@@ -408,12 +446,22 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
     def steps_per_episode(self) -> int:
         return steps_per_episode(self.config, self.prompts, self.update_steps)
 
+    @property
+    def finished_episodes(self) -> int | None:
+        """Return it as of any loop; prompts of the next episode that are sampled ahead are no step of it yet."""
+        ahead = self.sampler.ahead
+        batch_size = self.config.sampling.gen_batch_size or self.config.rollout.rollout_batch_size
+        of_next_step = 0 if ahead is None else ahead.batches * batch_size
+        return self.state.episode if self.state.consumed_prompts <= of_next_step else None
+
     def episode_steps(self) -> Iterator[EpisodePrompts]:
         """Yield the prompts of the episode, once for each step that takes some of them."""
         state = self.state
-        yield from repeat(
-            EpisodePrompts(self.prompts, state.episode, state.consumed_prompts, self._prompts_of)
+        prompts = self.next_prompts or EpisodePrompts(
+            self.prompts, state.episode, state.consumed_prompts, self._prompts_of
         )
+        self.next_prompts = None
+        yield from repeat(prompts)
 
     def _prompts_of(self, batch: Any) -> list[Prompt]:
         """Return the prompts of a batch of the dataloader, which may be one of a script."""

@@ -24,7 +24,7 @@ from lightppo.plugin import CALLBACKS
 from lightppo.preflight.run_checks import DryRun
 from lightppo.rewards.registry import asks_outside
 from lightppo.rollout.balancing import Balancing
-from lightppo.rollout.sampler import keep_surplus
+from lightppo.rollout.sampler import keep_samples_of_next_step
 from lightppo.rollout.vllm.lora_adapters import PushedBytes
 from lightppo.rollout.vllm.offload_optimizer import SleepAfterEvaluation
 from lightppo.trainer.due_times import TimedSaves
@@ -44,7 +44,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         Evaluation(run),
         prompt_filter(run),
         followers(run),
-        keep_surplus(run),
+        keep_samples_of_next_step(run),
         *of_rollouts(run),
         drift_watch(run),
         *(of_episodes(run) if run.samples_tokens else ()),

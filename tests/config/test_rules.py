@@ -23,6 +23,12 @@ from lightppo.preflight.advice import advice
 PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}
 RLOO = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}
 GROUP = {"advantage_estimator": "grpo", "n_samples_per_prompt": 4}
+AHEAD = {
+    **GROUP,
+    "rollout_engine": "vllm_server",
+    "vllm_server_url": ("http://localhost:1",),
+    "max_staleness": 1,
+}
 FOUR = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32}
 TEACHER = {"advantage_estimator": "on_policy_distill", "teacher_pretrain": "larger"}
 BY_LOSS = {"teacher_pretrain": "larger", "distill_by": "loss"}
@@ -774,6 +780,9 @@ def test_recorded_log_probs_where_a_pass_is_needed(options):
         ({**GROUP, "kl_estimator": "k1"}, 1),
         ({"kl_estimator": "k3"}, 1),
         ({}, 0),
+        (AHEAD, 0),
+        ({**AHEAD, "rollout_correction": "none"}, 1),
+        ({**AHEAD, "rollout_correction": "none", "old_log_probs": "rollout"}, 0),
     ],
 )
 def test_advice(options, n):

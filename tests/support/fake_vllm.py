@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightppo.rollout.vllm.weights import PROTOCOL, GlooGroup
@@ -125,3 +130,78 @@ class FakeVLLM(JsonServer):
             "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
         }
+
+
+class TrainedVLLM(FakeVLLM):
+    """A fake server whose answers depend on its weights, come after random waits, and fail from time to time.
+
+    Attributes:
+        longest_wait: seconds that an answer takes at most.
+        deaths: share of the requests at which it dies, until weights are pushed to it; never all of ``others``.
+        died: how often it did.
+        sees_weights: its answers depend on them.
+    """
+
+    def __init__(self, architecture: dict[str, Any], longest_wait: float = 0.02) -> None:
+        self.longest_wait = longest_wait
+        self.deaths = 0.0
+        self.died = 0
+        self.sees_weights = True
+        self.is_dead = False
+        self.others: list[TrainedVLLM] = []
+        self.prints: dict[int, int] = {}
+        super().__init__(architecture)
+
+    def answer(self, path: str, body: dict[str, Any], n: int = 0) -> tuple[int, bytes]:
+        if path.startswith("/inference"):
+            dice = random.SystemRandom()
+            time.sleep(dice.uniform(0, self.longest_wait))
+            with _ONE_DIES:
+                has_others = any(not other.is_dead for other in self.others)
+                if not self.is_dead and has_others and dice.random() < self.deaths:
+                    self.is_dead = True
+                    self.died += 1
+            if self.is_dead:
+                return 500, b"engine is dead"
+        elif body.get("method") == "lightppo_admit":
+            self.is_dead = False
+        return super().answer(path, body, n)
+
+    def choice(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = body.get("model")
+        weights = self.loaded[-1] | self.adapters.get(name, {}) if self.sees_weights else {}
+        seed = (body["sampling_params"]["seed"] or 0) + self._print_of(
+            weights, (name, len(self.loaded), self.sees_weights)
+        )
+        body = body | {"sampling_params": body["sampling_params"] | {"seed": seed}}
+        choice = super().choice(body)
+        length = 1 + seed % len(choice["token_ids"])
+        choice["token_ids"] = choice["token_ids"][:length]
+        log_prob = -0.1 - seed % 100 / 50
+        choice["logprobs"]["content"] = [
+            token | {"logprob": log_prob} for token in choice["logprobs"]["content"][:length]
+        ]
+        choice["weight_versions"][0]["end"] = length
+        return choice
+
+    def _print_of(self, weights: dict[str, Any], key: Any) -> int:
+        """Return a number that another weight would change."""
+        if key not in self.prints:
+            digest = hashlib.sha256()
+            for name in sorted(weights):
+                digest.update(name.encode() + weights[name].float().numpy().tobytes())
+            self.prints[key] = int.from_bytes(digest.digest()[:4], "big")
+        return self.prints[key]
+
+
+_ONE_DIES = threading.Lock()
+
+
+@contextmanager
+def trained_servers(architecture: dict[str, Any], count: int = 2) -> Iterator[list[TrainedVLLM]]:
+    servers = [TrainedVLLM(architecture) for _ in range(count)]
+    for server in servers:
+        server.others = [other for other in servers if other is not server]
+    yield servers
+    for server in servers:
+        server.close()

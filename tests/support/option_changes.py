@@ -517,6 +517,7 @@ SUPERVISED: dict[str, Changes] = {
 }
 
 ELSEWHERE = {
+    "max_staleness": "trainer/test_max_staleness.py",  # needs servers
     "balance_ranks": "rollout/test_balancing.py",  # of two ranks
     "shuffle": "trainer/test_options_act.py",
     "env_contract": "episodes/test_assembly.py",

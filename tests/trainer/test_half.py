@@ -38,14 +38,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo, compiled": ("ppo", {"torch_compile": True}),
     "ppo, reference and reward offloaded": (
         "ppo",
-        {
-            **{
-                f"{x}_{y}": z
-                for x in ("ref", "reward")
-                for y, z in (("zero_stage", 3), ("offload", True))
-            },
-            **SCORED,
-        },
+        {"ref_zero_stage": 3, "ref_offload": True, **SCORED},
     ),
     **{
         f"{kind} ZeRO {stage}": (kind, {"zero_stage": stage})

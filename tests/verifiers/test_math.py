@@ -244,13 +244,10 @@ def test_labels_must_be_there(source: Any, make_rollout: Make) -> None:
 @pytest.mark.long
 def test_a_machine_without_time_for_it_does_not_end_a_comparison(make_rollout: Make) -> None:
     """A worker that is stopped for longer than the limit, as a loaded machine may do, still answers."""
-    source, others = (
-        MathReward(reward_workers=1, reward_timeout=2),
-        set(psutil.Process().children()),
-    )
+    source = MathReward(reward_workers=1, reward_timeout=2)
     source.score([make_rollout(0, r"\boxed{x+x}", label="2x")])  # the worker is loaded
-    new = set(psutil.Process().children()) - others
-    (worker,) = (process for process in new if "spawn_main" in " ".join(process.cmdline()))
+    (process_id,) = source._pool.process_ids
+    worker = psutil.Process(process_id)
     worker.suspend()
     timer = threading.Timer(3, worker.resume)
     timer.start()

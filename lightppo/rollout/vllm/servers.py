@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
             weights; on every rank.
     """
 
+    capabilities = replace(VLLMEngine.capabilities, samples_ahead=True)
+
     def __init__(
         self,
         config: PPOConfig,
@@ -153,15 +156,31 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     # -- generation ------------------------------------------------------------------------------------------------
 
+    def start(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished = lambda rollouts: None,
+    ) -> Future[list[Rollout]]:
+        """Have a thread ask the servers for this rank's responses; collective only where servers sleep.
+
+        ``on_finished`` is called in that thread. What fails is raised by :meth:`finish`.
+        """
+        self.wake()
+        return in_daemon_thread(self._ask, prompts, sampling, on_finished)
+
+    def finish(self, ticket: Future[Any]) -> Any:
+        """Wait for the responses of :meth:`start`, or the end of turns; raise as :meth:`generate`. Collective."""
+        with self._together():
+            return ticket.result()
+
     def _sample(
         self,
         prompts: list[Prompt],
         sampling: SamplingParams,
         on_finished: OnFinished,
     ) -> list[Rollout]:
-        """Sample: every rank asks for its own. Collective."""
-        with self._together():
-            return self._ask(Requests(self, prompts, sampling), on_finished)
+        return self.finish(self.start(prompts, sampling, on_finished))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -184,11 +203,19 @@ class VLLMServerRolloutEngine(VLLMEngine):
             if message is not None:
                 raise RolloutError(f"rank {rank}: {message}")
 
+    def start_turns(self, turns: TurnSource, sampling: SamplingParams) -> Future[None]:
+        """Have a thread ask the servers for the turns of a source; :meth:`finish` ends it.
+
+        A conversation stays on its server, which has what came before in its prefix cache; if that is lost, it goes on
+        elsewhere, from its ids.
+        """
+        self.wake()
+        return in_daemon_thread(
+            lambda: _Conversations(self, Requests(self, [], sampling)).run(turns)
+        )
+
     def _sample_turns(self, turns: TurnSource, sampling: SamplingParams) -> None:
-        """Keep a conversation on its server, which has what came before in its prefix cache; if that is lost, it goes
-        on elsewhere, from its ids. Collective."""
-        with self._together():
-            _Conversations(self, Requests(self, [], sampling)).run(turns)
+        self.finish(self.start_turns(turns, sampling))
 
     def requests_at_a_time(self) -> int:
         """Return this rank's share of one server's requests, so that the process has files enough for all."""
@@ -230,8 +257,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
             self.check_any_left()
             return None
 
-    def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
+    def _ask(
+        self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished
+    ) -> list[Rollout]:
         """Send the dearest requests first, each to the server with the least under way."""
+        requests = Requests(self, prompts, sampling)
         self.check_any_left()
         rank = self.strategy.get_rank()
         costs = [

@@ -237,6 +237,55 @@ class TestTurns:
             self.played(build(beside(("ValueError: no", {}))), [])
 
 
+class TestTickets:
+    """Requests that are under way while the trainer does something else."""
+
+    short = SamplingParams(max_new_tokens=2, do_sample=False)  # of an evaluation
+
+    @pytest.fixture
+    def opened(self, fakes):
+        """Answers of three tokens wait for the event."""
+        opened = threading.Event()
+        for server in fakes:
+            server.replies[GENERATE] = lambda body, n: (
+                (opened.wait(60) if body["sampling_params"]["max_tokens"] == 3 else None) and None
+            )
+        yield opened
+        opened.set()
+
+    def test_an_evaluation_in_between_sees_the_same_weights(self, build, fakes, prompts, opened):
+        engine, finished = build(), []
+        ticket = engine.start(prompts, GREEDY, finished.extend)
+        evaluated = engine.generate(prompts, self.short)
+        assert (ticket.done(), finished) == (False, [])
+        opened.set()
+        sampled = engine.finish(ticket)
+        assert len(finished) == len(prompts)
+        for rollouts, sampling in ((sampled, GREEDY), (evaluated, self.short)):
+            again = engine.generate(prompts, sampling)
+            assert [r.response_ids for r in rollouts] == [r.response_ids for r in again]
+        assert {server.version for server in fakes} == {engine.version}
+
+    def test_a_server_that_dies_meanwhile_is_lost_for_both(self, build, fakes, prompts, opened):
+        engine = build(vllm_server_concurrency=1)
+        ticket = engine.start(prompts, GREEDY)
+        fakes[0].replies[GENERATE] = failing()
+        evaluated = engine.generate(prompts, self.short)
+        assert list(engine.lost) == [0]
+        opened.set()
+        sampled = engine.finish(ticket)
+        assert [len(r.response_ids) for r in sampled] == [3] * len(prompts)
+        assert [len(r.response_ids) for r in evaluated] == [2] * len(prompts)
+
+    def test_failures_are_raised_where_all_ranks_meet(self, build, fakes, prompts):
+        for server in fakes:
+            server.replies[GENERATE] = answers(b"too long", status=400)
+        engine = build()
+        ticket = engine.start(prompts, GREEDY)
+        with pytest.raises(RolloutError, match="too long"):
+            engine.finish(ticket)
+
+
 class TestLostServers:
     def test_its_requests_go_to_the_others(self, build, fakes, prompts, caplog):
         engine = build(vllm_server_concurrency=1)
