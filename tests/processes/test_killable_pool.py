@@ -29,8 +29,9 @@ Behave = Callable[..., list[Any]]
 
 
 def servers() -> list[psutil.Process]:
-    """The servers of all pools."""
-    return [p for p in psutil.Process().children() if "fork_server" in " ".join(p.cmdline())]
+    """The servers of all pools; not that of the tests, support/fork_server.py, which may be a child, too."""
+    children = psutil.Process().children()
+    return [p for p in children if "lightppo.processes.fork_server" in " ".join(p.cmdline())]
 
 
 def workers() -> set[int]:
