@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from lightppo.redaction import without_secrets
@@ -33,6 +33,9 @@ class Ranks:
     """
 
     device: Any  # where the tensors of this rank live
+    # those that hold a row together, see ``distributed.sequence_parallel``; None: each rank has rows of its own
+    sequence_group: Any | None = None
+    together: AbstractContextManager = nullcontext()  # of experience and training: it is the group
 
     def __init__(self, device: Any = "cpu") -> None:
         self.device = device
@@ -40,6 +43,11 @@ class Ranks:
     @property
     def world_size(self) -> int:
         return 1
+
+    @property
+    def data_parallel(self) -> Ranks:
+        """Return those that train on different rows: sequence groups, or the ranks themselves."""
+        return self
 
     def get_rank(self) -> int:
         return 0

@@ -228,7 +228,7 @@ def divergence_of_models(
         cast(Tensor, scores.logits), frozen_scores.logits, actor.temperature, divergence=divergence
     )  # (K,)
     kl = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, token_kl)
-    return kl, frozen_scores.log_probs
+    return scores.whole(kl), frozen_scores.log_probs
 
 
 def kl_of_models(

@@ -460,6 +460,9 @@ class DeepspeedStrategy(DistributedStrategy):
         engine = get_engine(model, "backward")
         if (weight := self.loss_weights.get(engine)) is not None:
             loss = loss * weight
+        if self.sequence_group is not None and self.sequence_group.is_active:
+            # Each rank has the gradient through its piece, and the mean over ranks would be of pieces.
+            loss = loss * self.sequence_group.size
         self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().double()
         engine.backward(loss)
         heartbeat.beat()

@@ -27,6 +27,7 @@ from lightppo.distributed.device import (
     share_host,
 )
 from lightppo.distributed.rendezvous import ensure_launcher_variables, join_ranks
+from lightppo.distributed.sequence_parallel import DataParallelRanks, SequenceGroup
 from lightppo.errors import LaunchError, UserError
 from lightppo.ranks import Ranks, heartbeat
 from lightppo.redaction import without_secrets
@@ -106,6 +107,7 @@ class DistributedStrategy(Ranks):
     # slower; nondeterministic operations raise
     full_determinism: bool = field(default=False, kw_only=True)
     timeout_minutes: float = field(default=30, kw_only=True)  # a longer collective ends the job
+    sequence_parallel_size: int = field(default=1, kw_only=True)  # ranks that hold a row together
     device: torch.device = field(default=torch.device("cpu"), init=False)
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -139,6 +141,9 @@ class DistributedStrategy(Ranks):
             deepspeed.init_distributed(timeout=timeout, verbose=False)
         check_type(self)
         share_host()
+        if self.sequence_parallel_size > 1:
+            self.sequence_group = SequenceGroup.of_rank(self.sequence_parallel_size, timeout)
+            self.together = self.sequence_group
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, NumPy and torch, alike on every rank."""
@@ -158,6 +163,13 @@ class DistributedStrategy(Ranks):
     def world_size(self) -> int:
         """Return the number of ranks; 1 before ``setup_distributed``."""
         return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def data_parallel(self) -> Ranks:
+        """Return those that train on different rows: sequence groups, or the ranks themselves."""
+        if self.sequence_group is None:
+            return self
+        return DataParallelRanks(self, self.sequence_group.size)
 
     def get_rank(self) -> int:
         """Return this rank; 0 before ``setup_distributed``."""

@@ -339,8 +339,9 @@ class ExperienceMaker:
             token_norms = score_norms(
                 scores.logits, scores.log_probs[scores.real], self.actor.temperature
             )
-            outputs["score_norms"] = torch.zeros_like(scores.log_probs)  # (b, a)
-            outputs["score_norms"][scores.real] = token_norms.to(scores.log_probs.dtype)
+            norms = torch.zeros_like(scores.log_probs)  # (b, a)
+            norms[scores.real] = token_norms.to(scores.log_probs.dtype)
+            outputs["score_norms"] = scores.whole(norms)
         if self.full_kl and self.kl_of_models is not None:
             outputs["kl"], outputs["base_action_log_probs"] = self.kl_of_models(
                 self.actor, self.initial_model, scores, micro_batch

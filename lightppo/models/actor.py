@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,6 +40,8 @@ class ActionScores:
     logits: Tensor | None = None
     # scalar, the load-balancing loss over the real tokens of the batch
     router_loss: Tensor | None = None
+    # What is 0 but for ``real``, (B, A, …), of all ranks that hold the batch together: ``real`` is of this one's piece.
+    whole: Callable[[Tensor], Tensor] = lambda of_piece: of_piece
 
 
 class Actor(PretrainedWrapper):
@@ -165,6 +167,7 @@ class Actor(PretrainedWrapper):
             entropy=None if entropies is None else batch.scatter(entropies),  # (B, A)
             logits=all_logits,
             router_loss=self._router_loss(output) if router_loss else None,
+            whole=batch.whole,
         )
 
     def check_router(self) -> None:

@@ -10,17 +10,18 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
 from lightppo.config.rules import MicroBatchSpec
+from lightppo.distributed.sequence_parallel import SequenceGroup
 from lightppo.errors import ConfigError
 from lightppo.ranks import Ranks
 
@@ -71,7 +72,15 @@ class Batch:
     def scatter(self, values: Tensor) -> Tensor:
         """Spread (K,) -> (B, A), 0 elsewhere."""
         zeros = values.new_zeros(self.real.numel())
-        return zeros.index_copy(0, self.real_places, values).view_as(self.real)
+        return self.whole(zeros.index_copy(0, self.real_places, values).view_as(self.real))
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return (B,) values of a batch of which one position of each row is read, in the order of rows."""
+        return values
+
+    def whole(self, of_piece: Tensor) -> Tensor:
+        """Return what is known of this rank's piece, and 0 elsewhere, (B, A, …), of all pieces."""
+        return of_piece
 
 
 class PaddedLayout:
@@ -303,6 +312,24 @@ def pack(sequences: Tensor, attention_mask: Tensor, num_actions: int | None = No
     )
 
 
+def piece_of(row: PackedRow, group: SequenceGroup) -> tuple[PackedRow, int]:
+    """Return this rank's piece of a row, and where it begins. Pieces are equally long: a segment of its own fills up."""
+    plan = plan_of(row.segments, row.input_ids.device)
+    length = -(-plan.tokens // group.size)
+    filling = length * group.size - plan.tokens
+    first = length * group.rank
+    ids, positions = (
+        pad(values, (0, filling))[:, first : first + length]
+        for values in (row.input_ids, row.position_ids)
+    )
+    fillers = [filling] if filling else []
+    segments = segments_as_mask(
+        plan.lengths + fillers, plan.parents + [-1] * len(fillers), row.input_ids.device
+    )
+    segments.plan.group = group
+    return replace(row, input_ids=ids, position_ids=positions, segments=segments), first
+
+
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
     """Return position ids (1, T) of a row (1, T) that the caller packed."""
     if row.dim() != 2 or row.shape[0] != 1:
@@ -346,6 +373,9 @@ class RowPlan:
     Args:
         parents: for each segment the earlier one that it continues, -1: none.
     """
+
+    # the ranks that hold the row together; None: this one has it all
+    group: SequenceGroup | None = None
 
     def __init__(self, lengths: list[int], parents: list[int], device: torch.device) -> None:
         self.lengths = lengths

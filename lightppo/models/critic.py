@@ -197,7 +197,7 @@ class RewardModel(SequenceRegressor):
         batch = self.layout.batch(sequences, attention_mask, slice(None), is_last, num_actions)
         with batch.reading():
             hidden = batch.at_places(self._hidden(batch).last_hidden_state)
-        return self._score(batch.of_real(hidden))
+        return batch.of_rows(self._score(batch.of_real(hidden)))
 
 
 class NewRewardModel(RewardModel):

@@ -20,19 +20,22 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.distributed.deepspeed import DeepspeedStrategy
-from lightppo.errors import PackingNotSupportedError, UserError
+from lightppo.distributed.sequence_parallel import SequenceGroup
+from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
-from lightppo.models.attention.recurrent import why_not_by_segment
+from lightppo.models.attention.recurrent import is_mixer, why_not_by_segment
 from lightppo.models.attention.row_attention import PACKED_SDPA, has_alibi
 from lightppo.models.batches import (
     Batch,
+    PackedRow,
     PaddedLayout,
     action_predictors,
     decoder_layers,
     distinct_places,
     pack,
     packed_micro_batches,
+    piece_of,
     plan_of,
     position_ids_from_lengths,
     recomputes,
@@ -185,6 +188,8 @@ class PackedBatch(Batch):
     read_at: Tensor | None = None  # (U,), the distinct places that are read; None: all are
     reads: Tensor | None = None  # (K,), the number of the place that each reads; None: each its own
     layout: PackedLayout
+    # ids, positions and what is read are of this rank's piece of the row; None: of the row
+    group: SequenceGroup | None = None
 
     @property
     def places(self) -> Tensor:
@@ -215,6 +220,12 @@ class PackedBatch(Batch):
             inputs["position_ids"] = self.positions
         return inputs
 
+    def whole(self, of_piece: Tensor) -> Tensor:
+        return of_piece if self.group is None else self.group.sum_of_pieces(of_piece)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        return values if self.group is None else self.scatter(values).sum(1)
+
     def reading(self) -> AbstractContextManager:
         reads_few = 0 < len(self.read_at) < READ_SHARE * self.ids.shape[1]
         # A checkpointed layer runs again in the backward pass, which is outside of this context.
@@ -240,6 +251,7 @@ class PackedLayout(PaddedLayout):
     ) -> None:
         self.model = model  # the :class:`~lightppo.models.wrapper.PretrainedWrapper`
         self.share_prompts = share_prompts
+        self.group: SequenceGroup | None = None  # the ranks that may hold a row together
         self.own_attention = "sdpa"  # in place of which another one attends in packed rows
         # What runs at the read positions only. None until the first packed forward has looked.
         self.last_layer_parts: list[nn.Module] | None = None
@@ -352,8 +364,16 @@ class PackedLayout(PaddedLayout):
             self._probe(device)
         shared_actions = num_actions if self.shares_prompts else None
         row = pack(sequences, attention_mask, shared_actions)
-        places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
+        slots = row.slots[:, columns]
+        group = None
+        if self.group is not None and self.group.is_active:
+            group = self.group
+            row, first = piece_of(row, group)
+            slots = slots - first
+            real = real & (slots >= 0) & (slots < row.input_ids.shape[1])
+        places, reads = distinct_places(slots[real])  # (U,), (K,)
         return PackedBatch(
+            group=group,
             ids=row.input_ids,
             mask=row.segments,
             real=to_device(real, device),
@@ -443,6 +463,7 @@ def settle_packing(
     packing_option = config.training.packing_samples
     if packing_option is False:
         return
+    divides = strategy.sequence_group is not None
     # A critic has its engine around it.
     wrappers = [getattr(model, "module", model) for model in models if model is not None]
     layouts = [wrapper.layout for wrapper in wrappers]
@@ -454,7 +475,7 @@ def settle_packing(
     ]
     obstacle = next(filter(None, obstacles), None)
     if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
-        if packing_option:
+        if packing_option or divides:
             raise PackingNotSupportedError(reason)
         for layout in layouts:
             layout.stop_packing()
@@ -462,6 +483,48 @@ def settle_packing(
     elif packing_option:
         for layout in layouts:
             layout.pack()
+    if divides:
+        divide_rows(layouts, strategy)
+
+
+def divide_rows(layouts: Iterable[PackedLayout], strategy: DeepspeedStrategy) -> None:
+    """Let the ranks of a sequence group hold rows together, if each model does it exactly. Collective."""
+    problems = [settle_pieces(layout, strategy) for layout in layouts]
+    problem = next(filter(None, problems), None)
+    if reason := next(filter(None, strategy.all_gather_object(problem)), None):
+        raise ModelLoadError(f"--sequence_parallel_size: {reason}: leave it out")
+
+
+@torch.no_grad()
+def settle_pieces(layout: PackedLayout, strategy: DeepspeedStrategy) -> str | None:
+    """Let a packed model run pieces of rows; why not, if it would not do it exactly. Collective."""
+    model = layout.model.hf_model
+    group = strategy.sequence_group
+    name = type(model).__name__
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % group.size:
+        return f"{group.size} ranks cannot share out the {heads} attention heads of {name}"
+    if model.config._attn_implementation != PACKED_SDPA:
+        return f"{name} needs --attn_implementation sdpa, not {layout.own_attention}, and plain attention"
+    if any(is_mixer(module) for module in model.modules()):
+        return f"{name} has recurrent layers or convolutions, which mix positions"
+    token_ids = torch.arange(9, device=strategy.device)[None] + 3
+    row = layout._whole_row(token_ids, [5, 4])
+    piece, first = piece_of(PackedRow(token_ids, row.positions, torch.empty(0), row.mask), group)
+    was_training = model.training
+    model.eval()
+    try:
+        whole = layout.model.run_rows(row)
+        part = layout.model.run_rows(
+            replace(row, ids=piece.input_ids, positions=piece.position_ids, mask=piece.segments)
+        )
+    finally:
+        model.train(was_training)
+    length = min(part.shape[1], 9 - first)
+    if not alike(part[:, :length], whole[:, first : first + length]):
+        return f"{name} mixes positions elsewhere than in its attention"
+    layout.group = group
+    return None
 
 
 # -- trials of a model ------------------------------------------------------------------------------------------------

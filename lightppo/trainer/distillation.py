@@ -102,7 +102,7 @@ def score_top(
     shape = *scores.real.shape, k
     values, ids = (torch.zeros(shape, device=sequences.device) for _ in top_tokens)
     values[scores.real], ids[scores.real] = (numbers.float() for numbers in top_tokens)
-    return scores, values, ids
+    return scores, scores.whole(values), scores.whole(ids)
 
 
 def gap_to_teacher(experience: Experience, log_probs: Tensor) -> dict[str, Tensor]:
@@ -204,8 +204,8 @@ class TopLoss:
             token_divergence = top_divergence(
                 log_probs, top_log_probs[is_real], self.beta, self.tail
             )  # (N,)
-            divergence = zeros.masked_scatter(is_real, token_divergence)
-            mass = top_log_probs.exp().sum(-1).masked_fill(~is_real, 0.0)
+            divergence = scores.whole(zeros.masked_scatter(is_real, token_divergence))
+            mass = scores.whole(top_log_probs.exp().sum(-1).masked_fill(~is_real, 0.0))
         loss = self.aggregate(divergence, mask, normalizer)
         metrics = {
             "distill_loss": loss.detach(),

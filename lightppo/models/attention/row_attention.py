@@ -45,6 +45,8 @@ def packed_attention(
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     plan = plan_of(attention_mask, query.device)
+    if plan.group is not None:
+        query, key, value = map(plan.group.to_heads, (query, key, value))
     if query.shape[2] != plan.tokens:
         raise ValueError(
             f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}"
@@ -67,6 +69,8 @@ def packed_attention(
         output = _by_sequence(query, key, value, plan, masks, scale=scale, dropout_p=dropout)
     if width < output.shape[-1]:
         output = output[..., :width]
+    if plan.group is not None:
+        output = plan.group.to_positions(output)
     return output, None
 
 
