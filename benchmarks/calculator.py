@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -237,8 +237,10 @@ def predicted(options: dict[str, Any], ranks: int) -> dict[str, int]:
     return sizes
 
 
-def forked(folder: Path, ranks: int, timeout: float) -> None:
-    """Runs a row on ranks that are forked from this process, which has the imports done."""
+def forked_ranks(
+    folder: Path, ranks: int, work: Callable[..., None], arguments: tuple, timeout: float
+) -> None:
+    """Runs ``work(*arguments)`` on ranks that are forked from this process, which has the imports done."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -250,7 +252,8 @@ def forked(folder: Path, ranks: int, timeout: float) -> None:
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     processes = [
-        context.Process(target=on_rank, args=(folder, rank, shared)) for rank in range(ranks)
+        context.Process(target=_as_rank, args=(folder, rank, shared, work, arguments))
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -264,12 +267,18 @@ def forked(folder: Path, ranks: int, timeout: float) -> None:
             )
 
 
-def on_rank(folder: Path, rank: int, variables: dict[str, str] | None = None) -> None:
-    if variables is not None:
-        os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+def _as_rank(
+    folder: Path, rank: int, variables: dict[str, str], work: Callable[..., None], arguments: tuple
+) -> None:
+    os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    work(*arguments)
+
+
+def on_rank(folder: Path) -> None:
+    rank = int(os.environ.get("RANK", "0"))
     found = measure(json.loads((folder / "options.json").read_text()))
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
@@ -281,7 +290,7 @@ def compare(name: str, folder: Path, timeout: float) -> dict[str, Any]:
     write_assets(folder, changes)
     options = options_of(name, folder)
     (folder / "options.json").write_text(json.dumps(options))
-    forked(folder, ranks, timeout)
+    forked_ranks(folder, ranks, on_rank, (folder,), timeout)
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     most = {phase: max(rank.get(phase, 0) for rank in found) for phase in found[0]}
     said = predicted(options, ranks)
@@ -315,7 +324,7 @@ def main() -> None:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        on_rank(options.rank, int(os.environ.get("RANK", "0")))
+        on_rank(options.rank)
         return
     if VARIABLES.items() - os.environ.items():  # they count from the start of a process
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | VARIABLES)

@@ -157,6 +157,32 @@ def _ranks(options: SimpleNamespace) -> Iterator[str]:
     if options.ranks % options.zpg:
         yield f"--zpg {options.zpg} does not divide the {options.ranks} ranks"
 
+    yield from undividable(options, options.ranks)
+
+
+# What models need to run pieces of rows, beside what is known only when they are there: option → its values.
+_WITH_PIECES: dict[str, tuple[Any, ...]] = {
+    "attn_implementation": ("auto", "sdpa"),
+    "gradient_checkpointing_use_reentrant": (False,),
+    "torch_compile": (False,),
+    "batch_invariant": (False,),
+    "load_in_4bit": (False,),
+    "aux_loss_coef": (0,),
+}
+
+
+def undividable(options: SimpleNamespace, ranks: int) -> Iterator[str]:
+    """Refuse ``--sequence_parallel_size`` that does not fit the ranks, or beside what models cannot do in pieces."""
+    size = options.sequence_parallel_size
+    if size == 1:
+        return
+    if ranks % size:
+        yield f"--sequence_parallel_size {size} does not divide the {ranks} ranks"
+    for name, values in _WITH_PIECES.items():
+        value = vars(options).get(name, values[0])
+        if value not in values:
+            yield f"--sequence_parallel_size {size} does not work with --{name} {shown_value(value)}: leave one out"
+
 
 def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
     """Refuse specs that cannot be read, or of calls that the run does not make."""
@@ -182,7 +208,8 @@ def _micro_batches(options: SimpleNamespace) -> Iterator[str]:
 def _buffer(options: SimpleNamespace) -> Iterator[str]:
     """Refuse a buffer that forgets samples of the step that it trains on."""
     surplus = options.dynamic_sampling or options.gen_batch_size > options.rollout_batch_size
-    samples_held = options.samples if surplus else options.samples // options.ranks
+    groups = max(1, options.ranks // options.sequence_parallel_size)
+    samples_held = options.samples if surplus else options.samples // groups
     if 0 < options.buffer_limit < samples_held:
         why = " with --dynamic_sampling or --gen_batch_size" if surplus else ""
         yield (

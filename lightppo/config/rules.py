@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -150,10 +150,16 @@ class MicroBatchSpec:
 def micro_batch_spec(config: Any, call: str) -> MicroBatchSpec:
     """Return what holds for a pass: ``--micro_batch_specs``, else the token budget, else the number of samples."""
     training = config.training
+    # ranks that hold the tokens of a pass together; those of a reward model are not divided
+    ranks = 1 if call == "reward" else config.strategy.sequence_parallel_size
     if (call_spec := parse_specs(training.micro_batch_specs).get(call)) is not None:
-        return call_spec
+        return (
+            replace(call_spec, size=call_spec.size * ranks)
+            if call_spec.unit == "tokens"
+            else call_spec
+        )
     if training.max_tokens_per_micro_batch is not None:
-        return MicroBatchSpec(training.max_tokens_per_micro_batch, "tokens")
+        return MicroBatchSpec(training.max_tokens_per_micro_batch * ranks, "tokens")
     trains = call in ("actor_train", "critic_train")
     return MicroBatchSpec(training.micro_train_batch_size if trains else rollout_rows(config))
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.config import options as ppo
-from lightppo.config.contradictions import first_of_each, templates, unmet_needs
+from lightppo.config.contradictions import first_of_each, templates, undividable, unmet_needs
 from lightppo.config.evaluation_options import EvaluationTimes
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import attention_implementation
@@ -189,8 +189,8 @@ class SupervisedTrainingConfig(
 class SupervisedStrategyConfig(
     Taken,
     ppo.StrategyConfig,
-    only="zero_stage adam_offload param_offload zpg grad_accum_dtype overlap_comm seed full_determinism local_rank "
-    "dist_timeout",
+    only="zero_stage adam_offload param_offload zpg sequence_parallel_size grad_accum_dtype overlap_comm seed "
+    "full_determinism local_rank dist_timeout",
     words=WORDS,
 ):
     """Distribution: DeepSpeed ZeRO and the machine."""
@@ -287,10 +287,13 @@ class SupervisedConfig(OptionSet):
             yield from section.problems(options)
         if options.num_epochs is not None and options.max_steps is not None:
             yield "--num_epochs and --max_steps are both given: leave one out"
-        if options.train_batch_size % (options.micro_train_batch_size * ranks):
+        yield from undividable(options, ranks)
+        groups = max(1, ranks // options.sequence_parallel_size)
+        if options.train_batch_size % (options.micro_train_batch_size * groups):
             yield (
                 f"--train_batch_size {options.train_batch_size} must be a multiple of --micro_train_batch_size "
-                f"{options.micro_train_batch_size} × {ranks} ranks: set one to fit the other"
+                f"{options.micro_train_batch_size} × {groups} {'ranks' if groups == ranks else 'groups of ranks'}: set "
+                "one to fit the other"
             )
         if ranks % options.zpg:
             yield f"--zpg {options.zpg} does not divide the {ranks} ranks"

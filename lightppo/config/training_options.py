@@ -139,6 +139,13 @@ class StrategyConfig(Section):
     zpg: int = safe(
         1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3"
     )
+    sequence_parallel_size: int = safe(
+        1,
+        "Neighbouring ranks that hold each row together, a piece of its tokens each, for answers that one GPU cannot hold.",
+        "ranks",
+        ge=1,
+        needs="packing_samples!=False",
+    )
     grad_accum_dtype: Literal["fp32", "bf16"] | None = option(
         None, "Type in which gradients are accumulated.", needs="bf16", off=("fp32",)
     )

@@ -231,11 +231,12 @@ class DeepspeedStrategy(DistributedStrategy):
     @property
     def accumulated_gradient(self) -> int:
         """Return micro batches per rank and optimizer step."""
-        per_forward = self.micro_train_batch_size * self.world_size
+        ranks = self.data_parallel.world_size
+        per_forward = self.micro_train_batch_size * ranks
         if self.train_batch_size % per_forward:
             raise ValueError(
                 f"--train_batch_size {self.train_batch_size} must be a multiple of "
-                f"--micro_train_batch_size {self.micro_train_batch_size} × {self.world_size} ranks"
+                f"--micro_train_batch_size {self.micro_train_batch_size} × {ranks} ranks"
             )
         return self.train_batch_size // per_forward
 

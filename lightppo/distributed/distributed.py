@@ -349,10 +349,11 @@ class DistributedStrategy(Ranks):
         dataset's own.
         """
         if sampler is None:
+            ranks = self.data_parallel
             sampler = RankSampler(
                 dataset,
-                self.world_size,
-                self.get_rank(),
+                ranks.world_size,
+                ranks.get_rank(),
                 shuffle=shuffle,
                 seed=self.seed,
                 drop_last=drop_last,

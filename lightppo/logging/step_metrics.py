@@ -74,7 +74,7 @@ class SampleSummaries:
 
     def status(self) -> dict[str, float]:
         """Return the numbers over all ranks, by their short names. Collective."""
-        per_rank = self.update.strategy.all_gather_object(self.summaries)
+        per_rank = self.update.ranks.all_gather_object(self.summaries)
         return rollout_status(merge_summaries(per_rank))
 
 

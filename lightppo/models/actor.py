@@ -255,7 +255,7 @@ class Actor(PretrainedWrapper):
             inputs["output_router_logits"] = True
         reads_some = places is not None and not reads_mask
         reading = batch.reading() if reads_some else nullcontext()
-        with self._training_pass(batch.ids.device), reading:
+        with self._training_pass(batch), reading:
             output = self.model(**inputs)
         if places is not None and not keeps_logits:
             output.logits = batch.at_places(output.logits)

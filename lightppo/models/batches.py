@@ -38,6 +38,8 @@ class Batch:
     # (K,), their places in the flat (B·A,): a mask as an index would wait for the GPU
     real_places: Tensor | None = None
 
+    is_piece = False  # other ranks have the rest of it
+
     @property
     def places(self) -> Tensor:
         """Return the positions that are read, (A,)."""

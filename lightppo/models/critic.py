@@ -97,7 +97,7 @@ class SequenceRegressor(PretrainedWrapper):
 
     def _hidden(self, batch: Batch) -> ModelOutput:
         base_model = self.hf_model.base_model
-        with self._training_pass(batch.ids.device):
+        with self._training_pass(batch):
             return base_model(**batch.inputs(base_model))
 
     def run_rows(self, batch: Batch) -> Tensor:

@@ -192,6 +192,10 @@ class PackedBatch(Batch):
     group: SequenceGroup | None = None
 
     @property
+    def is_piece(self) -> bool:
+        return self.group is not None
+
+    @property
     def places(self) -> Tensor:
         return self.read_at
 
@@ -493,6 +497,12 @@ def divide_rows(layouts: Iterable[PackedLayout], strategy: DeepspeedStrategy) ->
     problem = next(filter(None, problems), None)
     if reason := next(filter(None, strategy.all_gather_object(problem)), None):
         raise ModelLoadError(f"--sequence_parallel_size: {reason}: leave it out")
+    size = strategy.sequence_group.size
+    groups = strategy.data_parallel.world_size
+    strategy.print(
+        f"--sequence_parallel_size {size}: {size} ranks train on each row together, in {groups} "
+        f"{'groups' if groups > 1 else 'group'}"
+    )
 
 
 @torch.no_grad()
@@ -508,8 +518,10 @@ def settle_pieces(layout: PackedLayout, strategy: DeepspeedStrategy) -> str | No
         return f"{name} needs --attn_implementation sdpa, not {layout.own_attention}, and plain attention"
     if any(is_mixer(module) for module in model.modules()):
         return f"{name} has recurrent layers or convolutions, which mix positions"
-    token_ids = torch.arange(9, device=strategy.device)[None] + 3
-    row = layout._whole_row(token_ids, [5, 4])
+    tokens = 4 * group.size + 1
+    vocabulary = model.config.get_text_config().vocab_size
+    token_ids = (7 * torch.arange(tokens, device=strategy.device)[None] + 3) % vocabulary
+    row = layout._whole_row(token_ids, [tokens - 4, 4])
     piece, first = piece_of(PackedRow(token_ids, row.positions, torch.empty(0), row.mask), group)
     was_training = model.training
     model.eval()
@@ -520,7 +532,7 @@ def settle_pieces(layout: PackedLayout, strategy: DeepspeedStrategy) -> str | No
         )
     finally:
         model.train(was_training)
-    length = min(part.shape[1], 9 - first)
+    length = min(part.shape[1], tokens - first)
     if not alike(part[:, :length], whole[:, first : first + length]):
         return f"{name} mixes positions elsewhere than in its attention"
     layout.group = group

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
-from lightppo.errors import ModelLoadError
+from lightppo.errors import ConfigError, ModelLoadError
 from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention.recurrent import run_by_segment
 from lightppo.models.batches import Batch, decoder_layers
@@ -107,11 +107,19 @@ class PretrainedWrapper(nn.Module):
         """Return logits or hidden states (B, S, ·) of all places."""
         raise NotImplementedError
 
-    def _training_pass(self, device: torch.device) -> AbstractContextManager:
+    def _training_pass(self, batch: Batch) -> AbstractContextManager:
         """Return a context for a forward pass with gradients."""
-        if self.around_pass is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return nullcontext()
-        return self.around_pass(self.hf_model.parameters(), device)
+        group = self.layout.group
+        if group is not None and group.is_active and not batch.is_piece:
+            raise ConfigError(
+                "--sequence_parallel_size: a loss needs log probs or values of the last actions (num_actions); the whole "
+                "output of a model is not divided"
+            )
+        if self.around_pass is None:
+            return nullcontext()
+        return self.around_pass(self.hf_model.parameters(), batch.ids.device)
 
 
 def _checkpointing_method(model: PreTrainedModel, action: Literal["enable", "disable"]) -> Callable:

@@ -282,6 +282,9 @@ def _path_checks(
 ) -> Iterator[Callable[[], Any]]:
     """Yield the checks of paths, each with its flag. Random weights are in no folder, and the tokenizer is --pretrain's."""
     settings = config.model
+    models = list(models)
+    if config.strategy.sequence_parallel_size > 1:
+        yield partial(_check_heads, config, models)
     for flag, path in models:
         has_tokenizer = flag == "--pretrain" and settings.tokenizer_path is None
         is_random = settings.init_from_scratch and path == settings.pretrain
@@ -305,6 +308,26 @@ def _check_lengths(config: PPOConfig) -> None:
         # The loader will say what is wrong with it.
         return
     check_positions(config, settings.get("max_position_embeddings"))
+
+
+def _check_heads(config: OptionSet, models: Iterable[tuple[str, str]]) -> None:
+    """Refuse local models whose attention heads the ranks that hold a row together cannot share out evenly."""
+    size = config.strategy.sequence_parallel_size
+    for flag, path in models:
+        if flag.startswith("--reward_pretrain"):  # which is not divided
+            continue
+        try:
+            text = (Path(path).expanduser() / "config.json").read_text(encoding="utf-8")
+            settings = json.loads(text)
+            settings |= settings.get("text_config") or {}
+            remainder = settings.get("num_attention_heads", size) % size
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue  # the loader will say what is wrong with it
+        if remainder:
+            raise ConfigError(
+                f"--sequence_parallel_size {size} does not divide the {settings['num_attention_heads']} attention heads "
+                f"of {flag} {path}"
+            )
 
 
 def _check_worlds(config: PPOConfig) -> None:

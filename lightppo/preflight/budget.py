@@ -498,6 +498,9 @@ def estimate(
         configs: model configs by path; others are read from their folder or the hub.
     """
     roles = shapes(config, configs or {})
+    heads = getattr(roles["actor"].config.get_text_config(), "num_attention_heads", 0)
+    if heads % (size := config.strategy.sequence_parallel_size):
+        raise ConfigError(f"--sequence_parallel_size {size} does not divide the {heads} heads")
     parts = [
         Part("CUDA", "context, NCCL, gaps", ALWAYS, gpu=CUDA_BYTES * machine.gpus, sure=False),
         Part("process", "Python, torch, libraries", ALWAYS, host=machine.library_bytes),
@@ -511,7 +514,8 @@ def estimate(
     parts += _rollout_parts(roles["actor"], config, machine)
     # A row: ids, masks, about nine numbers of each token of the response.
     row_bytes = 16 * config.data.prompt_max_len + 53 * config.rollout.generate_max_len
-    buffer_bytes = math.ceil(rules.samples_per_rollout(config) / machine.world_size) * row_bytes
+    groups = max(1, machine.world_size // config.strategy.sequence_parallel_size)
+    buffer_bytes = math.ceil(rules.samples_per_rollout(config) / groups) * row_bytes
     on_host = buffer_bytes * config.training.buffer_cpu_offload
     phases = {SCORING, *TRAINING}
     parts += [
@@ -840,7 +844,9 @@ def _micro_batch(config: PPOConfig, call: str, machine: Machine) -> MicroBatch:
         row_limit = max(
             1, math.floor(spec.size / (prompt_length / rows_per_prompt + response_length))
         )
-    row_count = min(row_limit, max(1, rows_of_call // machine.world_size))
+    # of which each rank has a piece
+    size = config.strategy.sequence_parallel_size if call != "reward" else 1
+    row_count = min(row_limit, max(1, rows_of_call * size // machine.world_size))
     if not packed:
         return MicroBatch(
             row_count, prompt_length + response_length, row_count * response_length, "masked"
@@ -851,7 +857,8 @@ def _micro_batch(config: PPOConfig, call: str, machine: Machine) -> MicroBatch:
     token_count = (
         math.ceil(row_count / rows_per_prompt) * prompt_length + row_count * response_length
     )
-    return MicroBatch(1, token_count, row_count * response_length, attention)
+    read_count = row_count * response_length
+    return MicroBatch(1, math.ceil(token_count / size), math.ceil(read_count / size), attention)
 
 
 def _scoring_parts(
@@ -973,6 +980,7 @@ REMEDIES: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True},
     {"max_tokens_per_micro_batch": None, "micro_train_batch_size": 1},
     {"micro_rollout_batch_size": 1},
+    *({"sequence_parallel_size": size} for size in (2, 4, 8)),
     dict.fromkeys(("zero_stage", "critic_zero_stage", "ref_zero_stage"), 3),
     {"adam_offload": True},
     {"ref_offload": True},

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from itertools import accumulate, zip_longest
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from lightppo.data.records import (
     seed_of_step,
     to_plain,
 )
+from lightppo.distributed.sequence_parallel import SequenceGroup
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
 from lightppo.rewards.reward_source import (
@@ -35,6 +36,7 @@ from lightppo.rewards.reward_source import (
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 # Reward sources count these themselves, once per sample.
@@ -230,6 +232,32 @@ class CollectedStep:
     repeated: list[int] = field(default_factory=list)
     surplus: int = 0  # groups of all ranks that wait for the next step
     not_finite: str | None = None  # which score is not, of all ranks: nothing is trained on
+
+
+def joined(
+    collected: CollectedStep, group: SequenceGroup
+) -> tuple[CollectedStep, Callable[[Sequence[T]], list[T]]]:
+    """Return the step with the rollouts of all ranks of a sequence group, in their order, which train on them together.
+
+    With it comes what picks this rank's own out of the rows that are trained on. Collective in the group.
+    """
+    parts = group.gather_object((collected.rollouts, collected.repeated))
+    rollouts = [rollout for part, _ in parts for rollout in part]
+    starts = [0, *accumulate(len(part) for part, _ in parts)]
+    repeats = [
+        (rank, start + position)
+        for rank, (start, (_, positions)) in enumerate(zip(starts, parts))
+        for position in positions
+    ]
+    is_own = [rank == group.rank for rank, (part, _) in enumerate(parts) for _ in part]
+    is_own += [rank == group.rank for rank, _ in repeats]
+
+    def own(rows: Sequence[T]) -> list[T]:
+        # From the end, because a full buffer drops its first rows.
+        return [row for row, mine in zip(rows[::-1], is_own[::-1]) if mine][::-1]
+
+    repeated = [position for _, position in repeats]
+    return replace(collected, rollouts=rollouts, repeated=repeated), own
 
 
 @dataclass

@@ -11,25 +11,24 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.algorithms.losses import (
-    IGNORE_INDEX,
     GPTLMLoss,
     answer_log_probs,
     bradley_terry_loss,
     pair_mean,
     pretrain_loss,
 )
-from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.files import stage_to_local
 from lightppo.models.actor import Actor
-from lightppo.models.batches import on_cpu, to_device
+from lightppo.models.batches import to_device
 from lightppo.models.critic import ROWS_ENTRY, NewRewardModel
 from lightppo.models.heads import value_head
 from lightppo.models.pretrained import loading_options
-from lightppo.ranks import heartbeat, level
+from lightppo.ranks import Ranks, heartbeat, level
 from lightppo.supervised.pairs import PairDataset
+from lightppo.trainer.training_losses import packed_lm_loss
 from lightppo.zero3 import find_hf_model
 
 FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding
@@ -56,6 +55,7 @@ class Objective:
     def __init__(self, config: Any, strategy: DeepspeedStrategy) -> None:
         self.config = config
         self.strategy = strategy
+        self.ranks = strategy.data_parallel
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> Any:
         """Return the rows, checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""
@@ -148,12 +148,7 @@ class SFT(Objective):
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
         if not model.layout.packs:
             return pretrain_loss(model, batch, self.loss_fn, total, dp_size), {}
-        labels = batch["labels"][:, 1:]  # (B, S-1)
-        first = int((on_cpu(batch["labels"])[:, 1:] != IGNORE_INDEX).any(0).long().argmax())
-        labels = labels[:, first:]  # (B, A)
-        log_probs = model(batch["input_ids"], labels.shape[1], batch["attention_mask"])  # (B, A)
-        normalizer = LossNormalizer(total, sequences=0, dp_size=dp_size)
-        return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer), {}
+        return packed_lm_loss(model, batch, total, dp_size), {}
 
 
 class PairObjective(Objective):
@@ -213,10 +208,11 @@ class RewardModelling(PairObjective):
     @torch.no_grad()
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
         """Put mean and standard deviation of all scores into the model's config, for ``--normalize_reward``."""
-        scored_batches = [
-            (torch.cat(self._scores(model, batch)), is_counted) for batch, is_counted in batches
-        ]
-        scores = self.strategy.all_gather(
+        with self.strategy.together:
+            scored_batches = [
+                (torch.cat(self._scores(model, batch)), is_counted) for batch, is_counted in batches
+            ]
+        scores = self.ranks.all_gather(
             torch.cat(
                 [
                     batch_scores if is_counted else batch_scores[:0]
@@ -280,14 +276,14 @@ class DPO(PairObjective):
 
     @torch.no_grad()
     def begin(self, model: Any, datasets: Iterable[Any]) -> None:
-        ranks = self.strategy
+        ranks = self.ranks
         size = self.config.training.micro_train_batch_size
         model = self.reference or model
         self.reference = None
         model.eval()
         for dataset in datasets:
             log_probs_of_rows = torch.zeros(len(dataset), 2, device=ranks.device)
-            with heartbeat.during("reference"):
+            with heartbeat.during("reference"), self.strategy.together:
                 for rows, batch in shared_rows(dataset, ranks, size):
                     log_probs = self._token_log_probs(model, batch)
                     log_probs_of_rows[rows] = self._of_answers(log_probs, batch)[: len(rows)]
@@ -326,7 +322,7 @@ class DPO(PairObjective):
         return answer_log_probs(log_probs, batch["action_mask"], mean).view(2, -1).T
 
 
-def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[tuple]:
+def shared_rows(dataset: Any, ranks: Ranks, size: int) -> Iterator[tuple]:
     """Yield this rank's micro batches, each row once over all ranks: positions, batch.
 
     Ranks take equally many: a filler has no positions.

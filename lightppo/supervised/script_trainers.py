@@ -25,7 +25,7 @@ from lightppo.errors import ConfigError
 from lightppo.supervised.objectives import DPO, SFT, RewardModelling
 from lightppo.supervised.pairs import PairDataset
 from lightppo.supervised.trainer import HeldOut, SupervisedTrainer, schedule_steps
-from lightppo.trainer.by_hand import state_after
+from lightppo.trainer.by_hand import refuse_pieces, state_after
 
 # Attributes of ``args`` that the loop reads; optimizer, schedule, models and data are the script's own.
 LOOP_OPTIONS = [
@@ -100,6 +100,7 @@ class ScriptTrainer(SupervisedTrainer):
         **options: Any,
     ) -> None:
         """Take what the script made; ``options`` of the config win over ``strategy.args``."""
+        refuse_pieces(strategy)
         self.args = strategy.args
         if self.args is None:
             raise ConfigError(

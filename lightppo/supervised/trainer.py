@@ -50,10 +50,11 @@ class HeldOut:
         self.dataset = dataset
         self.size = micro_batch_size
         self.strategy = objective.strategy
+        self.ranks = objective.ranks
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
-        for rows, batch in shared_rows(self.dataset, self.strategy, self.size):
+        for rows, batch in shared_rows(self.dataset, self.ranks, self.size):
             yield batch, bool(rows)
 
     @torch.no_grad()
@@ -61,10 +62,11 @@ class HeldOut:
         """Return ``eval/loss``, further means and their count, the same on every rank. Collective."""
         sums = Counter()
         objective = self.objective
-        ranks = self.strategy
+        ranks = self.ranks
         self.model.eval()
         for batch, is_counted in self.batches():
-            loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
+            with self.strategy.together:
+                loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
             count = {objective.unit: float(objective.count(batch)) * ranks.world_size}
             for name, value in ({"loss": loss} | metrics | count).items():
                 sums[name] += float(value) * is_counted
@@ -178,7 +180,8 @@ class SupervisedTrainer(TrainingLoop):
             made all ranks skip the step; with --fp16 also ``train/overflow`` and ``train/loss_scale``.
         """
         objective = self.objective
-        ranks = self.strategy
+        strategy = self.strategy
+        ranks = objective.ranks
         learning_rate = self.optim.param_groups[0]["lr"]
         counts = {"total": sum(map(objective.count, micro_batches))}
         counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
@@ -187,13 +190,13 @@ class SupervisedTrainer(TrainingLoop):
         step_metrics = []
         self.model.train()
         self.skipped.minibatch = micro_batches
-        with self.timer("train"):
+        with self.timer("train"), strategy.together:
             for batch in micro_batches:
                 batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
                 loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
-                ranks.backward(loss, self.model, self.optim)
+                strategy.backward(loss, self.model, self.optim)
                 step_metrics.append({"loss": loss.detach()} | metrics)
-            outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
+            outcome = strategy.optimizer_step(self.optim, self.model, self.scheduler, name="model")
             for metrics in step_metrics:  # only now, so that no micro batch waits for a GPU
                 sums.update(checked_status(metrics))
         self.skipped.add("model", outcome.skipped, outcome.overflow)
@@ -321,7 +324,8 @@ def build(
     )
     models = objective.attach(prepared[0])
     building.saved = {"actor": prepared[0]}
-    if training.packing_samples is None and not objective.gains_by_packing(rows):
+    gains = objective.gains_by_packing(rows) or strategy.sequence_group is not None
+    if training.packing_samples is None and not gains:
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
         settle_packing(config, strategy, models, objective.shares_prompts)

@@ -282,7 +282,7 @@ def build_maker(parts: PPOParts, own_training_step: bool) -> ExperienceMaker:
         parts.actor,
         parts.critic,
         parts.initial_model,
-        strategy,
+        strategy.data_parallel,
         parts.kl_ctl,
         config,
         passes=passes,

@@ -61,6 +61,14 @@ def judge_of(eval_reward_fn: Any, source: RewardSource) -> RewardSource:
     return function_source(eval_reward_fn, "--eval_reward_fn")
 
 
+def refuse_pieces(strategy: Any) -> None:
+    """Raise ConfigError for a script whose ranks would hold rows together: its models and data know nothing of it."""
+    if strategy.sequence_group is not None:
+        raise ConfigError(
+            "sequence_parallel_size above 1 is for lightppo's own commands and from_config: leave it out of a script"
+        )
+
+
 def check_models(
     config: PPOConfig, actor: Any, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any
 ) -> None:

@@ -26,7 +26,7 @@ from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.rewards.function import function_source
 from lightppo.rewards.reward_source import NoReward, RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
-from lightppo.rollout.sampler import CollectedStep
+from lightppo.rollout.sampler import CollectedStep, joined
 from lightppo.trainer.build import (
     Origin,
     PPOParts,
@@ -39,6 +39,7 @@ from lightppo.trainer.by_hand import (
     check_models,
     check_moving_reference,
     judge_of,
+    refuse_pieces,
     reward_source_of,
     sample_texts,
     state_after,
@@ -121,6 +122,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         frozen = dict(frozen) if teacher is None else {**frozen, "teacher": teacher}
         followers = followers if ema_model is None else {**followers, "ema": ema_model}
         if origin is None or config is None:  # a script made the parts
+            refuse_pieces(strategy)
             config = self._options_of_script(config, strategy, options, tokenizer)
             check_models(config, actor, critic, initial_model, tokenizer, frozen.get("teacher"))
             if options.get("gradient_checkpointing"):
@@ -266,8 +268,14 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                     self.sample_ahead(prompts, step, collected.surplus)
                     self.callbacks.on_rollouts(self, step, collected)
                     # 2 log probs, values, rewards → 3 advantages in the buffer
-                    self.make_experience(collected, step)
-                    self.callbacks.on_experience(self, step, self.replay_buffer.items)
+                    if self.strategy.sequence_group is None:
+                        self.make_experience(collected, step)
+                        items = self.replay_buffer.items
+                    else:
+                        of_group, own = joined(collected, self.strategy.sequence_group)
+                        self.make_experience(of_group, step)
+                        items = own(self.replay_buffer.items)
+                    self.callbacks.on_experience(self, step, items)
                     # 4 → training_step per micro batch
                     status = collected.counts | self.train(step)
                     self.replay_buffer.clear()
@@ -326,7 +334,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if collected.not_finite is not None:
             error = NonFiniteError(collected.not_finite, collected.rollouts)
         elif collected.groups > 0:
-            with self.timer("experience"):
+            with self.timer("experience"), self.strategy.together:
                 try:
                     experience = self.experience_maker.make_experience_list(collected.rollouts)
                     self.replay_buffer.fill(experience, collected.repeated)
@@ -338,9 +346,10 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
 
     def train(self, step: int) -> dict[str, float]:
         """Update the models by ``ppo_train``; that of a subclass only if there is something to train on. Collective."""
-        if self.overrides("ppo_train") and self.buffer_is_empty():
-            return PPOTrainer.ppo_train(self, step)
-        return self.ppo_train(step)
+        with self.strategy.together:
+            if self.overrides("ppo_train") and self.buffer_is_empty():
+                return PPOTrainer.ppo_train(self, step)
+            return self.ppo_train(step)
 
     def control_kl(self, status: Mapping[str, float]) -> None:
         """Adapt the coefficient to the step's KL, if a token was trained."""

@@ -18,7 +18,7 @@ from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.batches import on_cpu, to_device
-from lightppo.trainer.training_losses import LossTerm, TermLoss
+from lightppo.trainer.training_losses import LossTerm, TermLoss, packed_lm_loss
 
 
 class Pretraining(LossTerm):
@@ -35,6 +35,7 @@ class Pretraining(LossTerm):
     ) -> None:
         self.coef = coef
         self.strategy = strategy
+        self.ranks = strategy.data_parallel
         self.batches = batches
         self.loss_fn = GPTLMLoss()
         self.taken = 0  # batches on each rank
@@ -49,13 +50,16 @@ class Pretraining(LossTerm):
         self.taken += micro_batches
         self.read = self.taken
         tokens = sum(self.loss_fn.num_tokens(on_cpu(batch["labels"])) for batch in batches)
-        tokens = self.strategy.all_reduce(tokens, "sum")
+        tokens = self.ranks.all_reduce(tokens, "sum")
         return [partial(self._loss, batch, tokens, micro_batches) for batch in batches]
 
     def _loss(
         self, batch: dict[str, Tensor], tokens: float, batches: int, actor: Any
     ) -> tuple[float, Tensor, dict[str, Tensor]]:
-        loss = pretrain_loss(actor, batch, self.loss_fn, tokens, self.strategy.world_size)
+        if self.strategy.sequence_group is None:
+            loss = pretrain_loss(actor, batch, self.loss_fn, tokens, self.ranks.world_size)
+        else:
+            loss = packed_lm_loss(actor, batch, tokens, self.ranks.world_size)
         return self.coef, loss, {"ptx_loss": loss.detach().double() * batches}
 
     def catch_up(self) -> None:
@@ -65,10 +69,10 @@ class Pretraining(LossTerm):
         self.read = self.taken
 
     def state_dict(self) -> dict[str, int]:
-        return {"batches": self.taken * self.strategy.world_size}
+        return {"batches": self.taken * self.ranks.world_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.taken = math.ceil(state["batches"] / self.strategy.world_size)
+        self.taken = math.ceil(state["batches"] / self.ranks.world_size)
 
 
 def pretraining(building: Any) -> Pretraining | None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.kl import KLEstimate
-from lightppo.algorithms.losses import PolicyLoss, ValueLoss
-from lightppo.algorithms.masking import Aggregation, LossNormalizer, token_mean
+from lightppo.algorithms.losses import IGNORE_INDEX, PolicyLoss, ValueLoss
+from lightppo.algorithms.masking import Aggregation, LossNormalizer, aggregate_loss, token_mean
 from lightppo.config import LossConfig
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
@@ -173,6 +173,16 @@ def kl_to_reference(
     return kl_of_samples(
         scores.log_probs, experience.base_action_log_probs, experience.action_mask, old_log_probs
     )
+
+
+def packed_lm_loss(actor: Any, batch: dict[str, Tensor], tokens: float, dp_size: int) -> Tensor:
+    """Return the language-model loss of a batch, as ``pretrain_loss``, of a model that packs and without logits."""
+    labels = batch["labels"][:, 1:]  # (B, S-1)
+    first = int((on_cpu(batch["labels"])[:, 1:] != IGNORE_INDEX).any(0).long().argmax())
+    labels = labels[:, first:]  # (B, A)
+    log_probs = actor(batch["input_ids"], labels.shape[1], batch["attention_mask"])  # (B, A)
+    normalizer = LossNormalizer(tokens, sequences=0, dp_size=dp_size)
+    return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer)
 
 
 def critic_loss(

@@ -71,6 +71,7 @@ class Update:
     def __init__(self, parts: Any) -> None:
         config = parts.config
         self.strategy = parts.strategy
+        self.ranks = self.strategy.data_parallel
         self.loss_terms = dict(parts.loss_terms)
         self.frozen = parts.frozen
         self.actor = parts.actor
@@ -103,7 +104,7 @@ class Update:
         )
         limits = {"ratio": loss.early_stop_imp_ratio, "approx_kl": loss.early_stop_kl}
         limits = {name: limit for name, limit in limits.items() if limit is not None}
-        self.early_stop = StepLimits(limits, self.strategy) if limits else None
+        self.early_stop = StepLimits(limits, self.ranks) if limits else None
         # of each further term: its losses of the micro batches that follow
         self.term_losses: list[Iterator[TermLoss]] = []
         self.samples = SampleSummaries(self)  # the numbers of the rollout
@@ -148,7 +149,7 @@ class Update:
                         samples = [e for e in minibatch.micro_batches if e.part.has_samples]
                         if samples:
                             bar.set_postfix(minibatch_on_bar(samples, statuses[-1]))
-        status = {"samples": 0.0} | optimizer_status(statuses, self.strategy)
+        status = {"samples": 0.0} | optimizer_status(statuses, self.ranks)
         status |= self.samples.status()
         self.skipped.end_step()
         self.accumulate_alone()
@@ -160,7 +161,7 @@ class Update:
 
     def buffer_is_empty(self) -> bool:
         """Tell whether no rank has a sample to train on. Collective."""
-        return self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
+        return self.ranks.all_reduce(len(self.replay_buffer), "sum") == 0
 
     def train_minibatch(
         self, minibatch: Minibatch, global_steps: int = 0
@@ -243,6 +244,8 @@ class Update:
             stride = sample_stride(part.normalizer.tokens)
             if stride > 1:
                 rows = self.callbacks.entropy_rows(self, experience)
+                if self.strategy.sequence_group is not None:  # each of its ranks reads others
+                    rows = set().union(*self.strategy.sequence_group.gather_object(rows))
                 sample = entropy_sample(experience, stride, rows)
         self.actor.train()
         loss, metrics, log_probs, entropy = actor_loss(
@@ -352,7 +355,7 @@ class Update:
         models = (self.actor, self.critic, self.reference, *self.frozen.values())
         return minibatches(
             self.replay_buffer.items,
-            self.strategy,
+            self.ranks,
             train_batch_size=training.train_batch_size,
             actor=self.specs["actor_train"],
             critic=None if self.critic is None else self.critic_spec(),
@@ -360,7 +363,7 @@ class Update:
             # With a load-balancing loss a prompt must count for each of its samples.
             share_prompts=config.loss.aux_loss_coef == 0,
             shuffle=training.shuffle,
-            generator=pass_generator(config.strategy.seed, step, epoch, self.strategy.get_rank()),
+            generator=pass_generator(config.strategy.seed, step, epoch, self.ranks.get_rank()),
             collate=self.replay_buffer.collate_fn,
             loss_scale=float(config.rollout.generate_max_len),
         )

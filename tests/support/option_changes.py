@@ -51,6 +51,7 @@ REFUSED_HERE = {
     "teacher_api_key_env",
     "teacher_url",
     "use_liger_kernel",
+    "sequence_parallel_size",
     "zpg",
 }
 """Options that need what this machine lacks, a server that answers, or other files."""
@@ -246,6 +247,7 @@ BUILT: Changes = [
     (ALONE, {"teacher_url": ("http://127.0.0.1:9",)}),
     (ALONE | {"teacher_url": ("http://127.0.0.1:9",)}, {"teacher_api_key_env": "NO_SUCH_VARIABLE"}),
     (ALONE | {"zero_stage": 3}, {"param_offload": True, "zpg": 3}),
+    (ALONE, {"sequence_parallel_size": 2}),
     (REFERENCE | {"ref_zero_stage": 3}, {"ref_offload": True}),
     (
         ALONE | {"lora_rank": 2},
