@@ -140,7 +140,8 @@ class DataParallelRanks(Ranks):
     def all_gather(self, data: Any) -> Any:
         if isinstance(data, Mapping):
             return {key: self.all_gather(value) for key, value in data.items()}
-        values = data if isinstance(data, Tensor) else torch.tensor(data)
+        precise = torch.float64 if isinstance(data, float) else None
+        values = data if isinstance(data, Tensor) else torch.tensor(data, dtype=precise)
         values = values.reshape(1) if values.dim() == 0 else values
         is_first = self.ranks.get_rank() % self.size == 0
         return self.ranks.all_gather(values if is_first else values[:0])
@@ -151,6 +152,12 @@ class DataParallelRanks(Ranks):
     def gather_object(self, obj: Any) -> list[Any] | None:
         objects = self.ranks.gather_object(obj)
         return None if objects is None else objects[:: self.size]
+
+    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        piece = self.ranks.get_rank() % self.size
+        return self.ranks.exchange_objects(
+            {rank * self.size + piece: part for rank, part in parts.items()}
+        )
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return self.ranks.broadcast_object(obj, src * self.size)

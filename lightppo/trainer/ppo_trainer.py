@@ -122,7 +122,6 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         frozen = dict(frozen) if teacher is None else {**frozen, "teacher": teacher}
         followers = followers if ema_model is None else {**followers, "ema": ema_model}
         if origin is None or config is None:  # a script made the parts
-            refuse_pieces(strategy)
             config = self._options_of_script(config, strategy, options, tokenizer)
             check_models(config, actor, critic, initial_model, tokenizer, frozen.get("teacher"))
             if options.get("gradient_checkpointing"):
@@ -163,6 +162,7 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         self, config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any
     ) -> PPOConfig:
         """Return the options of a script, as they run."""
+        refuse_pieces(strategy)
         config = constructor_config(config, strategy, options, tokenizer)
         self.args = script_args(strategy, config)
         self.generate_kwargs = generation_options(options)

@@ -172,6 +172,23 @@ CONTRADICTIONS = [
     ({"rollout_batch_size": 8, "train_batch_size": 2}, "train_batch_size", 4),
     ({"buffer_limit": 127}, "buffer_limit", 4),
     ({"zpg": 4, "zero_stage": 3, "train_batch_size": 128}, "zpg", 2),
+    ({"sequence_parallel_size": 3, "train_batch_size": 128}, "sequence_parallel_size", 4),
+    (
+        {"sequence_parallel_size": 2, "packing_samples": False},
+        "sequence_parallel_size packing_samples",
+        2,
+    ),
+    *(
+        ({"sequence_parallel_size": 2, **other}, f"sequence_parallel_size {next(iter(other))}", 2)
+        for other in (
+            {"attn_implementation": "eager"},
+            {"torch_compile": True},
+            {"gradient_checkpointing_use_reentrant": True, "gradient_checkpointing": True},
+            {"aux_loss_coef": 0.1},
+            {"load_in_4bit": True, "lora_rank": 2},
+        )
+    ),
+    ({"sequence_parallel_size": 2, "buffer_limit": 127}, "buffer_limit", 8),
     # estimators, KL, losses, correction, shaping
     ({"advantage_estimator": "grpo"}, "advantage_estimator n_samples_per_prompt"),
     ({**GROUP, "temperature": 0}, "n_samples_per_prompt temperature"),
@@ -508,6 +525,7 @@ def test_the_same_options_on_fitting_ranks():
     config(rollout_batch_size=8, train_batch_size=2).validate(world_size=2)
     config(buffer_limit=128).validate(world_size=4)
     config(zpg=4, zero_stage=3).validate(world_size=8)
+    config(sequence_parallel_size=2, buffer_limit=128).validate(world_size=8)
 
 
 def test_every_contradiction_is_told_at_once():

@@ -168,6 +168,16 @@ def test_prompt_and_response_must_fit_the_positions_of_the_model(run, tmp_path, 
     )
 
 
+def test_ranks_that_hold_a_row_together_must_share_out_its_heads(run, tmp_path):
+    (tmp_path / "model" / "config.json").write_text('{"num_attention_heads": 6}')
+    message = refusal(run(sequence_parallel_size=4))
+    assert (
+        f"--sequence_parallel_size 4 does not divide the 6 attention heads of --pretrain {tmp_path}"
+        in message
+    )
+    preflight(run(sequence_parallel_size=2))
+
+
 @pytest.mark.parametrize("flag", ["save_path", "ckpt_path", "rollout_data_dir", "use_tensorboard"])
 def test_folders_that_cannot_be_written(run, tmp_path, monkeypatch, flag):
     (tmp_path / "file").write_text("")

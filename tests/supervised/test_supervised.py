@@ -380,6 +380,10 @@ class TestBadInput:
             (["--best_metric", "eval/loss"], "--best_metric needs --eval_dataset"),
             (["--bf16", "--zero_stage", "0"], "--bf16 needs --zero_stage other than 0"),
             (["--zpg", "2", "--zero_stage", "3"], "--zpg 2 does not divide the 1 ranks"),
+            (
+                ["--sequence_parallel_size", "2"],
+                "--sequence_parallel_size 2 does not divide the 1 ranks",
+            ),
             (["--learning_rate", "0"], "--learning_rate must be a number >0"),
             (["--learning_rat", "1e-3"], "--learning_rate"),
         ],
