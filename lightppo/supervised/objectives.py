@@ -55,7 +55,11 @@ class Objective:
     def __init__(self, config: Any, strategy: DeepspeedStrategy) -> None:
         self.config = config
         self.strategy = strategy
-        self.ranks = strategy.data_parallel
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks that share out the rows."""
+        return self.strategy.data_parallel
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> Any:
         """Return the rows, checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""

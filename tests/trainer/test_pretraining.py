@@ -163,6 +163,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_row() -> None:
     class Ranks:
         def __init__(self, world_size: int) -> None:
             self.world_size = world_size
+            self.data_parallel = self
 
     before = Pretraining(0.1, Ranks(3))
     before.taken = 5
