@@ -173,6 +173,26 @@ def test_options_save_where_they_should(options: dict[str, Any], less: str) -> N
     assert sizes[0] < sizes[1]
 
 
+def test_ranks_that_hold_a_row_together_have_a_piece_of_its_activations_each() -> None:
+    model = {"model": tiny_config(hidden_size=64, num_hidden_layers=1)}
+    options = {"generate_max_len": 1 << 20, "zero_stage": 3, "train_batch_size": 4}
+    options |= {"rollout_batch_size": 4, "micro_rollout_batch_size": 1}
+    options |= {"micro_train_batch_size": 1, "rollout_engine": "vllm_server"}
+    options |= {"vllm_server_url": ("http://127.0.0.1:1",)}
+    peaks = [
+        parts(model["model"], 4, **options, sequence_parallel_size=size)[
+            "actor", "activations, buckets"
+        ].gpu
+        for size in (1, 2, 4)
+    ]
+    assert peaks[1] / peaks[0] == pytest.approx(0.5, abs=0.02)
+    assert peaks[2] / peaks[0] == pytest.approx(0.25, abs=0.02)
+    lines = advice(config(**options), Machine(4, device_bytes=10**8), model)
+    assert any(line.startswith("  --sequence_parallel_size 2: ") for line in lines)
+    with pytest.raises(ConfigError, match="--sequence_parallel_size 8 does not divide the 4 heads"):
+        estimate(config(**options, sequence_parallel_size=8), Machine(8), model)
+
+
 def test_what_leaves_the_gpu_while_vllm_samples() -> None:
     model, machine, vllm = (
         {"model": tiny_config(hidden_size=512)},

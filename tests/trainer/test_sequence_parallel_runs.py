@@ -136,7 +136,9 @@ def check(cases: dict, found: Path, expected: Path) -> None:
         assert [row.keys() for row in rows] == [row.keys() for row in expected_rows], case
         for row, expected_row in zip(rows, expected_rows):
             for metric, number in row.items():
-                if isinstance(number, float) and not is_coarse:
+                # DPO begins with margins of 0, whose sign rounding decides.
+                is_even = metric == "train/accuracy" and case.startswith("dpo")
+                if isinstance(number, float) and not is_coarse and not is_even:
                     near = pytest.approx(expected_row[metric], rel=1e-4, abs=1e-5, nan_ok=True)
                     if number != near:
                         problems[case, metric] = (number, expected_row[metric])
