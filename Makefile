@@ -14,7 +14,7 @@ ENGINE ?= hf
 ENV ?= none
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-async
+.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-sequence bench-async
 .PHONY: gpu-check test-lowest test-faults soak house reference-runs families coverage clean
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
 	@echo "make bench-async  seconds of a step with --max_staleness 1, beside the synchronous run and vLLM in process; QUICK=1 too"
+	@echo "make bench-sequence  memory and time of rows that several ranks hold together; QUICK=1 too"
 	@echo "make bench-ranks  what many ranks cost each other in a step, without models; QUICK=1 too"
 	@echo "make gpu-check    on a GPU: what only one can show, into docs/performance.md; PARTS=head,train; DEVICE=cpu tries it"
 	@echo "make house        what one step runs through, tables, rooms, names: the table of docs/design.md; TREE=DIR for another checkout"
@@ -120,6 +121,9 @@ bench: $(INSTALLED)
 bench-scaling bench-memory: bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/$*.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
+
+bench-sequence: $(INSTALLED)
+	$(BIN)/python benchmarks/sequence_parallel.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 
 bench-ranks: $(INSTALLED)
 	$(BIN)/python benchmarks/ranks.py $(if $(QUICK),--ranks 4 8) $(BENCH_ARGS)

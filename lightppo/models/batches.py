@@ -74,7 +74,7 @@ class Batch:
     def scatter(self, values: Tensor) -> Tensor:
         """Spread (K,) -> (B, A), 0 elsewhere."""
         zeros = values.new_zeros(self.real.numel())
-        return self.whole(zeros.index_copy(0, self.real_places, values).view_as(self.real))
+        return zeros.index_copy(0, self.real_places, values).view_as(self.real)
 
     def of_rows(self, values: Tensor) -> Tensor:
         """Return (B,) values of a batch of which one position of each row is read, in the order of rows."""

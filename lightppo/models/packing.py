@@ -188,12 +188,6 @@ class PackedBatch(Batch):
     read_at: Tensor | None = None  # (U,), the distinct places that are read; None: all are
     reads: Tensor | None = None  # (K,), the number of the place that each reads; None: each its own
     layout: PackedLayout
-    # ids, positions and what is read are of this rank's piece of the row; None: of the row
-    group: SequenceGroup | None = None
-
-    @property
-    def is_piece(self) -> bool:
-        return self.group is not None
 
     @property
     def places(self) -> Tensor:
@@ -224,12 +218,6 @@ class PackedBatch(Batch):
             inputs["position_ids"] = self.positions
         return inputs
 
-    def whole(self, of_piece: Tensor) -> Tensor:
-        return of_piece if self.group is None else self.group.sum_of_pieces(of_piece)
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        return values if self.group is None else self.scatter(values).sum(1)
-
     def reading(self) -> AbstractContextManager:
         reads_few = 0 < len(self.read_at) < READ_SHARE * self.ids.shape[1]
         # A checkpointed layer runs again in the backward pass, which is outside of this context.
@@ -237,6 +225,24 @@ class PackedBatch(Batch):
         if runs_again or not reads_few:
             return nullcontext()
         return only_at(self.layout.last_layer_parts, self.read_at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceBatch(PackedBatch):
+    """This rank's piece of a packed row: of it are ids, positions and what is read, but the segments of all of the row."""
+
+    is_piece = True
+
+    group: SequenceGroup
+
+    def scatter(self, values: Tensor) -> Tensor:
+        return self.whole(super().scatter(values))
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        return self.scatter(values).sum(1)
+
+    def whole(self, of_piece: Tensor) -> Tensor:
+        return self.group.sum_of_pieces(of_piece)
 
 
 class PackedLayout(PaddedLayout):
@@ -369,15 +375,14 @@ class PackedLayout(PaddedLayout):
         shared_actions = num_actions if self.shares_prompts else None
         row = pack(sequences, attention_mask, shared_actions)
         slots = row.slots[:, columns]
-        group = None
+        batch_of = PackedBatch
         if self.group is not None and self.group.is_active:
-            group = self.group
-            row, first = piece_of(row, group)
+            batch_of = partial(PieceBatch, group=self.group)
+            row, first = piece_of(row, self.group)
             slots = slots - first
             real = real & (slots >= 0) & (slots < row.input_ids.shape[1])
         places, reads = distinct_places(slots[real])  # (U,), (K,)
-        return PackedBatch(
-            group=group,
+        return batch_of(
             ids=row.input_ids,
             mask=row.segments,
             real=to_device(real, device),

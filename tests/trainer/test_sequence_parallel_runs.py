@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,17 @@ def check(cases: dict, found: Path, expected: Path) -> None:
                     near = pytest.approx(expected_row[metric], rel=1e-4, abs=1e-5, nan_ok=True)
                     if number != near:
                         problems[case, metric] = (number, expected_row[metric])
+        for file in (expected / case).rglob("step*.jsonl.gz"):
+            if not is_coarse and samples(found / file.relative_to(expected)) != samples(file):
+                problems[case, file.name] = "other samples"
     assert not problems
+
+
+def samples(file: Path) -> list[Any]:
+    """Samples with their numbers per token, to four places."""
+    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    text = json.dumps(rows)
+    return json.loads(text, parse_float=lambda number: round(float(number), 4) + 0.0)
 
 
 @pytest.mark.slow
