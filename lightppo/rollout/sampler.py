@@ -29,6 +29,7 @@ from lightppo.ranks import Ranks
 from lightppo.rewards.reward_source import (
     AsyncScorer,
     RewardSource,
+    WholeGroups,
     describe_sample,
     score_rollouts,
 )
@@ -68,7 +69,7 @@ class RolloutSampler:
     # also answer each prompt greedily, as Rollout.baseline of its samples (ReMax)
     greedy_baseline: bool = False
     dense: bool = False  # the source must give token scores; without it, it must not
-    # scores finished samples while the engine, which must take on_finished, generates the rest
+    # scores the answers to a prompt while the engine, which must take on_finished, generates the rest
     scorer: AsyncScorer | None = None
     # each sees every scored batch, and may raise
     checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()
@@ -91,21 +92,21 @@ class RolloutSampler:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
-        sampling, *greedy = self._how_to_sample(step)
-        rollouts = self.engine.generate(list(prompts), sampling, **self._engine_arguments)
-        if greedy:
+        prompts = list(prompts)
+        (sampling, options), *greedy = self._calls(prompts, step)
+        rollouts = self.engine.generate(prompts, sampling, **options)
+        for greedy_sampling, options in greedy:
             with self.timer("greedy"):
-                greedy_rollouts = self.engine.generate(
-                    list(prompts), *greedy, **self._engine_arguments
-                )
+                greedy_rollouts = self.engine.generate(prompts, greedy_sampling, **options)
             give_baselines(rollouts, greedy_rollouts, sampling.n)
         return rollouts
 
     def start(self, prompts: Sequence[Prompt], step: int) -> list[Any]:
         """Begin what :meth:`generate` does, with an engine that samples ahead; return its tickets."""
+        prompts = list(prompts)
         return [
-            self.engine.start(list(prompts), sampling, **self._engine_arguments)
-            for sampling in self._how_to_sample(step)
+            self.engine.start(prompts, sampling, **options)
+            for sampling, options in self._calls(prompts, step)
         ]
 
     def finish(self, tickets: Sequence[Any]) -> list[Rollout]:
@@ -115,15 +116,23 @@ class RolloutSampler:
             give_baselines(rollouts, greedy_rollouts, self.sampling.n)
         return rollouts
 
-    def _how_to_sample(self, step: int) -> list[SamplingParams]:
-        """Return it of the responses, and of the greedy baselines if there are any."""
+    def _calls(
+        self, prompts: list[Prompt], step: int
+    ) -> list[tuple[SamplingParams, dict[str, Any]]]:
+        """Return how the engine samples the responses, and the greedy baselines if there are any."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        greedy_sampling = replace(sampling, n=1, temperature=0.0)
-        return [sampling, greedy_sampling] if self.greedy_baseline else [sampling]
-
-    @property
-    def _engine_arguments(self) -> dict[str, Any]:
-        return {} if self.scorer is None else {"on_finished": self.scorer.submit}
+        samplings = [sampling]
+        if self.greedy_baseline:
+            samplings.append(replace(sampling, n=1, temperature=0.0))
+        if self.scorer is None:
+            return [(sampling, {}) for sampling in samplings]
+        # As without a scorer, what compares the answers to a prompt sees the greedy one behind the samples.
+        answers = sum(sampling.n for sampling in samplings)
+        groups = WholeGroups(prompts, answers, self.scorer.submit)
+        return [
+            (sampling, {"on_finished": partial(groups.add, call)})
+            for call, sampling in enumerate(samplings)
+        ]
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
         """Score the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.

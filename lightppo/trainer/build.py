@@ -425,8 +425,8 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
 def build_scorer(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource
 ) -> AsyncScorer | None:
-    """Return what scores samples while others are generated: with ``--async_rewards``, and with ``--max_staleness``
-    where the source may be called in a thread."""
+    """Return what scores the answers to a prompt while others are generated: with ``--async_rewards``, and with
+    ``--max_staleness`` where the source may be called in a thread."""
     is_ahead = config.rollout.max_staleness > 0 and not getattr(source, "needs_all_ranks", False)
     if not config.verifier.async_rewards and not is_ahead:
         return None
