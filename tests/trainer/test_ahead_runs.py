@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import engines_ahead
 from support.fake_vllm import trained_servers
-from support.runs import fitted, forget_checkpoints, logged, trained_rows, whole_weights
+from support.runs import NUMBERS, fitted, forget_checkpoints, logged, trained_rows, whole_weights
 from support.tiny import save_reward_model, sums, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -216,13 +216,11 @@ import random
 from lightppo import Step
 
 class World:
-    def reset(self, **row):
-        self.turns = 0
+    def reset(self, **row): ...
 
     def step(self, text):
-        self.turns += 1
         luck = random.SystemRandom()
-        return Step(f" {luck.randrange(10, 99)} ", reward=luck.random(), done=self.turns == 2)
+        return Step(f" {luck.randrange(10, 99)} ", reward=luck.random(), done=luck.random() < 0.5)
 """
 EPISODES = {
     "reward_fn": None,
@@ -250,11 +248,13 @@ def test_a_run_is_played_from_its_tape(episodes, tmp_path):
 
 def test_a_resumed_run_answers_from_its_tape(episodes):
     """The step after the checkpoint is done again: its episodes had been sampled ahead."""
+    namespaces = (*NUMBERS, "episode/", "reward/turns")
     straight = fitted(episodes(tape="all", save_steps=1, max_ckpt_num=20))
-    rows, weights = trained_rows(straight.config), whole_weights(straight)
+    rows, weights = trained_rows(straight.config, namespaces), whole_weights(straight)
+    assert [row["episode/turns"] for row in rows] == [row["reward/turns"] for row in rows]
     forget_checkpoints(Path(straight.config.checkpoint.ckpt_path), after=2)
     resumed = fitted(episodes(tape="all", save_steps=1, max_ckpt_num=20))
-    assert trained_rows(resumed.config) == rows
+    assert trained_rows(resumed.config, namespaces) == rows
     others = whole_weights(resumed)
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
