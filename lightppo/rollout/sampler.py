@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 
@@ -267,6 +267,8 @@ class BatchCollector:
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
     max_staleness: int = 0  # PPO steps between the weights that sample and those that are trained
+    # Tells whether a step waits for the rollouts of the next one before it trains: ``around`` compares them with the actor.
+    must_wait: Callable[[], bool] = lambda: False
     pending: PendingBatch | None = None
     ahead: SampledBatch | None = None  # this rank's part of what the next step trains on
     why_untrained = "there was none"  # of a run in which no optimizer step was taken
@@ -307,11 +309,20 @@ class BatchCollector:
     def sample(self, prompts: Sequence[Prompt], step: int, number: int = 0) -> SampledBatch:
         """Sample and score a generation batch of the step. Collective."""
         sample = partial(self.sampler.generate, prompts, step)
+        with self.timer("rollout"):
+            rollouts = self._stand_around(prompts, step, number, sample)
+        return self._scored(rollouts, version=step - 1)
+
+    def _stand_around(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        number: int,
+        sample: Callable[[], list[Rollout]],
+    ) -> list[Rollout]:
         for stand_around in self.around:
             sample = partial(stand_around, prompts, step, number, sample)
-        with self.timer("rollout"):
-            rollouts = sample()
-        return self._scored(rollouts, version=step - 1)
+        return sample()
 
     def _scored(self, rollouts: list[Rollout], version: int, batches: int = 1) -> SampledBatch:
         for rollout in rollouts:
@@ -341,7 +352,11 @@ class BatchCollector:
             prompts += source.take()
             batches += 1
         if batches:
-            self.pending = PendingBatch(self.sampler.start(prompts, step + 1), step - 1, batches)
+            tickets = self.sampler.start(prompts, step + 1)
+            self.pending = PendingBatch(tickets, step - 1, batches)
+            if self.must_wait():
+                wait = partial(self.sampler.finish, tickets)
+                self._end_pending(partial(self._stand_around, prompts, step + 1, 0, wait))
 
     def batches_ahead(self, surplus: int) -> int:
         """Return how many generation batches may be sampled ahead and still be trained in the next step."""
@@ -349,11 +364,14 @@ class BatchCollector:
 
     def finish(self) -> None:
         """Wait for what :meth:`start` began, and score it. Collective."""
-        if self.pending is None:
-            return
+        if self.pending is not None:
+            self._end_pending(partial(self.sampler.finish, self.pending.tickets))
+
+    def _end_pending(self, wait: Callable[[], list[Rollout]]) -> None:
+        pending = cast(PendingBatch, self.pending)
         with self.timer("rollout"):
-            rollouts = self.sampler.finish(self.pending.tickets)
-        self.ahead = self._scored(rollouts, self.pending.version, self.pending.batches)
+            rollouts = wait()
+        self.ahead = self._scored(rollouts, pending.version, pending.batches)
         self.pending = None
 
     def leave_out(self, collected: CollectedStep, not_finite: str | None) -> None:

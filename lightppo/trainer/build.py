@@ -411,13 +411,15 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         checks=[] if status is None else [status],
         timer=parts.timer,
     )
-    around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
+    check = check_first(config, strategy, maker.actor, engine)
+    around = [check, replay(config, strategy)]
     collector = BatchCollector(
         sampler,
         strategy,
         around=[stand_around for stand_around in around if stand_around is not None],
         timer=parts.timer,
         max_staleness=config.rollout.max_staleness,
+        must_wait=(lambda: False) if check is None else check.is_due,
     )
     return with_selection(collector, config, maker.shaper.final_scores)
 

@@ -20,9 +20,10 @@ from lightppo.__main__ import main
 from lightppo.callbacks import Callback
 from lightppo.config import parse_args
 from lightppo.errors import ConfigError, RewardError
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.plugin import ENGINES
 from lightppo.rollout.vllm.servers import VLLMServerRolloutEngine
-from lightppo.rollout.vllm.weights import architecture
+from lightppo.rollout.vllm.weights import adapter_weights, architecture, full_weights
 from lightppo.table import Entry
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -216,6 +217,30 @@ def test_it_is_the_run_that_samples_before_it_trains(
     assert [row["rollout/staleness"] for row in trained_rows(first.config)] == [0, 1, 1, 1, 1, 1]
     if "lora_rank" in options:
         assert len(servers[0].adapters) >= 6
+
+
+@pytest.mark.parametrize(("options", "compared"), [({}, 1), (OTHERS["adapters alone"], 2)])
+def test_each_life_compares_rollouts_with_the_weights_that_sampled_them(
+    ahead, servers, monkeypatch, options, compared
+):
+    """Whole weights and an adapter at its start, which after a resume is sampled ahead; and the next adapter."""
+    for server in servers:
+        monkeypatch.setattr(server, "obstacle", None)
+    are_the_same = []
+
+    def difference(self, rollouts):
+        adapter = self.engine.adapter
+        weights = dict(adapter_weights(self.actor) if adapter else full_weights(self.actor))
+        pushed = servers[0].adapters[adapter] if adapter else servers[0].loaded[-1]
+        are_the_same.append(all(torch.equal(weights[name], pushed[name]) for name in weights))
+        return 0.0, 0.0, 1
+
+    monkeypatch.setattr(RolloutCheck, "difference", difference)
+    options = options | {"rollout_check": "error", "save_steps": 2}
+    for steps in (2, 4):
+        are_the_same.clear()
+        fitted(ahead(benchmark_steps=steps, **options))
+        assert are_the_same == [True] * compared
 
 
 WORLD = """
