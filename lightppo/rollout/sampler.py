@@ -91,22 +91,21 @@ class RolloutSampler:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
-        sampling, *greedy = self._how_to_sample(step)
-        rollouts = self.engine.generate(list(prompts), sampling, **self._engine_arguments)
-        if greedy:
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        options = {} if self.scorer is None else {"on_finished": self.scorer.submit}
+        rollouts = self.engine.generate(list(prompts), sampling, **options)
+        if self.greedy_baseline:
             with self.timer("greedy"):
-                greedy_rollouts = self.engine.generate(
-                    list(prompts), *greedy, **self._engine_arguments
-                )
+                greedy_rollouts = self.engine.generate(list(prompts), greedily(sampling), **options)
             give_baselines(rollouts, greedy_rollouts, sampling.n)
         return rollouts
 
     def start(self, prompts: Sequence[Prompt], step: int) -> list[Any]:
         """Begin what :meth:`generate` does, with an engine that samples ahead; return its tickets."""
-        return [
-            self.engine.start(list(prompts), sampling, **self._engine_arguments)
-            for sampling in self._how_to_sample(step)
-        ]
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        options = {} if self.scorer is None else {"on_finished": self.scorer.submit}
+        requests = [sampling, greedily(sampling)] if self.greedy_baseline else [sampling]
+        return [self.engine.start(list(prompts), request, **options) for request in requests]
 
     def finish(self, tickets: Sequence[Any]) -> list[Rollout]:
         """Wait for what :meth:`start` began, and return what :meth:`generate` would. Collective."""
@@ -114,16 +113,6 @@ class RolloutSampler:
         for greedy_rollouts in greedy:
             give_baselines(rollouts, greedy_rollouts, self.sampling.n)
         return rollouts
-
-    def _how_to_sample(self, step: int) -> list[SamplingParams]:
-        """Return it of the responses, and of the greedy baselines if there are any."""
-        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        greedy_sampling = replace(sampling, n=1, temperature=0.0)
-        return [sampling, greedy_sampling] if self.greedy_baseline else [sampling]
-
-    @property
-    def _engine_arguments(self) -> dict[str, Any]:
-        return {} if self.scorer is None else {"on_finished": self.scorer.submit}
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
         """Score the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
@@ -191,6 +180,11 @@ class RolloutSampler:
             raise RewardError(
                 f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}"
             )
+
+
+def greedily(sampling: SamplingParams) -> SamplingParams:
+    """Return how the greedy baseline of each prompt is sampled."""
+    return replace(sampling, n=1, temperature=0.0)
 
 
 def give_baselines(
@@ -275,7 +269,8 @@ class BatchCollector:
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """Do what :meth:`collect` does, while the engine is awake. Collective."""
-        batch = self._next_batch(source, step)
+        batch = self.ahead or self.sample(source.take(), step)
+        self.ahead = None
         is_not_finite = batch.not_finite is not None
         groups = 0 if is_not_finite else len(group_by_prompt(batch.rollouts))
         counts = self.strategy.all_reduce(
@@ -310,14 +305,6 @@ class BatchCollector:
         with self.timer("reward"):
             batch = self.sampler.score(rollouts)
         return replace(batch, version=version, batches=batches)
-
-    def _next_batch(self, source: PromptSource, step: int, number: int = 0) -> SampledBatch:
-        """Return what was sampled ahead, or sample a generation batch now. Collective."""
-        if self.ahead is None:
-            return self.sample(source.take(), step, number)
-        batch = self.ahead
-        self.ahead = None
-        return batch
 
     # -- ahead of the step -------------------------------------------------------------------------------------------
 
@@ -578,7 +565,8 @@ class GroupCollector(BatchCollector):
 
     def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
-        batch = self._next_batch(source, step, step_counts.batches)
+        batch = self.ahead or self.sample(source.take(), step, step_counts.batches)
+        self.ahead = None
         step_counts.batches += batch.batches
         step_counts.counts.update(batch.counts)
         step_counts.scored += batch.scored
