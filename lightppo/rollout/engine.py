@@ -222,8 +222,6 @@ def progress_bar(total: int, *, shown: bool) -> Any:
     """Return the bar of a rollout, which goes when it ends. ``shown``: on this rank, in a terminal."""
     from tqdm import tqdm
 
-    rows = (
-        get_terminal_size().lines
-    )  # of a terminal that has none, as in containers, tqdm would show nothing
-    sizes = {"ncols": 80, "nrows": rows}
+    # of a terminal that has no rows, as in containers, tqdm would show nothing
+    sizes = {"ncols": 80, "nrows": get_terminal_size().lines}
     return tqdm(total=total, desc="rollout", unit="seq", leave=False, disable=not shown, **sizes)

@@ -147,7 +147,8 @@ class RolloutSampler:
                 rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts
             )
         rollouts_with_score = [rollout for rollout in rollouts if rollout.reward is not None]
-        self._check_token_scores(rollouts_with_score)
+        if any((rollout.token_rewards is None) == self.dense for rollout in rollouts_with_score):
+            raise self._token_score_error(rollouts_with_score)
         chosen_rollouts = self.choose(rollouts_with_score, counts)
         group_sizes = Counter(rollout.prompt.index for rollout in chosen_rollouts)
         trainable = [
@@ -168,18 +169,15 @@ class RolloutSampler:
         """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
         return scored
 
-    def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
+    def _token_score_error(self, rollouts: Sequence[Rollout]) -> RewardError:
         source_name = self.reward_source.name
-        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
-        if not self.dense and any(has_token_scores):
-            raise RewardError(
+        if not self.dense:
+            return RewardError(
                 f"{source_name} gave token scores: set --use_dense_reward to train on them"
             )
-        if self.dense and not all(has_token_scores):
-            sample = describe_sample(rollouts, has_token_scores.index(False))
-            raise RewardError(
-                f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}"
-            )
+        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
+        sample = describe_sample(rollouts, has_token_scores.index(False))
+        return RewardError(f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}")
 
 
 def greedily(sampling: SamplingParams) -> SamplingParams:
