@@ -23,7 +23,7 @@ from lightppo.ranks import Alone, Ranks
 from lightppo.redaction import plain
 from lightppo.user_code import error_text, finite, in_daemon_thread, is_non_finite, reading_error
 
-# what a reward function gets by place; the rest of values_of by name
+# what a reward function gets by place; the rest of reward_styles.values_of by name
 POSITIONAL = ("queries", "prompts", "labels")
 
 
@@ -95,22 +95,6 @@ def is_source(value: Any) -> bool:
     return isinstance(value, RewardSource) and not isinstance(value, type)
 
 
-def values_of(rollout: Rollout) -> dict[str, Any]:
-    """Return what a reward function may ask for of a sample, by the names of its parameters."""
-    prompt = rollout.prompt
-    return {
-        "queries": prompt.text + rollout.response_text,
-        "prompts": prompt.text,
-        "labels": prompt.label,
-        "responses": rollout.response_text,
-        "finish_reasons": rollout.finish_reason,
-        "prompt_ids": prompt.token_ids,
-        "response_ids": rollout.response_ids,
-        "data_sources": prompt.data_source,
-        "extras": prompt.extra,
-    }
-
-
 def close_source(source: RewardSource) -> None:
     """End the processes that a source has started, if it has a ``close``."""
     getattr(source, "close", lambda: None)()
@@ -174,9 +158,8 @@ def check_output(
                 raise RewardError(
                     f"{source_name}: metric names must be non-empty strings, got {column_name!r}"
                 )
-            metrics[column_name] = _numbers(
-                values, rollouts, source_name, f"metric {column_name!r}"
-            )
+            label = f"metric {column_name!r}"
+            metrics[column_name] = _numbers(values, rollouts, source_name, label)
         scores = _numbers(output.scores, rollouts, source_name, "score")
         if (token_scores := output.token_scores) is not None:
             token_scores = _token_numbers(token_scores, rollouts, source_name)

@@ -93,21 +93,30 @@ class RolloutSampler:
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
         prompts = list(prompts)
-        (sampling, options), *greedy = self._calls(prompts, step)
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        options: dict[str, Any] = {}
+        greedy_options: dict[str, Any] = {}
+        if self.scorer is not None:
+            options, greedy_options = self._score_groups(prompts, self.scorer)
         rollouts = self.engine.generate(prompts, sampling, **options)
-        for greedy_sampling, options in greedy:
+        if self.greedy_baseline:
             with self.timer("greedy"):
-                greedy_rollouts = self.engine.generate(prompts, greedy_sampling, **options)
-            give_baselines(rollouts, greedy_rollouts, sampling.n)
+                greedy = self.engine.generate(prompts, greedily(sampling), **greedy_options)
+            give_baselines(rollouts, greedy, sampling.n)
         return rollouts
 
     def start(self, prompts: Sequence[Prompt], step: int) -> list[Any]:
         """Begin what :meth:`generate` does, with an engine that samples ahead; return its tickets."""
         prompts = list(prompts)
-        return [
-            self.engine.start(prompts, sampling, **options)
-            for sampling, options in self._calls(prompts, step)
-        ]
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        options: dict[str, Any] = {}
+        greedy_options: dict[str, Any] = {}
+        if self.scorer is not None:
+            options, greedy_options = self._score_groups(prompts, self.scorer)
+        tickets = [self.engine.start(prompts, sampling, **options)]
+        if self.greedy_baseline:
+            tickets.append(self.engine.start(prompts, greedily(sampling), **greedy_options))
+        return tickets
 
     def finish(self, tickets: Sequence[Any]) -> list[Rollout]:
         """Wait for what :meth:`start` began, and return what :meth:`generate` would. Collective."""
@@ -116,23 +125,12 @@ class RolloutSampler:
             give_baselines(rollouts, greedy_rollouts, self.sampling.n)
         return rollouts
 
-    def _calls(
-        self, prompts: list[Prompt], step: int
-    ) -> list[tuple[SamplingParams, dict[str, Any]]]:
-        """Return how the engine samples the responses, and the greedy baselines if there are any."""
-        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        samplings = [sampling]
-        if self.greedy_baseline:
-            samplings.append(replace(sampling, n=1, temperature=0.0))
-        if self.scorer is None:
-            return [(sampling, {}) for sampling in samplings]
+    def _score_groups(self, prompts: list[Prompt], scorer: AsyncScorer) -> list[dict[str, Any]]:
+        """Return arguments of the engine's calls, the second a greedy one, so that answers are scored as they end."""
         # As without a scorer, what compares the answers to a prompt sees the greedy one behind the samples.
-        answers = sum(sampling.n for sampling in samplings)
-        groups = WholeGroups(prompts, answers, self.scorer.submit)
-        return [
-            (sampling, {"on_finished": partial(groups.add, call)})
-            for call, sampling in enumerate(samplings)
-        ]
+        answers = self.sampling.n + self.greedy_baseline
+        groups = WholeGroups(prompts, answers, scorer.submit)
+        return [{"on_finished": partial(groups.add, call)} for call in range(2)]
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
         """Score the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
@@ -167,7 +165,8 @@ class RolloutSampler:
                 rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts
             )
         rollouts_with_score = [rollout for rollout in rollouts if rollout.reward is not None]
-        self._check_token_scores(rollouts_with_score)
+        if any((rollout.token_rewards is None) == self.dense for rollout in rollouts_with_score):
+            raise self._token_score_error(rollouts_with_score)
         chosen_rollouts = self.choose(rollouts_with_score, counts)
         group_sizes = Counter(rollout.prompt.index for rollout in chosen_rollouts)
         trainable = [
@@ -188,18 +187,20 @@ class RolloutSampler:
         """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
         return scored
 
-    def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
+    def _token_score_error(self, rollouts: Sequence[Rollout]) -> RewardError:
         source_name = self.reward_source.name
-        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
-        if not self.dense and any(has_token_scores):
-            raise RewardError(
+        if not self.dense:
+            return RewardError(
                 f"{source_name} gave token scores: set --use_dense_reward to train on them"
             )
-        if self.dense and not all(has_token_scores):
-            sample = describe_sample(rollouts, has_token_scores.index(False))
-            raise RewardError(
-                f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}"
-            )
+        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
+        sample = describe_sample(rollouts, has_token_scores.index(False))
+        return RewardError(f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}")
+
+
+def greedily(sampling: SamplingParams) -> SamplingParams:
+    """Return how the greedy baseline of each prompt is sampled."""
+    return replace(sampling, n=1, temperature=0.0)
 
 
 def give_baselines(
@@ -286,7 +287,8 @@ class BatchCollector:
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """Do what :meth:`collect` does, while the engine is awake. Collective."""
-        batch = self._next_batch(source, step)
+        batch = self.ahead or self.sample(source.take(), step)
+        self.ahead = None
         is_not_finite = batch.not_finite is not None
         groups = 0 if is_not_finite else len(group_by_prompt(batch.rollouts))
         counts = self.strategy.all_reduce(
@@ -330,14 +332,6 @@ class BatchCollector:
         with self.timer("reward"):
             batch = self.sampler.score(rollouts)
         return replace(batch, version=version, batches=batches)
-
-    def _next_batch(self, source: PromptSource, step: int, number: int = 0) -> SampledBatch:
-        """Return what was sampled ahead, or sample a generation batch now. Collective."""
-        if self.ahead is None:
-            return self.sample(source.take(), step, number)
-        batch = self.ahead
-        self.ahead = None
-        return batch
 
     # -- ahead of the step -------------------------------------------------------------------------------------------
 
@@ -605,7 +599,8 @@ class GroupCollector(BatchCollector):
 
     def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
-        batch = self._next_batch(source, step, step_counts.batches)
+        batch = self.ahead or self.sample(source.take(), step, step_counts.batches)
+        self.ahead = None
         step_counts.batches += batch.batches
         step_counts.counts.update(batch.counts)
         step_counts.scored += batch.scored
