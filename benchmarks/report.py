@@ -221,20 +221,21 @@ def staleness_block(data: dict[str, Any]) -> str:
     for setting, sides in data["settings"].items():
         for side, numbers in sides.items():
             *early, last = numbers["samples"]
-            cells = [f"{mean:.3f}" for mean, _ in early]
+            cells = [str(numbers["seeds"]), *(f"{mean:.3f}" for mean, _ in early)]
             cells.append("{:.3f} ± {:.3f}".format(*last))
             is_other = side != "synchronous"
             cells.append("{:+.3f} ± {:.3f}".format(*numbers["difference"]) if is_other else "")
             cells += [f"{mean:.3f}" for mean, _ in numbers["time"]]
             rows.append([f"{setting}, {side}", *cells])
     quarter, half, steps = data["steps"] // 4, data["steps"] // 2, data["steps"]
-    head = ["run", f"step {quarter}", f"step {half}", f"step {steps}", "− synchronous"]
+    head = ["run", "seeds", f"step {quarter}", f"step {half}", f"step {steps}", "− synchronous"]
     head += [f"time of {quarter} synchronous steps", f"of {half}"]
     return "\n\n".join(
         [
-            f"{data['date']}: accuracy on held-out prompts, sampled at temperature 1. Means of {data['seeds']} seeds, "
-            f"± standard error; {steps} steps of 256 samples, 4 optimizer steps each. A step ahead takes "
-            f"{data['ratio']:.2f} of a synchronous step's time, as *plain* above.",
+            f"{data['date']}: the quickstart's task from its supervised model, {steps} steps of 256 samples, 4 optimizer "
+            "steps each. Accuracy on held-out prompts at temperature 1: means over seeds, ± standard error. *Ahead* "
+            "samples in process, before the step before is trained. Equal time: a step ahead takes "
+            f"{data['ratio']:.2f} of a synchronous one, as *plain* above.",
             table(head, rows),
         ]
     )

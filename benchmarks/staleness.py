@@ -126,6 +126,7 @@ def side_result(
     ends = zip(curves, synchronous, strict=True)
     return {
         "samples": [of_all(curves, share) for share in SHARES],
+        "seeds": len(curves),
         "difference": mean_and_error([one[-1] - other[-1] for one, other in ends]),
         "time": [of_all(curves, share * steps_per_step) for share in SHARES[:2]],
     }
@@ -155,13 +156,18 @@ def main() -> None:
     )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run, a multiple of 4")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--resume", action="store_true", help="keep runs that have finished")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what has finished of these steps"
+    )
     parser.add_argument("--quick", action="store_true", help="4 steps, one seed: does it work?")
     options = parser.parse_args()
     if options.quick:
         options.steps, options.seeds = 4, 1
+    if "synchronous" not in options.sides:
+        parser.error("--sides: the others are compared with synchronous")
     folder = options.run_dir.resolve()
     timed = folder / "asynchronous.json"
     if not timed.is_file():
@@ -175,10 +181,14 @@ def main() -> None:
     from lightppo.distributed.deepspeed import DeepspeedStrategy
 
     DeepspeedStrategy(zero_stage=0).setup_distributed()
+    file = folder / "staleness.json"
+    before = json.loads(file.read_text()) if options.resume and file.is_file() else {}
     curves: dict[str, dict[str, list[Curve]]] = {}
+    if before.get("steps") == options.steps:
+        curves = before["curves"]
     for setting in options.settings:
-        sides = curves[setting] = {side: [] for side in SIDES}
-        for seed, side in itertools.product(range(1, options.seeds + 1), SIDES):
+        sides = curves[setting] = {side: [] for side in options.sides}
+        for seed, side in itertools.product(range(1, options.seeds + 1), sides):
             output = folder / "staleness" / f"{setting}, {side}, {seed}"
             curve = curve_of(output, options.steps) if options.resume else None
             if curve is None:
@@ -189,13 +199,12 @@ def main() -> None:
     result = {
         "date": datetime.date.today().isoformat(),
         "steps": options.steps,
-        "seeds": options.seeds,
         "ratio": ratio,
         "curves": curves,
         "settings": results(curves, ratio),
     }
-    (folder / "staleness.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{folder / 'staleness.json'}; the table: python benchmarks/report.py --write")
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{file}; the table: python benchmarks/report.py --write")
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ def test_the_table_and_its_place(benchmark_script):
     data = {
         "date": "2026-01-01",
         "steps": 20,
-        "seeds": 2,
         "ratio": 0.5,
         "settings": script.results({"a setting": CURVES}, ratio=0.5),
     }
     text = report.staleness_block(data)
     assert (
-        "a setting, ahead | 0.500 | 0.600 | 0.900 ± 0.000 | -0.020 ± 0.020 | 0.600 | 0.900" in text
+        "a setting, ahead | 2 | 0.500 | 0.600 | 0.900 ± 0.000 | -0.020 ± 0.020 | 0.600 | 0.900"
+        in text
     )
     page = report.ASYNC_PAGE.read_text(encoding="utf-8")
     assert text in report.replace_block(page, "staleness", text)
