@@ -6,7 +6,8 @@
   for the sizes: a random Llama, eight prompts. Counted are the functions entered in the body of ``fit``'s loop.
   Building a run: the same from the call of ``PPOTrainer.from_config`` to its return, without its checks, which are
   counted apart; a function that both call is in both. A function's lines are those from ``def`` to its end, docstrings
-  and comments too. Lambdas and comprehensions are no functions.
+  and comments too. Lambdas and comprehensions are no functions. The watchdog's thread is left out: it looks every few
+  seconds, in whatever phase that is.
 - Rooms: folders of ``lightppo/``, those in ``lightppo/plugins/`` each for itself.
 - Tables: :class:`lightppo.table.Table` and ``MetricTable`` at module level; entries as they are after ``import lightppo``.
 - Tokens of code: as Python's tokenizer counts them, without comments, line ends, indents and texts in triple quotes.
@@ -430,6 +431,8 @@ class Trace:
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(self.prefix):
+            return None
+        if threading.current_thread().name.startswith("watchdog"):
             return None
         if is_check(code) and self.phase == "building a run":
             self.entered[self.phase].add(code)

@@ -37,14 +37,13 @@ from lightppo.config import PPOConfig
 from lightppo.data.prepared_rows import Encoded, prepare_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.distributed.distributed import DistributedStrategy
-from lightppo.logging.evaluations import write_evaluation
 from lightppo.logging.samples import Samples, write_step
 from lightppo.logging.step_metrics import merge_summaries, optimizer_status, rollout_summaries
 from lightppo.rewards.reward_source import RewardOutput
 from lightppo.rollout.balancing import balance_ranks
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampler import GroupCollector, GroupFilter, SampledBatch
-from lightppo.trainer.evaluation import Evaluator
+from lightppo.trainer.evaluation import Evaluator, write_evaluation
 
 PROMPTS, SAMPLES, RECORDED = 2, 8, 16  # of a rank; of a prompt; of all
 STEPS, NAMES, ROWS = 16, 20, 4096

@@ -17,11 +17,11 @@ from support.tiny import write_jsonl
 from lightppo.__main__ import main
 from lightppo.errors import RequestError, RewardError, RolloutError
 from lightppo.http_client import HTTPClient
-from lightppo.logging.evaluations import table
 from lightppo.logging.samples import examined
 from lightppo.redaction import plain
 from lightppo.rewards import FunctionReward
 from lightppo.trainer import run
+from lightppo.trainer.evaluation import table
 
 # A title for the window, a cleared screen, a line that is overwritten, colours by one byte, and a line turned round.
 EVIL = "\x1b]0;owned\x07\x1b[2J\rgone\x9b31m\u202eback"

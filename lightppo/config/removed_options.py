@@ -43,6 +43,10 @@ _REMOVED: dict[str, tuple[Any, str]] = {
         300.0,
         "servers have 300 s to start, and at most half of --dist_timeout",
     ),
+    "vllm_server_concurrency": (
+        1024,
+        "a server gets {value} requests at most, and --vllm_server_timeout counts while they wait in it",
+    ),
     "block_size": (None, "vLLM chooses it"),
     "vllm_request_seeds": (None, "each response has its seed on a CPU, and each call on a GPU"),
     "sleep_level": (

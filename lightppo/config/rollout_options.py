@@ -208,12 +208,6 @@ class EngineConfig(Section, resume_safe=True, of="trainer"):
         "tries",
         ge=0,
     )
-    vllm_server_concurrency: int = server(
-        1024,
-        "Maximum requests in flight, over all ranks. Each rank may have at least one.",
-        "requests per server",
-        ge=1,
-    )
     vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = server(
         "auto",
         "How weights get to the servers: shared memory (shm), disk or torch.distributed (collective: gloo, or "

@@ -300,6 +300,25 @@ def attention_implementation(config: Any) -> str:
     return "flash_attention_2" if model.flash_attn else model.attn_implementation
 
 
+ROUNDING = {
+    "float32": {"cpu": 0.001, "cuda": 0.01},
+    "float16": {"cuda": 0.02},
+    "bfloat16": {"cuda": 0.1},
+}
+"""Largest mean difference of log probs, in nats, by the coarser type of the two and the device; other devices as CUDA.
+
+Five times what was measured, or more (docs/rollouts.md). In float32 vLLM's attention on a GPU multiplies in TF32, whose
+numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
+"""
+
+
+def logp_diff_tolerance(config: Any, device: str) -> float:
+    """Return the largest mean difference of the engine's log probs that is no mistake, on this type of device."""
+    dtypes = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
+    tolerances = [ROUNDING[name].get(device, ROUNDING[name]["cuda"]) for name in dtypes]
+    return config.engine.logp_diff_tolerance or max(tolerances)
+
+
 # -- normalisations --------------------------------------------------------------------------------------------------
 
 NORM_WORDS = (

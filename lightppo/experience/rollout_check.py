@@ -9,55 +9,17 @@ from typing import Any
 import torch
 
 from lightppo.config import PPOConfig
-from lightppo.config.rules import compute_dtype, rollout_rows
+from lightppo.config.rules import logp_diff_tolerance, rollout_rows
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RolloutMismatchError
 from lightppo.experience.experience import Experience
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import RolloutEngine, capabilities_of
-from lightppo.rollout.sampler import AroundSampling
 
 logger = logging.getLogger(__name__)
 
 CHECKED_ROWS = 8
 NAMED_WEIGHTS = 5
-ROUNDING = {
-    "float32": {"cpu": 0.001, "cuda": 0.01},
-    "float16": {"cuda": 0.02},
-    "bfloat16": {"cuda": 0.1},
-}
-"""Largest mean difference of log probs, in nats, by the coarser type of the two and the device; other devices as CUDA.
-
-Five times what was measured, or more (docs/rollouts.md). In float32 vLLM's attention on a GPU multiplies in TF32, whose
-numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
-"""
-
-
-def tolerance_of(config: PPOConfig, strategy: Ranks) -> float:
-    """Return the largest mean difference that is no mistake."""
-    dtypes = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
-    tolerances = [
-        ROUNDING[name].get(strategy.device.type, ROUNDING[name]["cuda"]) for name in dtypes
-    ]
-    return config.engine.logp_diff_tolerance or max(tolerances)
-
-
-def check_first(
-    config: PPOConfig, strategy: Ranks, actor: Any, engine: RolloutEngine
-) -> AroundSampling | None:
-    """Return what compares the log probs of the first rollouts, around their sampling; None: nothing is compared."""
-    if config.engine.rollout_check == "off" or not capabilities_of(engine).keeps_weights:
-        return None
-    check = RolloutCheck(actor, engine, strategy, config)
-
-    def checked(
-        prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
-    ) -> list[Rollout]:
-        rollouts = sample()
-        check.first(rollouts)
-        return rollouts
-
-    return checked
 
 
 class RolloutCheck:
@@ -71,12 +33,20 @@ class RolloutCheck:
         self.engine = engine
         self.strategy = strategy
         self.mode = config.engine.rollout_check
-        self.tolerance = tolerance_of(config, strategy)
+        self.tolerance = logp_diff_tolerance(config, strategy.device.type)
         self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and capabilities_of(engine).keeps_weights
         self.checks_adapters = self.pending
         self.checked: str | None = None  # the adapter
+
+    def rollouts(
+        self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
+    ) -> list[Rollout]:
+        """Return the rollouts from ``sample``, compared where they are the first. Collective."""
+        rollouts = sample()
+        self.first(rollouts)
+        return rollouts
 
     @torch.no_grad()
     def first(self, rollouts: Sequence[Rollout]) -> None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lightppo.callbacks import Callback
-from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
@@ -34,7 +33,7 @@ from lightppo.redaction import plain
 from lightppo.user_code import finite
 
 if TYPE_CHECKING:
-    from lightppo.rollout.sampler import AroundSampling, CollectedStep
+    from lightppo.rollout.sampler import CollectedStep
 
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
@@ -371,14 +370,6 @@ class TokenPieces:
 
 
 # -- rollouts in place of sampling -----------------------------------------------------------------------------------
-
-
-def replay(config: PPOConfig, strategy: Ranks) -> AroundSampling | None:
-    """Return what takes rollouts from files in place of sampling; None without ``--skip_rollout``."""
-    options = config.sampling
-    if options.skip_rollout is None:
-        return None
-    return RolloutReplay(options.skip_rollout, strategy).rollouts
 
 
 @dataclass

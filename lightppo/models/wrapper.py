@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from lightppo.models.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.attention.recurrent import run_by_segment
 from lightppo.models.batches import Batch, decoder_layers
 from lightppo.models.kernels.invariant import make_invariant
-from lightppo.models.kernels.layers import accelerate_on_cpu, fuse
+from lightppo.models.kernels.layers import accelerate_on_cpu, fuse, is_mixer
 from lightppo.models.kernels.liger import use_liger_kernels, use_liger_kernels_if_exact
 from lightppo.models.kernels.offload import offload_activations
 from lightppo.models.loading import why_untrainable
@@ -70,7 +71,8 @@ class PretrainedWrapper(nn.Module):
         # Code of modules, in place; names and weights stay, and results but for rounding.
         accelerate_on_cpu(self.model)
         fuse(self.model)
-        run_by_segment(self.model)
+        if any(map(is_mixer, self.model.modules())):
+            run_by_segment(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         # (weights, device) → a context around each pass with gradients.
         self.around_pass: Callable[..., AbstractContextManager] | None = None
@@ -158,7 +160,7 @@ def prepare_model(
     if changes_code and model_options.use_liger_kernel:
         use_liger_kernels(model.hf_model, device)
     chooses = model_options.use_liger_kernel is None and not model_options.torch_compile
-    if changes_code and chooses:
+    if changes_code and chooses and find_spec("liger_kernel") is not None:
         use_liger_kernels_if_exact(model.hf_model, device)
     engine = getattr(config, "engine", None)
     if engine and engine.batch_invariant and role in ("actor", "reference"):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightppo.config.rules import ROUNDING
 from lightppo.data.records import Prompt
 from lightppo.errors import ModelLoadError
-from lightppo.experience.rollout_check import ROUNDING
 from lightppo.logging.run_folder import versions
 from lightppo.logging.run_paths import MODELS
 from lightppo.models.attention.row_attention import caps_scores

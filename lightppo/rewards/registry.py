@@ -141,7 +141,7 @@ def check_routes(building: Any) -> None:
         "--prompt_data": building.rows.get("prompt_data"),
         "--eval_data": building.held_out,
     }
-    for flag, prompts in prompts_by_flag.items() if options.get("reward_routes") else ():
+    for flag, prompts in prompts_by_flag.items():
         columns = [] if prompts is None else prompts.dataset.column_names
         if columns and (column := options["reward_routes_by"]) not in (
             "label",

@@ -456,8 +456,7 @@ def reward_inputs(
 
 def check_reward_tokenizers(building: Any) -> None:
     """Refuse reward models that would read other texts, before any model is loaded."""
-    if building.config.flat().get("reward_pretrain"):
-        try:
-            reward_inputs(building.config, building.tokenizer)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    try:
+        reward_inputs(building.config, building.tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

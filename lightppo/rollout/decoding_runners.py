@@ -121,7 +121,7 @@ class CUDAGraphs:
 
 def check_device(building: Any) -> None:
     """Refuse ``--hf_cuda_graphs`` without a GPU."""
-    if building.config.flat().get("hf_cuda_graphs") and building.strategy.device.type != "cuda":
+    if building.strategy.device.type != "cuda":
         raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
 
 

@@ -35,9 +35,9 @@ from lightppo.errors import ConfigError, as_config_error
 from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.normalisation import make_value_norm
-from lightppo.experience.rollout_check import check_first
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.logging.performance import PhaseTimer, bar_of_part
-from lightppo.logging.samples import replay
+from lightppo.logging.samples import RolloutReplay
 from lightppo.models.actor import Actor
 from lightppo.models.run_models import Models, build_models, build_tokenizer, fit_vocabulary
 from lightppo.models.wrapper import Role
@@ -56,7 +56,7 @@ from lightppo.rewards.reward_source import (
     status_check,
 )
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
-from lightppo.rollout.sampler import BatchCollector, RolloutSampler, with_selection
+from lightppo.rollout.sampler import AroundSampling, BatchCollector, RolloutSampler, with_selection
 from lightppo.trainer.building import Building
 from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
@@ -193,8 +193,8 @@ def read_data(building: Building) -> None:
     if trains(config):
         prompts = building.rows["prompt_data"] = build_prompts(config, building.tokenizer, strategy)
         building.prompts_dataloader = prompts_dataloader(config, prompts, strategy)
-    pretraining_term = pretraining(building)
-    building.loss_terms = {} if pretraining_term is None else {"pretraining": pretraining_term}
+    if config.data.pretrain_data is not None:
+        building.loss_terms["pretraining"] = pretraining(building)
     building.loss_terms |= LOSS_TERMS.made(building)
     if not config.model.reward_pretrain:
         build_rewards(building)
@@ -411,11 +411,15 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         checks=[] if status is None else [status],
         timer=parts.timer,
     )
-    around = [check_first(config, strategy, maker.actor, engine), replay(config, strategy)]
+    around: list[AroundSampling] = []
+    if config.engine.rollout_check != "off" and capabilities_of(engine).keeps_weights:
+        around.append(RolloutCheck(maker.actor, engine, strategy, config).rollouts)
+    if config.sampling.skip_rollout is not None:
+        around.append(RolloutReplay(config.sampling.skip_rollout, strategy).rollouts)
     collector = BatchCollector(
         sampler,
         strategy,
-        around=[stand_around for stand_around in around if stand_around is not None],
+        around=around,
         timer=parts.timer,
         max_staleness=config.rollout.max_staleness,
     )

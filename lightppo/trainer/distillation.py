@@ -25,7 +25,7 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 from lightppo.config import PPOConfig
-from lightppo.config.rules import adds_teacher, needs_teacher
+from lightppo.config.rules import adds_teacher
 from lightppo.errors import ConfigError, RequestError, RolloutError
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import RolloutPass
@@ -49,8 +49,6 @@ TOP_IDS = "teacher_top_ids"
 def check_teacher(building: Any) -> None:
     """Ask the servers of ``--teacher_url`` whether they can judge; check ``--distill_topk`` of a model. Collective."""
     config = building.config
-    if not isinstance(config, PPOConfig) or not needs_teacher(config):
-        return
     distill = config.distill
     vocab_size = len(building.tokenizer)
     if distill.teacher_url:

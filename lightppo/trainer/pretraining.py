@@ -71,24 +71,18 @@ class Pretraining(LossTerm):
         self.taken = math.ceil(state["batches"] / self.strategy.world_size)
 
 
-def pretraining(building: Any) -> Pretraining | None:
-    """Return the term of a run, whose rows are checked then; ``None``: there is none."""
+def pretraining(building: Any) -> Pretraining:
+    """Return the term of a run, whose rows are checked then."""
     config = building.config
     strategy = building.strategy
     loader = build_pretrain(config, building.tokenizer, strategy)
-    if loader is None:
-        return None
     building.rows["pretrain_data"] = loader.dataset
     return Pretraining(config.algorithm.ptx_coef, strategy, endless(loader))
 
 
-def build_pretrain(
-    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy
-) -> DataLoader | None:
-    """Return batches for the PTX loss; ``None``: there is none."""
+def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> DataLoader:
+    """Return batches for the PTX loss."""
     data = config.data
-    if data.pretrain_data is None or config.algorithm.ptx_coef == 0:
-        return None
     rows = read_rows(config, "pretrain_data", data.pretrain_split, strategy)
     dataset = SFTDataset(
         rows,

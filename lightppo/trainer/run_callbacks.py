@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightppo.callbacks import Callback
+from lightppo.checkpoint.run_exports import Exports, TimedExports
 from lightppo.config import PPOConfig
 from lightppo.config.checkpoint_options import CheckpointConfig
-from lightppo.config.rules import moves_reference
+from lightppo.config.rules import logp_diff_tolerance, moves_reference
 from lightppo.distributed.signals import StopAtSignal
-from lightppo.experience.rollout_check import tolerance_of
 from lightppo.logging.alarms import AlarmBell, DriftWatch
-from lightppo.logging.evaluations import Evaluations
 from lightppo.logging.performance import GPUMemory, Profiles, Speeds
 from lightppo.logging.recorder import Recorder
 from lightppo.logging.report_page import RunSummary
@@ -28,8 +27,7 @@ from lightppo.rollout.sampler import keep_samples_of_next_step
 from lightppo.rollout.vllm.lora_adapters import PushedBytes
 from lightppo.rollout.vllm.offload_optimizer import SleepAfterEvaluation
 from lightppo.trainer.due_times import TimedSaves
-from lightppo.trainer.evaluation import Evaluation
-from lightppo.trainer.exports import Exports, TimedExports
+from lightppo.trainer.evaluation import Evaluation, EvaluationFiles
 from lightppo.trainer.prompts import prompt_filter
 
 
@@ -52,7 +50,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         TimedExports() if run.config.checkpoint.hf_save_steps > 0 else None,
         Profiles(run.config.logging.profile_steps) if run.config.logging.profile_steps else None,
         GPUMemory() if run.strategy.device.type == "cuda" else None,
-        Evaluations(),
+        EvaluationFiles(),
         ClosingLines(),
         skipped_in_a_row(run),
         AlarmBell(run),
@@ -83,7 +81,7 @@ def drift_watch(run: Any) -> DriftWatch | None:
     """Make the callback of a PPO run, whatever its engine is; None with ``--rollout_check off``."""
     if not isinstance(run.config, PPOConfig) or run.config.engine.rollout_check == "off":
         return None
-    return DriftWatch(tolerance_of(run.config, run.strategy))
+    return DriftWatch(logp_diff_tolerance(run.config, run.strategy.device.type))
 
 
 def of_rollouts(run: Any) -> list[Callback]:

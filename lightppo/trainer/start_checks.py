@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightppo.config import PPOConfig
+from lightppo.config.rules import needs_teacher
 from lightppo.http_client import check_tokens
 from lightppo.logging.run_folder import claim_folders, mark_content
 from lightppo.logging.run_notes import tell_models, tell_options
@@ -46,10 +48,13 @@ if TYPE_CHECKING:
 def check_options(run: Building) -> None:
     """Check the options, when the ranks have met."""
     run.options.validate(run.strategy.world_size)
-    check_packages(run)
-    check_device(run)
+    options = run.config.flat()
+    if options["lora_rank"] > 0:
+        check_packages(run)
+    if options.get("hf_cuda_graphs"):
+        check_device(run)
     check_tokens(run)
-    if run.config.flat().get("tape_from"):
+    if options.get("tape_from"):
         from lightppo.episodes.tape_files import check_folder
 
         check_folder(run.config, run.strategy.world_size)
@@ -65,13 +70,15 @@ def check_tokenizer(run: Building) -> None:
     check_vocabularies(run)
     check_trained_models(run)
     check_sampled_tokens(run)
-    check_reward_tokenizers(run)
+    if run.config.flat().get("reward_pretrain"):
+        check_reward_tokenizers(run)
     checks_of_packages(run, "tokenizer")
 
 
 def check_folders(run: Building) -> None:
     """Check servers and memory, make a small run of a dry run, and take the run's folders."""
-    check_teacher(run)
+    if isinstance(run.config, PPOConfig) and needs_teacher(run.config):
+        check_teacher(run)
     tell_memory(run)
     become_dry_run(run)
     claim_folders(run)
@@ -80,7 +87,8 @@ def check_folders(run: Building) -> None:
 
 def check_data(run: Building) -> None:
     """Check the rows that were read, and mark what the options name."""
-    check_routes(run)
+    if run.config.flat().get("reward_routes"):
+        check_routes(run)
     check_rows(run)
     run.tell(look_at_rows(run))
     mark_content(run)

@@ -10,9 +10,8 @@ import pytest
 
 from lightppo.__main__ import main
 from lightppo.cli.conversion_rules import RULES
-from lightppo.cli.conversions import convert
 from lightppo.cli.other_commands import PROGRAMS, OtherCommand
-from lightppo.cli.translate import defaults, translated
+from lightppo.cli.translate import convert, defaults, translated
 from lightppo.config import parse_args
 from lightppo.config.other_trainers import tables, translations
 from lightppo.plugin import trained_by

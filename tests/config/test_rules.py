@@ -424,8 +424,8 @@ CONTRADICTIONS = [
     ({**SERVERS, "vllm_server_timeout": 900.0}, "vllm_server_timeout dist_timeout"),
     ({**SERVERS, "rollout_engine": "hf"}, "vllm_server_url rollout_engine"),
     (
-        {**SERVERS, "rollout_engine": "vllm", "vllm_server_url": (), "vllm_server_concurrency": 3},
-        "vllm_server_concurrency rollout_engine",
+        {**SERVERS, "rollout_engine": "vllm", "vllm_server_url": (), "vllm_server_retries": 3},
+        "vllm_server_retries rollout_engine",
     ),
     # a teacher
     (

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.rollout_check import RolloutCheck, check_first
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.logging.alarms import DriftWatch
 from lightppo.models.actor import Actor
 from lightppo.trainer.run_callbacks import drift_watch
@@ -252,10 +252,10 @@ def test_every_engine_is_watched_unless_it_is_off(options, watched):
 
 def test_the_first_batch_is_compared_before_it_is_scored(actor):
     """Around the sampling."""
-    stand_around = check_first(config=config(), strategy=FakeStrategy(), actor=actor, engine=Copy())
+    stand_around = RolloutCheck(actor, Copy(), FakeStrategy(), config()).rollouts
     right = sampled(actor)
     assert stand_around([], 1, 0, lambda: right) is right
-    stand_around = check_first(config=config(), strategy=FakeStrategy(), actor=actor, engine=Copy())
+    stand_around = RolloutCheck(actor, Copy(), FakeStrategy(), config()).rollouts
     with pytest.raises(RolloutMismatchError):
         stand_around([], 1, 0, lambda: sampled(actor, shift=0.5))
 

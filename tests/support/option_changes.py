@@ -548,7 +548,6 @@ ELSEWHERE = {
     "vllm_lora_push": "rollout/vllm/test_vllm_server.py",
     "offload_during_rollout": "rollout/vllm/test_offload_optimizer.py",
     "vllm_server_api_key_env": "rollout/vllm/test_vllm_server.py",
-    "vllm_server_concurrency": "rollout/vllm/test_vllm_server.py",
     "vllm_server_retries": "rollout/vllm/test_vllm_server.py",
     "vllm_server_sync": "rollout/vllm/test_vllm_server.py",
     "vllm_server_sync_address": "rollout/vllm/test_vllm_server.py",

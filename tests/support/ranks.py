@@ -187,7 +187,8 @@ def run_ranks(
     if code is None or (check and code != 0):
         end = f"took longer than {timeout} s" if code is None else f"ended with {code}"
         pytest.fail(
-            f"{launcher}, {world_size} ranks of {script} {' '.join(words)}: {end}:\n{output[-6000:]}"
+            f"{launcher}, {world_size} ranks of {script} {' '.join(words)}: {end}:\n"
+            + output[-20_000 if code is None else -6000 :]
         )
     return RanksResult(code, output)
 

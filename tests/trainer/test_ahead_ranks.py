@@ -263,9 +263,10 @@ def killed(start: Any, folder: Path, dice: random.Random, seconds: Any, **option
         for file in pids.iterdir():
             file.unlink()
         done = int(mark.read_text().removeprefix("global_step")) if mark.exists() else 0
-        left = of_step * (steps - done) * 1.05**tries  # a machine that is busy now gets there, too
+        left = of_start + of_step * (steps - done)
+        latest = left * 1.05**tries  # a machine that is busy now gets there, too
         ranks = [[0]] if options.get("world_size") == 1 else [[0], [1], [0, 1]]
-        killer = Killer(pids, dice.choice(ranks), dice.uniform(0.8 * of_start, of_start + left))
+        killer = Killer(pids, dice.choice(ranks), dice.uniform(0.8 * of_start, latest))
         killer.start()
         result = start(folder.name, {"pids": str(pids)}, check=False, **options)
         killer.over.set()

@@ -480,8 +480,6 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 def check_packages(building: Any) -> None:
     """Raise ModelLoadError on a rank without the packages for adapters and weights in 4 bits."""
-    options = building.config.flat()
-    if options["lora_rank"] > 0:
-        check_peft()
-    if options["load_in_4bit"]:
+    check_peft()
+    if building.config.adapter.load_in_4bit:
         check_bitsandbytes()

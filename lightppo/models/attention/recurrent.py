@@ -32,7 +32,7 @@ from lightppo.models.batches import (
     select_rows,
     to_device,
 )
-from lightppo.models.kernels.layers import with_globals
+from lightppo.models.kernels.layers import is_mixer, with_globals
 
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
 
@@ -360,18 +360,6 @@ def run_by_segment(model: PreTrainedModel) -> None:
         mixer.__class__ = _packed(type(mixer))
     if mixers:
         model.base_model.register_forward_pre_hook(_tell_segments, with_kwargs=True)
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Tell whether its forward has a causal convolution, as transformers' recurrent layers have."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    return (
-        code is not None
-        and "causal_conv1d_fn" in code.co_names
-        and "forward" not in vars(module)
-        and not forward.__closure__
-    )
 
 
 def why_not_by_segment(model: PreTrainedModel) -> str | None:

@@ -10,6 +10,7 @@ compiles, the model's own code is compiled.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,6 +143,18 @@ PACKED_BYTES = 1 << 30
 def is_plain_linear(module: nn.Module) -> bool:
     """Tell whether it is ``nn.Linear`` or :class:`CPULinear`, with the forward of its class."""
     return type(module) in (nn.Linear, CPULinear) and "forward" not in vars(module)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Tell whether its forward has a causal convolution, as transformers' recurrent layers have."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return (
+        code is not None
+        and "causal_conv1d_fn" in code.co_names
+        and "forward" not in vars(module)
+        and not forward.__closure__
+    )
 
 
 class CPULinear(nn.Linear):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -42,8 +42,8 @@ _OF_HEADS = {
 
 
 def use_liger_kernels_if_exact(model: PreTrainedModel, device: torch.device) -> None:
-    """Use them on a GPU, where they are installed and exact."""
-    if not runs_on(device) or not is_installed():
+    """Use them on a GPU, where they are exact."""
+    if not runs_on(device):
         return
     reason = why_not(model, device)
     if reason is None:
@@ -66,10 +66,6 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available()
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
-
-
 @cache  # actor and reference are of one family
 def _say(message: str) -> None:
     logger.info(message)
@@ -83,7 +79,7 @@ def why_not(model: PreTrainedModel, device: torch.device) -> str | None:
     """Return why Liger's kernels cannot stand in for this model's code; None: they can."""
     if not runs_on(device):
         return "there is no CUDA device"
-    if not is_installed():
+    if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install liger-kernel)"
     try:
         patch = _patch_of(model)

@@ -99,6 +99,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
     """
 
     capabilities = replace(VLLMEngine.capabilities, samples_ahead=True)
+    requests_per_server = 1024  # in flight, of all ranks together; each rank may have one
 
     def __init__(
         self,
@@ -221,9 +222,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """Return this rank's share of one server's requests, so that the process has files enough for all."""
         world_size = self.strategy.world_size
         rank = self.strategy.get_rank()
-        requests_per_rank, remainder = divmod(
-            self.config.engine.vllm_server_concurrency, world_size
-        )
+        requests_per_rank, remainder = divmod(self.requests_per_server, world_size)
         return max(
             1,
             min(

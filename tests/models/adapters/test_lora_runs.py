@@ -193,7 +193,6 @@ def test_errors_before_and_at_loading(make_config, monkeypatch):
     monkeypatch.setattr(lora, "check_peft", missing)
     with pytest.raises(ModelLoadError, match="--lora_rank"):
         lora.check_packages(SimpleNamespace(config=make_config(**LORA)))
-    lora.check_packages(SimpleNamespace(config=make_config()))
 
 
 def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_config):

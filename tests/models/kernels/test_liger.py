@@ -350,7 +350,7 @@ def test_without_it_nothing_is_said(
 ) -> None:
     install()
     if lacks == "package":
-        monkeypatch.setattr(liger, "is_installed", lambda: False)
+        monkeypatch.setitem(sys.modules, "liger_kernel", None)
     else:
         monkeypatch.setattr(liger, "runs_on", lambda device: False)
     with caplog.at_level(logging.INFO, "lightppo"):

@@ -67,7 +67,7 @@ def fakes(monkeypatch, llama):
 def build(fakes, llama, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("lightppo.rollout.vllm.servers.START_SECONDS", 0.0)
 
-    def make(strategy=None, actor=llama, **options):
+    def make(strategy=None, actor=llama, requests_per_server=1024, **options):
         urls = options.pop("urls", [server.url for server in fakes])
         options = {
             "vllm_server_retries": 0,
@@ -83,9 +83,11 @@ def build(fakes, llama, tokenizer, tmp_path, monkeypatch):
             generate_max_len=10,
             **options,
         )
-        return VLLMServerRolloutEngine(
+        engine = VLLMServerRolloutEngine(
             config.resolved(), strategy or FakeStrategy(), actor, tokenizer
         )
+        engine.requests_per_server = requests_per_server
+        return engine
 
     return make
 
@@ -165,7 +167,7 @@ class TestGenerate:
         prompts = [
             Prompt("a" * n, tokenizer.encode("a" * n), index=i) for i, n in enumerate(lengths)
         ]
-        build(vllm_server_concurrency=4).generate(prompts, GREEDY)
+        build(requests_per_server=4).generate(prompts, GREEDY)
         shares = [
             sorted(len(body["token_ids"]) for body in completions(server)) for server in fakes
         ]
@@ -267,7 +269,7 @@ class TestTickets:
         assert {server.version for server in fakes} == {engine.version}
 
     def test_a_server_that_dies_meanwhile_is_lost_for_both(self, build, fakes, prompts, opened):
-        engine = build(vllm_server_concurrency=1)
+        engine = build(requests_per_server=1)
         ticket = engine.start(prompts, GREEDY)
         fakes[0].replies[GENERATE] = failing()
         evaluated = engine.generate(prompts, self.short)
@@ -288,7 +290,7 @@ class TestTickets:
 
 class TestLostServers:
     def test_its_requests_go_to_the_others(self, build, fakes, prompts, caplog):
-        engine = build(vllm_server_concurrency=1)
+        engine = build(requests_per_server=1)
         whole = [r.response_ids for r in engine.generate(prompts, GREEDY)]
         fakes[0].replies[GENERATE] = failing(after=len(completions(fakes[0])) + 1)
         with caplog.at_level(logging.WARNING):
@@ -368,7 +370,7 @@ class TestLostServers:
         assert len(completions(fakes[0])) > before
 
     def test_weights_that_change_within_a_response_do_not_count(self, build, fakes, prompts):
-        engine = build(vllm_server_concurrency=1)
+        engine = build(requests_per_server=1)
 
         def reply(body, n):
             choice = fakes[0].choice(body)
@@ -936,7 +938,7 @@ class TestSharingOut:
         opened.set()
 
     def test_a_fast_server_takes_from_a_slow_one(self, build, fakes, prompts, gate):
-        engine, seen = build(vllm_server_concurrency=1), []
+        engine, seen = build(requests_per_server=1), []
 
         def on_finished(rollouts):
             seen.extend(rollouts)
@@ -947,7 +949,7 @@ class TestSharingOut:
         assert [len(completions(server)) for server in fakes] == [1, len(prompts) - 1]
 
     def test_what_a_lost_server_leaves_late_is_taken_over(self, build, fakes, prompts, gate):
-        engine, seen = build(vllm_server_concurrency=2), []
+        engine, seen = build(requests_per_server=2), []
         fakes[0].replies[GENERATE] = lambda body, n: (gate.wait(60), (500, b"late"))[1]
 
         def on_finished(rollouts):
@@ -979,9 +981,7 @@ class TestSharingOut:
 
         fakes[0].replies[GENERATE] = reply
         prompts = prompts[: len(prompts) // 2 * 2]
-        build(strategy, urls=[fakes[0].url], vllm_server_concurrency=of_all).generate(
-            prompts, GREEDY
-        )
+        build(strategy, urls=[fakes[0].url], requests_per_server=of_all).generate(prompts, GREEDY)
         assert most == [expected]
 
     @pytest.mark.parametrize(("connections", "each"), [(5, 2), (1, 1)])
@@ -1025,7 +1025,7 @@ class TestSharingOut:
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            build(vllm_server_concurrency=1).generate(prompts, GREEDY, on_finished=fail)
+            build(requests_per_server=1).generate(prompts, GREEDY, on_finished=fail)
         assert sum(len(completions(server)) for server in fakes) < len(prompts)
 
 

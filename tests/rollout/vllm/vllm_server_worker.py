@@ -142,7 +142,8 @@ def two_servers(case, others, pids):
         return lambda rollouts: kill_server(left.pop()) if left else None
 
     # One request at a time and server, so that the kill comes in mid-rollout.
-    slow = case.build(vllm_server_concurrency=1)
+    slow = case.build()
+    slow.requests_per_server = 1
     seen["killed_one"] = facts(slow.generate(case.share(), SAMPLED, on_finished=kill(pids[1])))
     seen["lost"] = slow.lost
     slow.sync_weights(case.actor)
