@@ -14,8 +14,8 @@ ENGINE ?= hf
 ENV ?= none
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-sequence bench-async
-.PHONY: gpu-check test-lowest test-faults soak house reference-runs families coverage clean
+.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-async
+.PHONY: bench-staleness bench-sequence gpu-check test-lowest test-faults soak house reference-runs families coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -35,6 +35,7 @@ help:
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
 	@echo "make bench-async  seconds of a step with --max_staleness 1, beside the synchronous run and vLLM in process; QUICK=1 too"
 	@echo "make bench-sequence  memory and time of rows that several ranks hold together; QUICK=1 too"
+	@echo "make bench-staleness  what the quickstart's task learns with --max_staleness 1, after bench-async; QUICK=1 too"
 	@echo "make bench-ranks  what many ranks cost each other in a step, without models; QUICK=1 too"
 	@echo "make gpu-check    on a GPU: what only one can show, into docs/performance.md; PARTS=head,train; DEVICE=cpu tries it"
 	@echo "make house        what one step runs through, tables, rooms, names: the table of docs/design.md; TREE=DIR for another checkout"
@@ -118,7 +119,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
 
-bench-scaling bench-memory: bench-%: $(INSTALLED)
+bench-scaling bench-memory bench-staleness: bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/$*.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
 

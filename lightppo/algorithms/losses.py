@@ -73,11 +73,9 @@ class LossInputs:
         return torch.maximum(loss, clipped_loss), clipped_loss > loss
 
     def with_dual_clip(
-        self, loss: Tensor, clipped: Tensor, dual_clip: float | None, **metrics: Tensor
+        self, loss: Tensor, clipped: Tensor, dual_clip: float, **metrics: Tensor
     ) -> TokenLoss:
         """Return ``loss``, at most -cA where A < 0, and its metrics; ``dual_clip`` is c."""
-        if dual_clip is None:
-            return loss, self.metrics(clipped, **metrics)
         bound = -dual_clip * self.advantages
         dual_clipped = (self.advantages < 0) & (loss > bound)
         loss = torch.where(dual_clipped, bound, loss)
@@ -119,6 +117,8 @@ def ppo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> To
     """
     loss, clipped = inputs.clipped_surrogate(inputs.ratio)
     clipped = clipped | inputs.beyond_limit(inputs.log_ratio)
+    if dual_clip is None:
+        return loss, inputs.metrics(clipped)
     return inputs.with_dual_clip(loss, clipped, dual_clip)
 
 
@@ -133,6 +133,8 @@ def gspo_policy_loss(inputs: LossInputs, *, dual_clip: float | None = None) -> T
     ratio = limited(log_row_ratio + (inputs.log_probs - inputs.log_probs.detach())).exp()  # (B, A)
     loss, clipped = inputs.clipped_surrogate(ratio)
     clipped = clipped | inputs.beyond_limit(log_row_ratio)
+    if dual_clip is None:
+        return loss, inputs.metrics(clipped, ratio=ratio)
     return inputs.with_dual_clip(loss, clipped, dual_clip, ratio=ratio)
 
 

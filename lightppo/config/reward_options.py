@@ -235,7 +235,9 @@ class VerifierConfig(Section):
         needs="check_verifier_status or check_xml_format",
     )
     async_rewards: bool = option(
-        False, "Score finished samples while others are still being generated.", resume_safe=True
+        False,
+        "Score the answers to a prompt while those to others are still being generated.",
+        resume_safe=True,
     )
     math_unmarked: bool = option(
         True, "If no answer is marked, take the last number or formula.", needs="math"

@@ -10,17 +10,19 @@ import copy
 import logging
 import math
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
 from lightppo.checkpoint import export
+from lightppo.config.options import OptionSet
 from lightppo.distributed.device import compiling_at_first_call, on_cuda, report_memory
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import ModelLoadError
@@ -475,9 +477,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def completes_step(self, model: Any) -> bool:
         """Tell whether the next call of :meth:`optimizer_step` takes the step."""
-        calls_done, calls_needed = self._accumulation.get(
-            get_engine(model, "completes_step"), (0, 1)
-        )
+        engine = get_engine(model, "completes_step")
+        calls_done, calls_needed = self._accumulation.get(engine, (0, 1))
         return calls_done + 1 >= calls_needed
 
     def optimizer_step(
@@ -641,3 +642,55 @@ def _matching_part(parameter: Any, ema_parameter: Any) -> torch.Tensor:
             )
         return parameter.ds_tensor
     return shard_of(ema_parameter, parameter.data.flatten())
+
+
+# -- the optimizer of a model that trains, and its learning rate over the run ------------------------------------------
+
+
+def with_optimizer(
+    model: Any,
+    learning_rate: float,
+    steps: int,
+    config: OptionSet,
+    strategy: DeepspeedStrategy,
+) -> tuple[Any, Any, Any]:
+    """Return (model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
+    if model is None:
+        return None, None, None
+    training = config.training
+    optimizer = strategy.create_optimizer(
+        model,
+        lr=learning_rate,
+        betas=training.adam_betas,
+        weight_decay=training.l2,
+    )
+    warmup = training.lr_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(steps * training.lr_warmup_ratio)
+    rate_share = partial(
+        share_of_peak_rate,
+        kind=training.lr_scheduler,
+        steps=steps,
+        warmup=warmup,
+        least=training.min_lr_ratio,
+    )
+    return model, optimizer, LambdaLR(optimizer, rate_share)
+
+
+def share_of_peak_rate(step: int, kind: str, steps: int, warmup: int, least: float) -> float:
+    """Return the learning rate of an optimizer step, counted from 0, as a share of the highest one.
+
+    The warm-up is ``(step + 1) / (warmup + 1)``, so that its first step trains too; behind it the rates are those of
+    ``transformers.get_scheduler``, and behind the last step the last one's.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if kind == "constant":
+        return 1.0
+    if kind == "linear":
+        return max(0, steps - step) / max(1, steps - warmup)
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    if kind == "cosine":
+        return cosine
+    return cosine * (1 - least) + least

@@ -438,9 +438,7 @@ class DistributedStrategy(Ranks):
         """Send each rank (a key) its own picklable object; return what came here, in the senders' order. Collective."""
         ranks = range(dist.get_world_size())
         pickled_parts = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in ranks]
-        sizes = torch.tensor(
-            [len(pickled_part) for pickled_part in pickled_parts], device=self.device
-        )
+        sizes = torch.tensor([len(pickled) for pickled in pickled_parts], device=self.device)
         received_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(received_sizes, sizes)
         # torch makes no tensor of no bytes
@@ -452,11 +450,7 @@ class DistributedStrategy(Ranks):
         )
         heartbeat.beat()
         parts_of_ranks = received_bytes.cpu().split(received_sizes.tolist())
-        return [
-            pickle.loads(pickled_part.numpy())
-            for pickled_part in parts_of_ranks
-            if len(pickled_part)
-        ]
+        return [pickle.loads(pickled.numpy()) for pickled in parts_of_ranks if len(pickled)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s picklable object on every rank. Collective."""

@@ -316,8 +316,8 @@ class StopAtSignal(Callback):
         return votes()
 
     def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
-        if number := elected(votes):
-            self.stop(run, step, number)
+        if any(votes[name] for name in SIGNALS):
+            self.stop(run, step, elected(votes))
 
     def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
         self._look(run, step)

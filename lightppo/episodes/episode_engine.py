@@ -149,7 +149,7 @@ class EpisodeEngine:
             self._generate_turns(pending.stage, pending.sampling)
         finally:
             self._end_stage(pending.stage)
-        return self._ended_rollouts(pending)
+        return self._ended_rollouts(pending, ahead=False)
 
     def start(
         self,
@@ -168,7 +168,7 @@ class EpisodeEngine:
             self.engine.finish(pending.ticket)
         finally:
             self._end_stage(pending.stage)
-        return self._ended_rollouts(pending)
+        return self._ended_rollouts(pending, ahead=True)
 
     def _end_stage(self, stage: _Stage) -> None:
         stage.end()
@@ -190,6 +190,7 @@ class EpisodeEngine:
         batch_number = 0
         if self.tape is not None:
             batch_number = self.tape.next_batch()
+        pending = _PendingEpisodes(stage, streams, sampling)
         episodes: dict[Key, Coroutine[Any, Any, Rollout]] = {}
         for number, (prompt, sample_index) in enumerate(requests):
             episode = Episode(
@@ -206,15 +207,15 @@ class EpisodeEngine:
                 keep_open=self._last_sessions[-1].append if self._keeps_objects else None,
                 calls=self._calls((batch_number, *streams[number]), sample_index),
             )
-            episodes[streams[number]] = self._played(episode)
-        pending = _PendingEpisodes(stage, streams, sampling)
+            episodes[streams[number]] = self._played(episode, pending.sums)
         stage.begin(episodes)
         return pending
 
-    def _ended_rollouts(self, pending: _PendingEpisodes) -> list[Rollout]:
-        """Return the rollouts of episodes that have ended. Collective."""
+    def _ended_rollouts(self, pending: _PendingEpisodes, ahead: bool) -> list[Rollout]:
+        """Return the rollouts of episodes that have ended; ``ahead``: for the next step. Collective."""
         seconds = time.monotonic() - pending.start_time
-        self.episode_sums.generated(seconds, pending.stage.waited)
+        pending.sums.generated(seconds, pending.stage.waited)
+        self.episode_sums.include(pending.sums, ahead)
         rollouts = [pending.stage.rollouts[episode_key] for episode_key in pending.episode_keys]
         self._check_failures(rollouts)
         _share_openings(rollouts, pending.sampling.n)
@@ -265,7 +266,7 @@ class EpisodeEngine:
             sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop_ids}))
         )
 
-    async def _played(self, episode: Episode) -> Rollout:
+    async def _played(self, episode: Episode, sums: EpisodeSums) -> Rollout:
         """Return the episode; what it was told so far is written down if an error breaks it off."""
         tries: list[EnvironmentFailed] = []
         start_time = time.monotonic()
@@ -274,7 +275,7 @@ class EpisodeEngine:
         finally:
             episode.calls.flush()
         rollout.extras |= _counts(tries)
-        self.episode_sums.add(rollout, tries, time.monotonic() - start_time)
+        sums.add(rollout, tries, time.monotonic() - start_time)
         return rollout
 
     async def _tried(self, episode: Episode, tries: list[EnvironmentFailed]) -> Rollout:
@@ -449,6 +450,7 @@ class _PendingEpisodes:
     episode_keys: Sequence[Key]  # in the order of the rollouts
     sampling: SamplingParams
     ticket: Any = None  # of the engine within, if it samples ahead
+    sums: EpisodeSums = field(default_factory=EpisodeSums)
     start_time: float = field(default_factory=time.monotonic)
 
 

@@ -63,10 +63,11 @@ def clocked_names() -> dict[str, str]:
 
 
 class EpisodeSums:
-    """Hold sums over the episodes of this rank since they were last taken."""
+    """Hold sums over the episodes of this rank since they were last taken, and those of the next step's episodes."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
+        self._ahead: Counter[str] = Counter()  # of episodes that the next step trains on
 
     def add(self, rollout: Rollout, tries: Sequence[EnvironmentFailed], seconds: float) -> None:
         """Count an episode that took so many seconds, and its failed tries."""
@@ -87,6 +88,30 @@ class EpisodeSums:
         """Count a call of the engine, and how long it had nothing to decode."""
         self._sums["generation"] += seconds
         self._sums["waiting"] += waited
+
+    def include(self, sums_of_call: EpisodeSums, ahead: bool) -> None:
+        """Add those of a call of the engine; ``ahead``: the next step trains on its episodes."""
+        (self._ahead if ahead else self._sums).update(sums_of_call._sums)
+
+    def begin_step(self) -> None:
+        """Begin with the episodes that were sampled ahead; what an evaluation left is dropped."""
+        self._sums = self._ahead
+        self._ahead = Counter()
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what waits for the next step, for checkpoints."""
+        return dict(self._ahead)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore ``state_dict``."""
+        self._ahead = Counter(state)
+
+    def share_out(
+        self, states: Sequence[Mapping[str, float]], world_size: int
+    ) -> list[dict[str, float]]:
+        """Return the states of so many ranks, made of those of another number."""
+        total = sum((Counter(state) for state in states), Counter())
+        return [dict(total), *({} for _ in range(world_size - 1))]
 
     def take(self) -> dict[str, float]:
         """Return the sums, with the same names on every rank; then they begin anew."""
@@ -157,13 +182,13 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 class EpisodeMetrics(Callback):
-    """Add the numbers of the episodes that were played in a step, or in an evaluation."""
+    """Add the numbers of the episodes that a step trains on, or of an evaluation."""
 
     def __init__(self, episode_sums: EpisodeSums) -> None:
         self.episode_sums = episode_sums
 
     def around_step(self, run: Any, step: int) -> Any:
-        self.episode_sums.take()  # of an evaluation that was left out
+        self.episode_sums.begin_step()
         return super().around_step(run, step)
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -150,9 +150,8 @@ def plan_step(
     micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0
 ) -> list[Experience]:
     """Give this rank's micro batches the step's totals, and add placeholders up to the common count. Collective."""
-    normalizer = normalizer_of(
-        micro_batches or [Experience.placeholder(ranks.device)], ranks, scale
-    )
+    counted = micro_batches or [Experience.placeholder(ranks.device)]
+    normalizer = normalizer_of(counted, ranks, scale)
     total_count = ranks.all_reduce(len(micro_batches), "sum")
     step_part = StepPart(normalizer, status_scale=total_count / ranks.world_size)
 

@@ -445,9 +445,8 @@ class ScoreShaper:
         prompts = [rollout.prompt.index for rollout in rollouts]
         numbers_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         if len(numbers_of) < len(rollouts):
-            group_of_row = torch.tensor(
-                [numbers_of[prompt] for prompt in prompts], device=self.device
-            )
+            groups = [numbers_of[prompt] for prompt in prompts]
+            group_of_row = torch.tensor(groups, device=self.device)
             # Not by the standard deviation: for equal values, rounding may put it above 0.
             lowest, highest = (
                 scores.new_zeros(len(numbers_of)).scatter_reduce(

@@ -24,7 +24,11 @@ NAMED_WEIGHTS = 5
 
 class RolloutCheck:
     """Compare log probs at the first rollouts of an engine with weights of its own, which says ``keeps_weights``; those
-    that an adapter alone was pushed to (``engine.adapter`` is its name) also at the first rollouts of each adapter."""
+    that an adapter alone was pushed to (``engine.adapter`` is its name) also at the first rollouts of each adapter.
+
+    Rollouts can be compared only while the actor has the weights that sampled them. With ``--max_staleness 1`` it is
+    trained before they are there, unless the step waits for them: it does for those that are :meth:`is_due`.
+    """
 
     def __init__(
         self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig
@@ -39,6 +43,18 @@ class RolloutCheck:
         self.pending = self.mode != "off" and capabilities_of(engine).keeps_weights
         self.checks_adapters = self.pending
         self.checked: str | None = None  # the adapter
+        self.is_ahead = config.rollout.max_staleness > 0
+        self.compared = 0  # batches
+
+    def is_due(self) -> bool:
+        """Tell whether the next rollouts are worth a wait: the first ones, and those of the second adapter.
+
+        The first adapter of a run adds nothing to the model, so only the second one shows whether adapters arrive.
+        """
+        return self.pending or (self._is_new_adapter() and self.compared < 2)
+
+    def _is_new_adapter(self) -> bool:
+        return self.checks_adapters and getattr(self.engine, "adapter", None) != self.checked
 
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
@@ -53,8 +69,7 @@ class RolloutCheck:
         """Compare on the first call, and on the first of each adapter. Collective: a rank may have no rollouts."""
         adapter = getattr(self.engine, "adapter", None)
         is_first = self.pending
-        is_new = self.checks_adapters and adapter != self.checked
-        if not is_first and not is_new:
+        if not is_first and not self._is_new_adapter():
             return
         # An episode whose environment failed has none.
         with_tokens = [rollout for rollout in rollouts if rollout.response_ids]
@@ -63,10 +78,17 @@ class RolloutCheck:
             return  # on any rank: the next batch is compared
         self.pending = False
         self.checked = adapter
+        self.compared += 1
         if mean <= self.tolerance:
             if is_first:
+                later = ""
+                if self.is_ahead and adapter is not None:
+                    later = (
+                        "; with --max_staleness 1 the next adapter is compared too, but no later one, as training would "
+                        "wait for its samples"
+                    )
                 self.strategy.print(
-                    f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most"
+                    f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most{later}"
                 )
             return
         adapter_text = "" if adapter is None else f", with adapter {adapter}"

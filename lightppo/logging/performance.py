@@ -19,7 +19,7 @@ from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.files import local_folder
 from lightppo.metric_names import ON_BARS, SHOWN, TIMED
-from lightppo.ranks import Ranks, heartbeat
+from lightppo.ranks import heartbeat
 from lightppo.zero3 import parameter_count
 
 # -- the line of a step, and bars ------------------------------------------------------------------------------------
@@ -72,11 +72,6 @@ def bar_of_steps(numbered_steps: Iterable[tuple[int, Any]], run: Any) -> Iterato
             run.bar.total = run.total_steps
             yield step
             run.bar.update()
-
-
-def bar_of_part(items: Iterable, description: str, ranks: Ranks) -> Iterable:
-    """Return the items of a part of a step, with a bar that goes when it ends."""
-    return progress_bar(items, description, shown=ranks.is_rank_0(), leave=False)
 
 
 def on_bar(status: Mapping[str, float]) -> dict[str, float]:
@@ -190,9 +185,8 @@ def perf_metrics(
     for training_part in TIMED:
         if tokens and f"time_{training_part}" in seconds:
             tokens_of_part = tokens * epochs.get(training_part, 1)
-            speeds[f"{training_part}_ms_per_token"] = (
-                1000 * seconds[f"time_{training_part}"] / tokens_of_part
-            )
+            seconds_of_part = seconds[f"time_{training_part}"]
+            speeds[f"{training_part}_ms_per_token"] = 1000 * seconds_of_part / tokens_of_part
     if trained and train_seconds:
         speeds["train_tokens_per_second"] = trained / train_seconds
         speeds["train_ms_per_token"] = 1000 * train_seconds / trained

@@ -13,13 +13,13 @@ from typing import Any
 
 from lightppo.callbacks import Callback
 from lightppo.config.options import LoggingConfig, OptionSet, public_options
-from lightppo.files import explained, local_folder
+from lightppo.files import explained, is_at, local_folder
 from lightppo.logging.metrics_page import renamed
 from lightppo.logging.run_folder import (
     RunFileSums,
     cut_samples,
-    hold,
-    is_at,
+    held_locks,
+    lock_again,
     locks_of,
     record_start,
     release,
@@ -215,8 +215,9 @@ class Recorder(Callback):
             )
 
     def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        if self.sinks:
-            hold(self.locks)
+        for lock_path, folder in self.locks.items() if self.sinks else ():
+            if lock_path in held_locks and not is_at(lock_path, held_locks[lock_path]):
+                lock_again(lock_path, folder)
         if step % run.config.logging.logging_steps == 0 or step == run.total_steps:
             self.write(step, metrics)
 

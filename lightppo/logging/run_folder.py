@@ -63,14 +63,14 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # -- one process -----------------------------------------------------------------------------------------------------
 
 _LOCK = ".lock"
-_held: dict[Path, IO[str]] = {}  # lock files of this process
+held_locks: dict[Path, IO[str]] = {}  # lock files of this process
 
 
 def _leave_to_parent() -> None:
     """Close the locks in a process that was forked off, such as a worker: it does not hold them."""
-    for file in _held.values():
+    for file in held_locks.values():
         file.close()
-    _held.clear()
+    held_locks.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -190,7 +190,7 @@ def _lock(file: IO[str], folder_name: str) -> None:
     import fcntl
 
     lock_path = Path(file.name).resolve()
-    if lock_path in _held:
+    if lock_path in held_locks:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,15 +210,7 @@ def _lock(file: IO[str], folder_name: str) -> None:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    _held[lock_path] = file
-
-
-def is_at(file_path: Path, file: IO[str]) -> bool:
-    """Tell whether an open file is still the one of that name."""
-    try:
-        return os.path.samestat(file_path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+    held_locks[lock_path] = file
 
 
 def locks_of(folders: Iterable[str]) -> dict[Path, str]:
@@ -226,26 +218,23 @@ def locks_of(folders: Iterable[str]) -> dict[Path, str]:
     return {(local_folder(folder) / _LOCK).resolve(): folder for folder in folders if folder}
 
 
-def hold(locks: Mapping[Path, str]) -> None:
-    """Make folders of this process that were removed again, and keep others out of them; ``locks``: :func:`locks_of`.
+def lock_again(lock_path: Path, folder: str) -> None:
+    """Make a folder of this process that was removed again, and keep others out of it.
 
     Raises:
-        ConfigError: another process has one by now, or it cannot be made.
+        ConfigError: another process has it by now, or it cannot be made.
     """
-    for lock_path, folder in locks.items():
-        if lock_path in _held and not is_at(lock_path, _held[lock_path]):
-            logger.warning(
-                "%s was removed while the run goes on: it is made again, what was in it is lost",
-                folder,
-            )
-            _held.pop(lock_path).close()
-            _claim("the folder", folder)
+    logger.warning(
+        "%s was removed while the run goes on: it is made again, what was in it is lost", folder
+    )
+    held_locks.pop(lock_path).close()
+    _claim("the folder", folder)
 
 
 def release(folders: Iterable[str]) -> None:
     """Let others have the folders, before this process ends."""
     for folder in folders:
-        if (file := _held.pop((local_folder(folder) / _LOCK).resolve(), None)) is not None:
+        if (file := held_locks.pop((local_folder(folder) / _LOCK).resolve(), None)) is not None:
             file.close()
 
 

@@ -219,19 +219,16 @@ class Samples(Callback):
         # Groups go to the ranks in turn, with each step from another one on.
         rank = self.strategy.get_rank()
         ranks = self.strategy.world_size
-        group_starts = range(
-            (rank - step) % ranks * self.group_size, self.count, ranks * self.group_size
-        )
+        first_start = (rank - step) % ranks * self.group_size
+        group_starts = range(first_start, self.count, ranks * self.group_size)
         # From the end, because a full buffer drops its first rows.
         experience_rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))
         self.picked = []
         self.passes = {}
         for group_start, group in zip(group_starts, group_by_prompt(rollouts)):
             for rollout in group[: min(self.group_size, self.count - group_start)]:
-                token_key = (
-                    torch.tensor(rollout.prompt.token_ids + rollout.response_ids).numpy().tobytes()
-                )
-                passes = self.passes.setdefault(token_key, [])
+                ids = torch.tensor(rollout.prompt.token_ids + rollout.response_ids)
+                passes = self.passes.setdefault(ids.numpy().tobytes(), [])
                 self.picked.append((rollout, experience_rows.get(id(rollout)), passes))
 
     def on_micro_batch(
@@ -248,9 +245,8 @@ class Samples(Callback):
         """Yield the rows of a micro batch that are picked, each with its passes."""
         if not self.passes:
             return
-        rows = zip(
-            on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy()
-        )
+        masks = on_cpu(experience.attention_mask).bool().numpy()
+        rows = zip(on_cpu(experience.sequences).numpy(), masks)
         for row, (ids, mask) in enumerate(rows):
             if (passes := self.passes.get(ids[mask].tobytes())) is not None:
                 yield row, passes
@@ -264,12 +260,10 @@ class Samples(Callback):
             for rollout, item, passes in self.picked
         ]
         sample_lines = [
-            json.dumps(sample_row, default=str, ensure_ascii=False) + "\n"
-            for sample_row in sample_rows
+            json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in sample_rows
         ]
-        sample_lines = _of_all_ranks(
-            [rollout for rollout, *_ in self.picked], sample_lines, self.strategy
-        )
+        rollouts = [rollout for rollout, *_ in self.picked]
+        sample_lines = _of_all_ranks(rollouts, sample_lines, self.strategy)
         self.picked = []
         self.passes = {}
         if not sample_lines:

@@ -206,15 +206,12 @@ def rollout_summaries(
         return {}
     batch = Experience.collate(items)
     columns = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
-    tokens = {
-        metric: column[batch.action_mask]
-        for metric, column in columns.items()
-        if column is not None
-    }
+    mask = batch.action_mask
+    tokens = {name: column[mask] for name, column in columns.items() if column is not None}
     if "value" in tokens:
         tokens["residual"] = tokens["return_token"] - tokens["value"]
     if batch.loss_weights is not None:
-        weights = batch.loss_weights[batch.action_mask]
+        weights = batch.loss_weights[mask]
         tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
     summaries = {
         metric: Summary.of(numbers)
@@ -222,9 +219,8 @@ def rollout_summaries(
         if metric not in ("kl", "stale")
     }
     if {"total_length", "response_length"} <= batch.info.keys():
-        summaries["prompt_length"] = Summary.of(
-            batch.info["total_length"] - batch.info["response_length"]
-        )
+        prompt_lengths = batch.info["total_length"] - batch.info["response_length"]
+        summaries["prompt_length"] = Summary.of(prompt_lengths)
     if batch.action_log_probs is not None:
         summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl, measures)
     return summaries | {metric: Summary.of(numbers) for metric, numbers in tokens.items()}
@@ -262,20 +258,23 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         numbers = mismatch_metrics(mismatch)
         status["logp_diff_mean"] = mismatch["logp_diff"].mean
         status["logp_diff_max"] = numbers.pop("logp_diff_max")
-        status |= {
-            f"mismatch_{metric}": mismatch_value for metric, mismatch_value in numbers.items()
-        }
+        status |= {f"mismatch_{metric}": value for metric, value in numbers.items()}
     if "response_length" in summaries:
         status["samples"] = summaries["response_length"].count
     if "reward" in summaries:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
     if "residual" in summaries:
-        return_variance = summaries["return_token"].variance
-        if return_variance > 0:
-            status["vf_explained_var"] = 1 - summaries["residual"].variance / return_variance
-        else:
-            status["vf_explained_var"] = math.nan
+        status["vf_explained_var"] = explained_variance(
+            summaries["return_token"], summaries["residual"]
+        )
     return status
+
+
+def explained_variance(returns: Summary, residuals: Summary) -> float:
+    """Return the share of the variance of the returns that the values explain: 1 - Var[R - V] / Var[R]."""
+    if returns.variance > 0:
+        return 1 - residuals.variance / returns.variance
+    return math.nan
 
 
 # -- of training -----------------------------------------------------------------------------------------------------
@@ -334,9 +333,7 @@ def optimizer_status(
             totals[name_index, step_index, 1] = len(values)
     means = {}
     for metric, sums_and_counts in zip(names, ranks.all_reduce(totals, "sum").tolist()):
-        step_means = [
-            step_sum / step_count for step_sum, step_count in sums_and_counts if step_count
-        ]
+        step_means = [total / count for total, count in sums_and_counts if count]
         finite_means = [mean for mean in step_means if not math.isnan(mean)]
         means[metric] = sum(finite_means) / len(finite_means) if finite_means else math.nan
     return means

@@ -158,9 +158,8 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
         longest_prompt = 0
         for first in range(end - 1, -1, -1):
             longest_prompt = max(longest_prompt, lengths[first])
-            best_cut = min(
-                best_cut, (least_costs[first] + call_cost + longest_prompt * (end - first), first)
-            )
+            cost = least_costs[first] + call_cost + longest_prompt * (end - first)
+            best_cut = min(best_cut, (cost, first))
         least_costs.append(best_cut[0])
         cut_places.append(best_cut[1])
     prompt_parts = []
@@ -230,9 +229,7 @@ def takes(module: nn.Module, name: str) -> bool:
 
 def recomputes(module: nn.Module) -> bool:
     """Tell whether layers run again in the backward pass: gradient checkpointing, which transformers renamed."""
-    return any(
-        getattr(submodule, "gradient_checkpointing", False) for submodule in module.modules()
-    )
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 def cache_argument(module: nn.Module) -> str | None:
@@ -399,11 +396,8 @@ class RowPlan:
         if self.key_counts != lengths:
             places = torch.arange(self.tokens).split(lengths)
             self.keys = to_device(torch.cat(continued(places, parents, 0)), device)
-        # FlashAttention runs on this device
-        self.has_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (
-            8,
-            0,
-        )
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self.has_flash = capability >= (8, 0)  # FlashAttention runs on this device
         self._results: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:

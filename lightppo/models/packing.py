@@ -185,16 +185,12 @@ class PackedBatch(Batch):
     """One packed row: ``ids`` are (1, T), and ``mask`` has its segments (:func:`.batches.segments_as_mask`)."""
 
     positions: Tensor  # (1, T)
-    read_at: Tensor | None = None  # (U,), the distinct places that are read; None: all are
+    places: Tensor | None = None  # (U,), the distinct ones that are read; None: all are
     reads: Tensor | None = None  # (K,), the number of the place that each reads; None: each its own
     layout: PackedLayout
 
-    @property
-    def places(self) -> Tensor:
-        return self.read_at
-
     def at_places(self, values: Tensor) -> Tensor:
-        return values[:, self.read_at]  # (1, U, ·)
+        return values[:, self.places]  # (1, U, ·)
 
     def of_real(self, at_places: Tensor) -> Tensor:
         if self.reads is None:
@@ -219,12 +215,12 @@ class PackedBatch(Batch):
         return inputs
 
     def reading(self) -> AbstractContextManager:
-        reads_few = 0 < len(self.read_at) < READ_SHARE * self.ids.shape[1]
+        reads_few = 0 < len(self.places) < READ_SHARE * self.ids.shape[1]
         # A checkpointed layer runs again in the backward pass, which is outside of this context.
         runs_again = torch.is_grad_enabled() and recomputes(self.layout.model.hf_model)
         if runs_again or not reads_few:
             return nullcontext()
-        return only_at(self.layout.last_layer_parts, self.read_at)
+        return only_at(self.layout.last_layer_parts, self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +384,7 @@ class PackedLayout(PaddedLayout):
             real=to_device(real, device),
             real_places=to_device(real.flatten().nonzero()[:, 0], device),
             positions=row.position_ids,
-            read_at=to_device(places, device),
+            places=to_device(places, device),
             reads=None if reads is None else to_device(reads, device),
             layout=self,
         )
@@ -411,7 +407,7 @@ class PackedLayout(PaddedLayout):
             whole_row,
             real=torch.ones(1, len(places), dtype=torch.bool, device=row.device),
             real_places=torch.arange(len(places), device=row.device),
-            read_at=places,
+            places=places,
         )
 
     def _whole_row(self, row: Tensor, lengths: list[int]) -> PackedBatch:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import queue
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -15,13 +17,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightppo.config import PPOConfig
 from lightppo.config.reward_options import reward_sources
-from lightppo.data.records import Rollout
+from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, NonFiniteRewardError, RewardError
 from lightppo.ranks import Alone, Ranks
 from lightppo.redaction import plain
 from lightppo.user_code import error_text, finite, in_daemon_thread, is_non_finite, reading_error
 
-# what a reward function gets by place; the rest of values_of by name
+# what a reward function gets by place; the rest of reward_styles.values_of by name
 POSITIONAL = ("queries", "prompts", "labels")
 
 
@@ -93,22 +95,6 @@ def is_source(value: Any) -> bool:
     return isinstance(value, RewardSource) and not isinstance(value, type)
 
 
-def values_of(rollout: Rollout) -> dict[str, Any]:
-    """Return what a reward function may ask for of a sample, by the names of its parameters."""
-    prompt = rollout.prompt
-    return {
-        "queries": prompt.text + rollout.response_text,
-        "prompts": prompt.text,
-        "labels": prompt.label,
-        "responses": rollout.response_text,
-        "finish_reasons": rollout.finish_reason,
-        "prompt_ids": prompt.token_ids,
-        "response_ids": rollout.response_ids,
-        "data_sources": prompt.data_source,
-        "extras": prompt.extra,
-    }
-
-
 def close_source(source: RewardSource) -> None:
     """End the processes that a source has started, if it has a ``close``."""
     getattr(source, "close", lambda: None)()
@@ -172,9 +158,8 @@ def check_output(
                 raise RewardError(
                     f"{source_name}: metric names must be non-empty strings, got {column_name!r}"
                 )
-            metrics[column_name] = _numbers(
-                values, rollouts, source_name, f"metric {column_name!r}"
-            )
+            label = f"metric {column_name!r}"
+            metrics[column_name] = _numbers(values, rollouts, source_name, label)
         scores = _numbers(output.scores, rollouts, source_name, "score")
         if (token_scores := output.token_scores) is not None:
             token_scores = _token_numbers(token_scores, rollouts, source_name)
@@ -337,16 +322,49 @@ def _token_numbers(
     return checked_rows
 
 
-# -- scores of finished samples while the engine still generates the others (--async_rewards) ------------------------
+# -- scores of finished samples while the engine still generates the others (--async_rewards, --max_staleness) --------
+
+
+class WholeGroups:
+    """Hand on finished samples once all answers to their prompt are there, in the order of a batch.
+
+    So a source may compare the answers to a prompt, in whatever order they end.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        answers_per_prompt: int,
+        hand_on: Callable[[list[Rollout]], object],
+    ) -> None:
+        self._missing = Counter([prompt.index for prompt in prompts] * answers_per_prompt)
+        self._groups: dict[int, list[tuple[int, Rollout]]] = defaultdict(list)
+        self._hand_on = hand_on
+        self._lock = threading.Lock()  # an engine's calls may run at the same time
+
+    def add(self, call: int, rollouts: Sequence[Rollout]) -> None:
+        """Take samples that ended in one of the engine's calls, which have the numbers of their order."""
+        with self._lock:
+            whole_groups: list[Rollout] = []
+            for rollout in rollouts:
+                index = rollout.prompt.index
+                self._groups[index].append((call, rollout))
+                self._missing[index] -= 1
+                if self._missing[index] == 0:
+                    group = self._groups.pop(index)
+                    group.sort(key=lambda answer: (answer[0], answer[1].sample_index))
+                    whole_groups += [answer for _, answer in group]
+            if whole_groups:
+                self._hand_on(whole_groups)
 
 
 @dataclass(eq=False)
 class AsyncScorer:
     """Score finished samples in threads, part by part, while the engine still generates the others.
 
-    The source is called once per part, so it must judge each sample by itself, and with more than one worker it must be
-    thread-safe. It must not act on all ranks together, as reward models do: the ranks' threads would meet in any order,
-    and would mix with the collectives of generation.
+    The source is called once per part, so it must judge each prompt's answers by themselves: :class:`WholeGroups` makes
+    such parts. With more than one worker it must be thread-safe. It must not act on all ranks together, as reward
+    models do: the ranks' threads would meet in any order, and would mix with the collectives of generation.
     """
 
     source: RewardSource
@@ -380,8 +398,9 @@ class AsyncScorer:
         """Have samples scored and return at once; :meth:`collect` raises their errors."""
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
-        self._parts.append((list(rollouts), Future()))
-        self._waiting.put(self._parts[-1])
+        part: tuple[list[Rollout], Future[RewardOutput]] = (list(rollouts), Future())
+        self._parts.append(part)
+        self._waiting.put(part)
         if len(self._threads) < self.max_workers:
             self._threads.append(in_daemon_thread(self._work))
 

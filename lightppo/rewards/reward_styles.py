@@ -22,7 +22,6 @@ from lightppo.rewards.reward_source import (
     join_outputs,
     output_from_result,
     shown,
-    values_of,
 )
 from lightppo.user_code import UserCall, finite, is_non_finite, reading_error
 
@@ -95,8 +94,20 @@ class Style:
     renames: Callable[[Iterable[inspect.Parameter]], dict[str, str]] = lambda parameters: {}
 
 
-def _queries(rollout: Rollout) -> Values:
-    values = values_of(rollout)
+def values_of(rollout: Rollout) -> Values:
+    """Return what a reward function may ask for of a sample, by the names of its parameters."""
+    prompt = rollout.prompt
+    values = {
+        "queries": prompt.text + rollout.response_text,
+        "prompts": prompt.text,
+        "labels": prompt.label,
+        "responses": rollout.response_text,
+        "finish_reasons": rollout.finish_reason,
+        "prompt_ids": prompt.token_ids,
+        "response_ids": rollout.response_ids,
+        "data_sources": prompt.data_source,
+        "extras": prompt.extra,
+    }
     if rollout.turns is not None:  # of an episode
         values |= {"conversations": rollout.messages, "num_turns": len(rollout.turns)}
     return values
@@ -110,7 +121,7 @@ def row_of(rollout: Rollout) -> Values:
 QUERIES = Style(
     "(queries, prompts, labels, **extra)",
     {"queries"},
-    _queries,
+    values_of,
     positional=POSITIONAL,
     columns=row_of,
     words={"query", "prompt", "label", "response", "responses", "prompt_ids", "response_ids"},
@@ -231,20 +242,12 @@ class BoundFunction:
 
     def _call(self, values: Values) -> UserCall:
         renamed_values = {
-            function_name: values[argument_name]
-            for function_name, argument_name in self._own_names.items()
-            if argument_name in values
+            own_name: values[name] for own_name, name in self._own_names.items() if name in values
         }
         values = self.style.always | values | renamed_values
-        positional_arguments = tuple(
-            values.pop(argument_name) for argument_name in self.style.positional
-        )
+        positional_arguments = tuple(values.pop(name) for name in self.style.positional)
         accepted = (values.keys() if self._open_ended else self._named) - self._taken
-        keyword_arguments = {
-            argument_name: value
-            for argument_name, value in values.items()
-            if argument_name in accepted
-        }
+        keyword_arguments = {name: value for name, value in values.items() if name in accepted}
         try:
             self.signature.bind(*positional_arguments, **keyword_arguments)
         except TypeError as error:

@@ -509,10 +509,8 @@ class SlotRows:
         free_rows = [row for row in ended_rows if row < remaining]
         moving_rows = sorted(set(range(remaining, len(self))) - set(ended_rows))
         for moving_row, free_row in zip(moving_rows, free_rows):
-            self.numbers[free_row], self.starts[free_row] = (
-                self.numbers[moving_row],
-                self.starts[moving_row],
-            )
+            self.numbers[free_row] = self.numbers[moving_row]
+            self.starts[free_row] = self.starts[moving_row]
         del self.numbers[remaining:], self.starts[remaining:]
         if free_rows:
             sources, targets = torch.tensor([moving_rows, free_rows], device=self.ages.device)

@@ -111,14 +111,15 @@ class Capabilities:
 
 
 def capabilities_of(engine: Any) -> Capabilities:
-    """Return what an engine declares as ``capabilities``.
+    """Return what an engine declares as ``capabilities``; one may declare none."""
+    return getattr(engine, "capabilities", None) or _capabilities_by_attributes(engine)
 
-    An engine that declares none has the defaults, but for those that it says by attributes of the same name, and for
-    ``compares_weights`` where it has that method: engines were written so before there was ``capabilities``.
+
+def _capabilities_by_attributes(engine: Any) -> Capabilities:
+    """Return the defaults, but for what the engine says by attributes of the same name, or by having the method.
+
+    Engines were written so before there was ``capabilities``.
     """
-    declared = getattr(engine, "capabilities", None)
-    if declared is not None:
-        return declared
     attributes = {
         capability.name: getattr(engine, capability.name)
         for capability in fields(Capabilities)
@@ -221,8 +222,6 @@ def progress_bar(total: int, *, shown: bool) -> Any:
     """Return the bar of a rollout, which goes when it ends. ``shown``: on this rank, in a terminal."""
     from tqdm import tqdm
 
-    rows = (
-        get_terminal_size().lines
-    )  # of a terminal that has none, as in containers, tqdm would show nothing
-    sizes = {"ncols": 80, "nrows": rows}
+    # of a terminal that has no rows, as in containers, tqdm would show nothing
+    sizes = {"ncols": 80, "nrows": get_terminal_size().lines}
     return tqdm(total=total, desc="rollout", unit="seq", leave=False, disable=not shown, **sizes)

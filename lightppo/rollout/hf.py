@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -194,7 +195,7 @@ class HFRolloutEngine:
             logits_processors=() if penalties is None else (penalties,),
         )
         with (
-            in_any_order(),
+            in_any_order() if torch.are_deterministic_algorithms_enabled() else nullcontext(),
             self.gather_parameters(),
             generation_mode(self.model),
             self.runner or nullcontext(),
@@ -269,11 +270,14 @@ def build(
         runner = InvariantSteps()
     elif config.engine.hf_cuda_graphs:
         runner = CUDAGraphs()
+    gather_parameters: Callable[[], AbstractContextManager] = nullcontext
+    if strategy.zero_stage == 3:
+        gather_parameters = partial(strategy.gathered_parameters, actor)
     return HFRolloutEngine(
         actor,
         tokenizer,
         micro_rollout_batch_size=rollout_rows(config),
-        gather_parameters=lambda: strategy.gathered_parameters(actor),
+        gather_parameters=gather_parameters,
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
         runner=runner,
     )

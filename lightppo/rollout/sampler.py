@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, zip_longest
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from lightppo.ranks import Ranks
 from lightppo.rewards.reward_source import (
     AsyncScorer,
     RewardSource,
+    WholeGroups,
     describe_sample,
     score_rollouts,
 )
@@ -70,7 +71,7 @@ class RolloutSampler:
     # also answer each prompt greedily, as Rollout.baseline of its samples (ReMax)
     greedy_baseline: bool = False
     dense: bool = False  # the source must give token scores; without it, it must not
-    # scores finished samples while the engine, which must take on_finished, generates the rest
+    # scores the answers to a prompt while the engine, which must take on_finished, generates the rest
     scorer: AsyncScorer | None = None
     # each sees every scored batch, and may raise
     checks: Sequence[Callable[[Sequence[Rollout]], None]] = ()
@@ -93,22 +94,31 @@ class RolloutSampler:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
-        sampling, *greedy = self._how_to_sample(step)
-        rollouts = self.engine.generate(list(prompts), sampling, **self._engine_arguments)
-        if greedy:
+        prompts = list(prompts)
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        options: dict[str, Any] = {}
+        greedy_options: dict[str, Any] = {}
+        if self.scorer is not None:
+            options, greedy_options = self._score_groups(prompts, self.scorer)
+        rollouts = self.engine.generate(prompts, sampling, **options)
+        if self.greedy_baseline:
             with self.timer("greedy"):
-                greedy_rollouts = self.engine.generate(
-                    list(prompts), *greedy, **self._engine_arguments
-                )
-            give_baselines(rollouts, greedy_rollouts, sampling.n)
+                greedy = self.engine.generate(prompts, greedily(sampling), **greedy_options)
+            give_baselines(rollouts, greedy, sampling.n)
         return rollouts
 
     def start(self, prompts: Sequence[Prompt], step: int) -> list[Any]:
         """Begin what :meth:`generate` does, with an engine that samples ahead; return its tickets."""
-        return [
-            self.engine.start(list(prompts), sampling, **self._engine_arguments)
-            for sampling in self._how_to_sample(step)
-        ]
+        prompts = list(prompts)
+        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
+        options: dict[str, Any] = {}
+        greedy_options: dict[str, Any] = {}
+        if self.scorer is not None:
+            options, greedy_options = self._score_groups(prompts, self.scorer)
+        tickets = [self.engine.start(prompts, sampling, **options)]
+        if self.greedy_baseline:
+            tickets.append(self.engine.start(prompts, greedily(sampling), **greedy_options))
+        return tickets
 
     def finish(self, tickets: Sequence[Any]) -> list[Rollout]:
         """Wait for what :meth:`start` began, and return what :meth:`generate` would. Collective."""
@@ -117,15 +127,12 @@ class RolloutSampler:
             give_baselines(rollouts, greedy_rollouts, self.sampling.n)
         return rollouts
 
-    def _how_to_sample(self, step: int) -> list[SamplingParams]:
-        """Return it of the responses, and of the greedy baselines if there are any."""
-        sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        greedy_sampling = replace(sampling, n=1, temperature=0.0)
-        return [sampling, greedy_sampling] if self.greedy_baseline else [sampling]
-
-    @property
-    def _engine_arguments(self) -> dict[str, Any]:
-        return {} if self.scorer is None else {"on_finished": self.scorer.submit}
+    def _score_groups(self, prompts: list[Prompt], scorer: AsyncScorer) -> list[dict[str, Any]]:
+        """Return arguments of the engine's calls, the second a greedy one, so that answers are scored as they end."""
+        # As without a scorer, what compares the answers to a prompt sees the greedy one behind the samples.
+        answers = self.sampling.n + self.greedy_baseline
+        groups = WholeGroups(prompts, answers, scorer.submit)
+        return [{"on_finished": partial(groups.add, call)} for call in range(2)]
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
         """Score the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
@@ -160,7 +167,8 @@ class RolloutSampler:
                 rollout.extras.pop(extra_name, 0.0) for rollout in scored_rollouts
             )
         rollouts_with_score = [rollout for rollout in rollouts if rollout.reward is not None]
-        self._check_token_scores(rollouts_with_score)
+        if any((rollout.token_rewards is None) == self.dense for rollout in rollouts_with_score):
+            raise self._token_score_error(rollouts_with_score)
         chosen_rollouts = self.choose(rollouts_with_score, counts)
         group_sizes = Counter(rollout.prompt.index for rollout in chosen_rollouts)
         trainable = [
@@ -181,18 +189,20 @@ class RolloutSampler:
         """Return the samples that may be trained on; a subclass that leaves some out adds to ``counts``."""
         return scored
 
-    def _check_token_scores(self, rollouts: Sequence[Rollout]) -> None:
+    def _token_score_error(self, rollouts: Sequence[Rollout]) -> RewardError:
         source_name = self.reward_source.name
-        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
-        if not self.dense and any(has_token_scores):
-            raise RewardError(
+        if not self.dense:
+            return RewardError(
                 f"{source_name} gave token scores: set --use_dense_reward to train on them"
             )
-        if self.dense and not all(has_token_scores):
-            sample = describe_sample(rollouts, has_token_scores.index(False))
-            raise RewardError(
-                f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}"
-            )
+        has_token_scores = [rollout.token_rewards is not None for rollout in rollouts]
+        sample = describe_sample(rollouts, has_token_scores.index(False))
+        return RewardError(f"--use_dense_reward: {source_name} gave no 'token_scores' for {sample}")
+
+
+def greedily(sampling: SamplingParams) -> SamplingParams:
+    """Return how the greedy baseline of each prompt is sampled."""
+    return replace(sampling, n=1, temperature=0.0)
 
 
 def give_baselines(
@@ -286,6 +296,8 @@ class BatchCollector:
     # times "rollout" and "reward"
     timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
     max_staleness: int = 0  # PPO steps between the weights that sample and those that are trained
+    # Tells whether a step waits for the rollouts of the next one before it trains: ``around`` compares them with the actor.
+    must_wait: Callable[[], bool] = lambda: False
     pending: PendingBatch | None = None
     ahead: SampledBatch | None = None  # this rank's part of what the next step trains on
     why_untrained = "there was none"  # of a run in which no optimizer step was taken
@@ -303,7 +315,8 @@ class BatchCollector:
 
     def select(self, source: PromptSource, step: int) -> CollectedStep:
         """Do what :meth:`collect` does, while the engine is awake. Collective."""
-        batch = self._next_batch(source, step)
+        batch = self.ahead or self.sample(source.take(), step)
+        self.ahead = None
         is_not_finite = batch.not_finite is not None
         groups = 0 if is_not_finite else len(group_by_prompt(batch.rollouts))
         counts = self.strategy.all_reduce(
@@ -326,11 +339,20 @@ class BatchCollector:
     def sample(self, prompts: Sequence[Prompt], step: int, number: int = 0) -> SampledBatch:
         """Sample and score a generation batch of the step. Collective."""
         sample = partial(self.sampler.generate, prompts, step)
+        with self.timer("rollout"):
+            rollouts = self._stand_around(prompts, step, number, sample)
+        return self._scored(rollouts, version=step - 1)
+
+    def _stand_around(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        number: int,
+        sample: Callable[[], list[Rollout]],
+    ) -> list[Rollout]:
         for stand_around in self.around:
             sample = partial(stand_around, prompts, step, number, sample)
-        with self.timer("rollout"):
-            rollouts = sample()
-        return self._scored(rollouts, version=step - 1)
+        return sample()
 
     def _scored(self, rollouts: list[Rollout], version: int, batches: int = 1) -> SampledBatch:
         for rollout in rollouts:
@@ -338,14 +360,6 @@ class BatchCollector:
         with self.timer("reward"):
             batch = self.sampler.score(rollouts)
         return replace(batch, version=version, batches=batches)
-
-    def _next_batch(self, source: PromptSource, step: int, number: int = 0) -> SampledBatch:
-        """Return what was sampled ahead, or sample a generation batch now. Collective."""
-        if self.ahead is None:
-            return self.sample(source.take(), step, number)
-        batch = self.ahead
-        self.ahead = None
-        return batch
 
     # -- ahead of the step -------------------------------------------------------------------------------------------
 
@@ -360,7 +374,11 @@ class BatchCollector:
             prompts += source.take()
             batches += 1
         if batches:
-            self.pending = PendingBatch(self.sampler.start(prompts, step + 1), step - 1, batches)
+            tickets = self.sampler.start(prompts, step + 1)
+            self.pending = PendingBatch(tickets, step - 1, batches)
+            if self.must_wait():
+                wait = partial(self.sampler.finish, tickets)
+                self._end_pending(partial(self._stand_around, prompts, step + 1, 0, wait))
 
     def batches_ahead(self, surplus: int) -> int:
         """Return how many generation batches may be sampled ahead and still be trained in the next step."""
@@ -368,11 +386,14 @@ class BatchCollector:
 
     def finish(self) -> None:
         """Wait for what :meth:`start` began, and score it. Collective."""
-        if self.pending is None:
-            return
+        if self.pending is not None:
+            self._end_pending(partial(self.sampler.finish, self.pending.tickets))
+
+    def _end_pending(self, wait: Callable[[], list[Rollout]]) -> None:
+        pending = cast(PendingBatch, self.pending)
         with self.timer("rollout"):
-            rollouts = self.sampler.finish(self.pending.tickets)
-        self.ahead = self._scored(rollouts, self.pending.version, self.pending.batches)
+            rollouts = wait()
+        self.ahead = self._scored(rollouts, pending.version, pending.batches)
         self.pending = None
 
     def leave_out(self, collected: CollectedStep, not_finite: str | None) -> None:
@@ -606,7 +627,8 @@ class GroupCollector(BatchCollector):
 
     def _generate(self, source: PromptSource, step: int, step_counts: StepCounts) -> None:
         """Take one generation batch: samples, scores, accepts or rejects."""
-        batch = self._next_batch(source, step, step_counts.batches)
+        batch = self.ahead or self.sample(source.take(), step, step_counts.batches)
+        self.ahead = None
         step_counts.batches += batch.batches
         step_counts.counts.update(batch.counts)
         step_counts.scored += batch.scored

@@ -17,7 +17,7 @@ from lightppo.checkpoint.run_checkpointer import RunCheckpointer
 from lightppo.config.supervised_options import SupervisedConfig
 from lightppo.data.blends import read_rows
 from lightppo.data.examples import SFTDataset
-from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.deepspeed import DeepspeedStrategy, with_optimizer
 from lightppo.logging.performance import PhaseTimer, perf_metrics
 from lightppo.logging.step_metrics import checked_status
 from lightppo.models import loading
@@ -28,7 +28,6 @@ from lightppo.supervised.objectives import OBJECTIVES, Batch, Objective, shared_
 from lightppo.trainer.build import begin
 from lightppo.trainer.building import Building
 from lightppo.trainer.loop import SkippedSteps, TrainerState, TrainingLoop
-from lightppo.trainer.optimizers import with_optimizer
 from lightppo.trainer.start_checks import check_data, check_models
 from lightppo.zero3 import parameter_count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from lightppo.config.rules import (
 )
 from lightppo.data.blends import read_rows
 from lightppo.data.datasets import PromptDataset
-from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.deepspeed import DeepspeedStrategy, with_optimizer
 from lightppo.episodes.episode_engine import with_episodes
 from lightppo.episodes.rewards import taped, unless_failed
 from lightppo.errors import ConfigError, as_config_error
@@ -36,7 +37,7 @@ from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.normalisation import make_value_norm
 from lightppo.experience.rollout_check import RolloutCheck
-from lightppo.logging.performance import PhaseTimer, bar_of_part
+from lightppo.logging.performance import PhaseTimer, progress_bar
 from lightppo.logging.samples import RolloutReplay
 from lightppo.models.actor import Actor
 from lightppo.models.run_models import Models, build_models, build_tokenizer, fit_vocabulary
@@ -61,7 +62,6 @@ from lightppo.trainer.building import Building
 from lightppo.trainer.distillation import TEACHER, advantage_term, teacher_pass
 from lightppo.trainer.evaluation import Evaluator
 from lightppo.trainer.loop import SkippedSteps, TrainerState
-from lightppo.trainer.optimizers import with_optimizer
 from lightppo.trainer.pretraining import pretraining
 from lightppo.trainer.prompts import RolloutBatchSampler
 from lightppo.trainer.start_checks import (
@@ -290,7 +290,7 @@ def build_maker(parts: PPOParts, own_training_step: bool) -> ExperienceMaker:
         rewarded=not isinstance(parts.reward_source, NoReward),
         value_norm=parts.value_norm,
         old_log_probs=old_log_probs,
-        progress=lambda batches: bar_of_part(batches, "experience", strategy),
+        progress=partial(progress_bar, desc="experience", shown=strategy.is_rank_0(), leave=False),
         timer=parts.timer,
     )
 
@@ -412,8 +412,10 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         timer=parts.timer,
     )
     around: list[AroundSampling] = []
+    check = None
     if config.engine.rollout_check != "off" and capabilities_of(engine).keeps_weights:
-        around.append(RolloutCheck(maker.actor, engine, strategy, config).rollouts)
+        check = RolloutCheck(maker.actor, engine, strategy, config)
+        around.append(check.rollouts)
     if config.sampling.skip_rollout is not None:
         around.append(RolloutReplay(config.sampling.skip_rollout, strategy).rollouts)
     collector = BatchCollector(
@@ -423,14 +425,16 @@ def build_sampler(parts: PPOParts) -> BatchCollector:
         timer=parts.timer,
         max_staleness=config.rollout.max_staleness,
     )
+    if check is not None:
+        collector.must_wait = check.is_due
     return with_selection(collector, config, maker.shaper.final_scores)
 
 
 def build_scorer(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource
 ) -> AsyncScorer | None:
-    """Return what scores samples while others are generated: with ``--async_rewards``, and with ``--max_staleness``
-    where the source may be called in a thread."""
+    """Return what scores the answers to a prompt while others are generated: with ``--async_rewards``, and with
+    ``--max_staleness`` where the source may be called in a thread."""
     is_ahead = config.rollout.max_staleness > 0 and not getattr(source, "needs_all_ranks", False)
     if not config.verifier.async_rewards and not is_ahead:
         return None

@@ -259,13 +259,15 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         self._take_data(prompts_dataloader, pretrain_dataloader, num_update_steps_per_episodes)
         self._take_schedule(args, consumed_samples)
         self.started = True
+        samples_ahead = self.config.rollout.max_staleness > 0
         with self.running():
             for step, prompts in self.steps():
                 taken = prompts.taken
                 with self.timer("step"), self.callbacks.around_step(self, step):
                     # 1 prompts → responses, scored and selected
                     collected = self.sampler.collect(prompts, step)
-                    self.sample_ahead(prompts, step, collected.surplus)
+                    if samples_ahead:  # what the next step trains on, while this one trains
+                        self.sample_ahead(prompts, step, collected.surplus)
                     self.callbacks.on_rollouts(self, step, collected)
                     # 2 log probs, values, rewards → 3 advantages in the buffer
                     if self.strategy.sequence_group is None:
@@ -279,38 +281,30 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
                     # 4 → training_step per micro batch
                     status = collected.counts | self.train(step)
                     self.replay_buffer.clear()
-                    self.sampler.finish()  # of the next step, by the weights before the push
+                    if samples_ahead:  # by the weights before the push
+                        self.sampler.finish()
                     with self.timer("sync"):
                         # 5 the next rollouts are on-policy
                         self.rollout_engine.sync_weights(self.actor)
                     self.control_kl(status)  # 6
-                self.count_prompts(prompts, taken, collected.surplus)
+                # An episode ends when its prompts and the samples that wait are used.
+                ended = prompts.exhausted and collected.surplus == 0
+                used = self.strategy.all_reduce(prompts.taken - taken, "sum")
+                if samples_ahead:
+                    self.count_prompts_ahead(used, ended)
+                else:
+                    self.state.finish_step(used, last_of_episode=ended)
                 if self.finish_step(step, status):  # 7 logged, evaluated, saved
                     break
             self.finish()
 
-    def count_prompts(self, prompts: EpisodePrompts, taken: int, surplus: int) -> None:
-        """Count the step and the prompts that it took, those sampled ahead included. Collective.
-
-        ``taken``: those of the episode that were taken before; ``surplus`` as of :meth:`sample_ahead`.
-        """
-        # An episode ends when its prompts and the samples that wait are used.
-        has_samples_ahead = self.sampler.ahead is not None and self.next_prompts is None
-        ended = prompts.exhausted and surplus == 0 and not has_samples_ahead
-        used = self.strategy.all_reduce(prompts.taken - taken, "sum")
-        self.state.finish_step(used, last_of_episode=ended)
-        if self.next_prompts is not None:
-            used_of_next = self.strategy.all_reduce(self.next_prompts.taken, "sum")
-            self.state.consumed_prompts = used_of_next
-
     def sample_ahead(self, prompts: EpisodePrompts, step: int, surplus: int) -> None:
-        """With ``--max_staleness 1``, begin to sample what the next step trains on, while this one trains. Collective.
+        """Begin to sample what the next step trains on (``--max_staleness 1``), unless this is the last. Collective.
 
         ``surplus``: groups of all ranks that wait for the next step.
         """
         # --benchmark_steps ends no schedule: the run may be resumed, and is then the one that was never stopped.
-        is_last = step == self.config.training.total_training_steps
-        if self.config.rollout.max_staleness == 0 or is_last:
+        if step == self.config.training.total_training_steps:
             return
         if prompts.exhausted and surplus == 0:
             self.next_prompts = self._prompts_of_next_episode()
@@ -324,6 +318,17 @@ class PPOTrainer(Update, ScriptMembers, TrainingLoop):
         if episode == self.config.training.num_episodes or chooses_prompts:
             return None
         return EpisodePrompts(self.prompts, episode, 0, self._prompts_of)
+
+    def count_prompts_ahead(self, used: int, ended: bool) -> None:
+        """Count the step and its ``used`` prompts of the episode, those sampled ahead included. Collective.
+
+        ``ended``: this episode has no more prompts, and no group waits.
+        """
+        has_samples_ahead = self.sampler.ahead is not None and self.next_prompts is None
+        self.state.finish_step(used, last_of_episode=ended and not has_samples_ahead)
+        if self.next_prompts is not None:
+            used_of_next = self.strategy.all_reduce(self.next_prompts.taken, "sum")
+            self.state.consumed_prompts = used_of_next
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective.

@@ -103,6 +103,8 @@ def of_episodes(run: Any) -> list[Callback | None]:
     from lightppo.episodes.tape import tape_callback
 
     sums = getattr(run.rollout_engine, "episode_sums", None)
+    if sums is not None and run.config.rollout.max_staleness > 0:
+        run.register_state("episode_sums", sums, per_rank=True)
     return [
         tape_callback(run) if asks_outside(run.config) else None,
         None if sums is None else EpisodeMetrics(sums),

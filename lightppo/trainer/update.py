@@ -26,7 +26,7 @@ from lightppo.errors import ConfigError
 from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
 from lightppo.experience.experience import Experience
 from lightppo.experience.token_weights import token_weights
-from lightppo.logging.performance import bar_of_part, minibatch_on_bar
+from lightppo.logging.performance import minibatch_on_bar, progress_bar
 from lightppo.logging.step_metrics import (
     SampleSummaries,
     checked_status,
@@ -141,7 +141,7 @@ class Update:
             for epoch in range(self.max_epochs):
                 plan = self.minibatches(global_steps, epoch)
                 text = f"train, epoch {epoch + 1}/{self.max_epochs}"
-                bar = bar_of_part(plan, text, self.strategy)
+                bar = progress_bar(plan, text, shown=self.strategy.is_rank_0(), leave=False)
                 for minibatch in bar:
                     statuses.append(self.train_minibatch(minibatch, global_steps))
                     # Not where there is none to see it: the numbers are a wait for a GPU.
@@ -169,7 +169,8 @@ class Update:
         """Take one optimizer step of actor and critic; return the numbers of each micro batch with samples."""
         micro_batches: Sequence[Experience] = minibatch.micro_batches
         critic_batches = minibatch.critic_micro_batches
-        self.begin_terms(len(micro_batches))
+        if self.loss_terms:
+            self.begin_terms(len(micro_batches))
         self.skipped.minibatch = minibatch
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(critic_batches or micro_batches))
@@ -273,7 +274,10 @@ class Update:
                 coef, loss, term_metrics = term_loss(self.actor)
                 self.backward(coef * part.loss_scale * loss, self.actor, self.actor_optim)
                 status |= term_metrics
-        return self._reported(status | self.actor_step(), experience)
+        status |= self.actor_step()
+        if experience.part is None or self.has_own_steps:
+            return script_status(self, status, experience)
+        return status
 
     def training_step_critic(self, experience: Experience) -> Status:
         """Train the critic on one micro batch; see :meth:`training_step`."""
@@ -287,7 +291,9 @@ class Update:
         status |= self.optimizer_step(
             "critic", self.critic, self.critic_optim, self.critic_scheduler
         )
-        return self._reported(status, experience)
+        if experience.part is None or self.has_own_steps:
+            return script_status(self, status, experience)
+        return status
 
     def kl_loss(
         self, actor: Any, scores: ActionScores, experience: Experience, normalizer: LossNormalizer
@@ -320,12 +326,6 @@ class Update:
             scale=float(self.config.rollout.generate_max_len),
             accumulation=self.lone_accumulation(),
         )
-
-    def _reported(self, status: Status, experience: Experience) -> Status:
-        """Return the status of a micro batch: numbers for a script, else :meth:`train_minibatch` reads them later."""
-        if experience.part is not None and not self.has_own_steps:
-            return status
-        return script_status(self, status, experience)
 
     def accumulate_alone(self) -> None:
         """Let a loop of a script take a step every ``train_batch_size`` samples; ``fit`` says it for each step."""

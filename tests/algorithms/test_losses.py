@@ -924,8 +924,8 @@ def test_what_a_loss_of_the_users_gives_is_looked_at(tmp_path, returned, says):
         ),
         ("@policy_loss\ndef mine(x): return x", "{path}:8: write @policy_loss() with brackets"),
         (
-            "import sys\nsys.exit()\ndef mine(x): return x",
-            "fails when run: SystemExit ({path}:9 in",
+            "import sys\nsys.exit(3)\ndef mine(x): return x",
+            "fails when run: SystemExit: 3 ({path}:9 in",
         ),
     ],
 )

@@ -93,6 +93,23 @@ def test_each_adapter_is_checked_once(actor):
     off.first(wrong)
 
 
+def test_with_samples_ahead_the_first_rollouts_and_those_of_two_adapters_are_due(actor):
+    engine, strategy, ahead = Copy(), FakeStrategy(), config().with_options(max_staleness=1)
+    engine.adapter = "run-1"
+    check = RolloutCheck(actor, engine, strategy, ahead)
+    due = [check.is_due()]
+    check.first(failed(2))  # nothing to compare
+    due.append(check.is_due())
+    check.first(sampled(actor))
+    due.append(check.is_due())
+    for engine.adapter in ("run-2", "run-3"):
+        due.append(check.is_due())
+        check.first(sampled(actor))
+    assert due == [True, True, False, True, False]
+    (line,) = strategy.printed
+    assert line.endswith("no later one, as training would wait for its samples")
+
+
 def test_the_rows_of_one_forward_pass_are_compared(actor):
     rollouts = sampled(actor)[::-1]
     rollouts[1].log_probs[0] += 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 import time
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.fakes import FixedReward
 
+from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import (
     AsyncScorer,
@@ -20,6 +22,7 @@ from lightppo.rewards import (
     check_output,
     score_rollouts,
 )
+from lightppo.rewards.reward_source import WholeGroups
 
 
 def test_check_makes_plain_floats(rollouts):
@@ -161,6 +164,24 @@ def test_the_same_as_scoring_at_the_end(make_rollout, closing):
     scorer.collect()
     score_rollouts(Gated(), theirs)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_are_whole_and_in_order_however_their_answers_end(make_rollout, seed):
+    samples = [make_rollout(i // 3) for i in range(9)]
+    for i, rollout in enumerate(samples):
+        rollout.sample_index = i % 3
+    greedy = [make_rollout(i) for i in range(3)]
+    prompts = [rollout.prompt for rollout in greedy]
+    events = [*((0, rollout) for rollout in samples), *((1, rollout) for rollout in greedy)]
+    random.Random(seed).shuffle(events)
+    whole: list[list[Rollout]] = []
+    groups = WholeGroups(prompts, 4, whole.append)
+    for call, rollout in events:
+        groups.add(call, [rollout])
+    whole.sort(key=lambda group: group[0].prompt.index)
+    expected = [[*samples[3 * i : 3 * i + 3], greedy[i]] for i in range(3)]
+    assert [list(map(id, group)) for group in whole] == [list(map(id, group)) for group in expected]
 
 
 def test_used_again_and_without_samples(rollouts, closing):

@@ -168,7 +168,7 @@ class Loop:
 
     sample_ahead = PPOTrainer.sample_ahead
     _prompts_of_next_episode = PPOTrainer._prompts_of_next_episode
-    count_prompts = PPOTrainer.count_prompts
+    count_prompts_ahead = PPOTrainer.count_prompts_ahead
     episode_steps = PPOTrainer.episode_steps
     _prompts_of = staticmethod(lambda batch: batch)
 
@@ -225,11 +225,18 @@ class Loop:
                 self.strategy.all_gather_object("step")
                 assert self.engine.open == 0, "a step begins with something in flight"
                 collected = self.sampler.collect(prompts, step)
-                self.sample_ahead(prompts, step, collected.surplus)
+                if self.case.max_staleness > 0:
+                    self.sample_ahead(prompts, step, collected.surplus)
                 self.note(collected, step)
-                self.sampler.finish()
+                if self.case.max_staleness > 0:
+                    self.sampler.finish()
                 assert self.engine.open == 0, "a step ends with something in flight"
-                self.count_prompts(prompts, taken, collected.surplus)
+                ended = prompts.exhausted and collected.surplus == 0
+                used = self.strategy.all_reduce(prompts.taken - taken, "sum")
+                if self.case.max_staleness > 0:
+                    self.count_prompts_ahead(used, ended)
+                else:
+                    self.state.finish_step(used, last_of_episode=ended)
                 if self.state.episode != episode or self.has_ended:
                     break
                 if step == stop_after:

@@ -43,7 +43,7 @@ class AtOnce:
 
 
 class InThread(AtOnce):
-    """Samples in a thread while the trainer trains, after a random wait."""
+    """Samples in a thread while the trainer trains, after a random wait; the answers come one by one, in any order."""
 
     _one_at_a_time = threading.Lock()
 
@@ -53,7 +53,10 @@ class InThread(AtOnce):
         def sample():
             time.sleep(random.SystemRandom().uniform(0, 0.05))
             with self._one_at_a_time:
-                return engine.generate(prompts, sampling, on_finished)
+                rollouts = engine.generate(prompts, sampling)
+            for rollout in random.SystemRandom().sample(rollouts, len(rollouts)):
+                on_finished([rollout])
+            return rollouts
 
         return in_daemon_thread(sample)
 

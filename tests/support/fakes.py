@@ -20,6 +20,8 @@ MEETING_SECONDS = 60  # a rank that never comes to a collective fails the test i
 class FakeStrategy:
     """Collectives of one rank alone, or of several ranks that are threads; see :func:`on_ranks`."""
 
+    zero_stage = 0
+
     def __init__(
         self, rank: int = 0, world_size: int = 1, exchange: Callable[[int, Any], list] | None = None
     ) -> None:

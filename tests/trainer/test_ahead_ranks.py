@@ -26,14 +26,14 @@ ROWS = 14  # the last step of an episode has half as many
 REWARD = """
 import json, os, random, signal, time
 
-calls = 0
-fault = json.loads(os.environ.get("FAULT", "{}"))  # how, on which rank, at which call
+answers = 0
+fault = json.loads(os.environ.get("FAULT", "{}"))  # how, on which rank, at which answer
 
 def reward_func(queries, prompts, labels):
-    global calls
-    calls += 1
+    global answers
+    before, answers = answers, answers + len(queries)
     time.sleep(random.SystemRandom().uniform(0, 0.02))
-    if fault and calls == fault["at"] and os.environ.get("RANK", "0") == fault["rank"]:
+    if fault and before < fault["at"] <= answers and os.environ.get("RANK", "0") == fault["rank"]:
         if fault["how"] == "raise":
             raise KeyError("no such answer")
         if fault["how"] == "nan":

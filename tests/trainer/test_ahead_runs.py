@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from support import engines_ahead
-from support.fake_vllm import trained_servers
-from support.runs import fitted, forget_checkpoints, logged, trained_rows, whole_weights
-from support.tiny import save_reward_model, sums, write_jsonl
+from support.chats import CHATML, chat_tokenizer
+from support.fake_vllm import TrainedVLLM, trained_servers
+from support.runs import NUMBERS, fitted, forget_checkpoints, logged, trained_rows, whole_weights
+from support.tiny import save_causal_lm, save_reward_model, sums, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightppo import PPOTrainer
@@ -17,9 +20,10 @@ from lightppo.__main__ import main
 from lightppo.callbacks import Callback
 from lightppo.config import parse_args
 from lightppo.errors import ConfigError, RewardError
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.plugin import ENGINES
 from lightppo.rollout.vllm.servers import VLLMServerRolloutEngine
-from lightppo.rollout.vllm.weights import architecture
+from lightppo.rollout.vllm.weights import adapter_weights, architecture, full_weights
 from lightppo.table import Entry
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -57,15 +61,19 @@ def ahead(make_config, servers, tmp_path):
 @pytest.fixture
 def at_once(monkeypatch):
     """Has each batch sampled before the step trains."""
-    start = VLLMServerRolloutEngine.start
 
-    def begin(self, *args, **options):
-        ticket = start(self, *args, **options)
-        ticket.exception(60)
-        return ticket
+    def waiting(method):
+        def begin(self, *args, **options):
+            ticket = method(self, *args, **options)
+            ticket.exception(60)
+            return ticket
+
+        return begin
 
     def switch():
-        monkeypatch.setattr(VLLMServerRolloutEngine, "start", begin)
+        for name in ("start", "start_turns"):
+            method = getattr(VLLMServerRolloutEngine, name)
+            monkeypatch.setattr(VLLMServerRolloutEngine, name, waiting(method))
 
     return switch
 
@@ -211,18 +219,40 @@ def test_it_is_the_run_that_samples_before_it_trains(
         assert len(servers[0].adapters) >= 6
 
 
+@pytest.mark.parametrize(("options", "compared"), [({}, 1), (OTHERS["adapters alone"], 2)])
+def test_each_life_compares_rollouts_with_the_weights_that_sampled_them(
+    ahead, servers, monkeypatch, options, compared
+):
+    """Whole weights and an adapter at its start, which after a resume is sampled ahead; and the next adapter."""
+    for server in servers:
+        monkeypatch.setattr(server, "obstacle", None)
+    are_the_same = []
+
+    def difference(self, rollouts):
+        adapter = self.engine.adapter
+        weights = dict(adapter_weights(self.actor) if adapter else full_weights(self.actor))
+        pushed = servers[0].adapters[adapter] if adapter else servers[0].loaded[-1]
+        are_the_same.append(all(torch.equal(weights[name], pushed[name]) for name in weights))
+        return 0.0, 0.0, 1
+
+    monkeypatch.setattr(RolloutCheck, "difference", difference)
+    options = options | {"rollout_check": "error", "save_steps": 2}
+    for steps in (2, 4):
+        are_the_same.clear()
+        fitted(ahead(benchmark_steps=steps, **options))
+        assert are_the_same == [True] * compared
+
+
 WORLD = """
 import random
 from lightppo import Step
 
 class World:
-    def reset(self, **row):
-        self.turns = 0
+    def reset(self, **row): ...
 
     def step(self, text):
-        self.turns += 1
         luck = random.SystemRandom()
-        return Step(f" {luck.randrange(10, 99)} ", reward=luck.random(), done=self.turns == 2)
+        return Step(f" {luck.randrange(10, 99)} ", reward=luck.random(), done=luck.random() < 0.5)
 """
 EPISODES = {
     "reward_fn": None,
@@ -250,11 +280,13 @@ def test_a_run_is_played_from_its_tape(episodes, tmp_path):
 
 def test_a_resumed_run_answers_from_its_tape(episodes):
     """The step after the checkpoint is done again: its episodes had been sampled ahead."""
+    namespaces = (*NUMBERS, "episode/", "reward/turns")
     straight = fitted(episodes(tape="all", save_steps=1, max_ckpt_num=20))
-    rows, weights = trained_rows(straight.config), whole_weights(straight)
+    rows, weights = trained_rows(straight.config, namespaces), whole_weights(straight)
+    assert [row["episode/turns"] for row in rows] == [row["reward/turns"] for row in rows]
     forget_checkpoints(Path(straight.config.checkpoint.ckpt_path), after=2)
     resumed = fitted(episodes(tape="all", save_steps=1, max_ckpt_num=20))
-    assert trained_rows(resumed.config) == rows
+    assert trained_rows(resumed.config, namespaces) == rows
     others = whole_weights(resumed)
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
@@ -269,6 +301,73 @@ def test_a_step_is_replayed(episodes, servers, monkeypatch, capsys, step):
     main(["replay", run.config.checkpoint.save_path, "--step", str(step)])  # exits if it differs
     assert f"step {step}" in capsys.readouterr().out
     assert trained_rows(run.config) == rows
+
+
+TOOLS = """
+def double(x: int) -> str:
+    \"\"\"Double a number.
+
+    Args:
+        x: The number.
+    \"\"\"
+    return str(2 * x)
+"""
+
+
+class CallingVLLM(TrainedVLLM):
+    """Calls the tool once with a number, and then says one; they depend on the weights."""
+
+    tokenizer = chat_tokenizer(CHATML)
+
+    def choice(self, body):
+        choice = super().choice(body)
+        number = choice["token_ids"][0]
+        text = f"it is {number}"
+        if "<tool_response>" not in self.tokenizer.decode(body["token_ids"]):
+            call = {"name": "double", "arguments": {"x": number}}
+            text = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        ids = self.tokenizer(f"{text}<|im_end|>").input_ids
+        choice |= {"token_ids": ids, "finish_reason": "stop"}
+        choice["logprobs"]["content"] = [{"token_id": i, "logprob": -0.5} for i in ids]
+        choice["weight_versions"][0]["end"] = len(ids)
+        return choice
+
+
+def longer(prompts, completions):
+    """1 for the longer answer to a prompt."""
+    counts = Counter(map(str, prompts))
+    assert set(counts.values()) == {2}
+    texts = list(map(str, completions))
+    longest = {}
+    for prompt, text in zip(map(str, prompts), texts):
+        longest[prompt] = max(longest.get(prompt, 0), len(text))
+    return [float(len(t) == longest[p]) for p, t in zip(map(str, prompts), texts)]
+
+
+def test_tools_are_called_ahead(ahead, at_once, tmp_path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    vocab_size = len(CallingVLLM.tokenizer)
+    model = save_causal_lm(tmp_path / "model", vocab_size=vocab_size, max_position_embeddings=512)
+    CallingVLLM.tokenizer.save_pretrained(model)
+    server = CallingVLLM(architecture(AutoConfig.from_pretrained(model)))
+    server.described["max_model_len"] = 512
+    options = {
+        "pretrain": model,
+        "tools": [f"{tmp_path / 'tools.py'}:double"],
+        "apply_chat_template": True,
+        "prompt_max_len": 400,
+        "generate_max_len": 100,
+        "reward_fn": longer,
+        "vllm_server_url": [server.url],
+    }
+    first = fitted(ahead("first", **options))
+    rows = trained_rows(first.config, ("rollout/", "episode/"))
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1, 1, 1]
+    assert {row["episode/tool_calls"] for row in rows} == {1}
+    assert {row["episode/tool_errors"] for row in rows} == {0}
+    at_once()
+    check_same(first, fitted(ahead("second", **options)))
+    server.close()
 
 
 class EndsInFlight(Callback):

@@ -72,3 +72,27 @@ def test_a_resumed_run_is_the_uninterrupted_run(run_of, options):
     for stop in (1, 2, 3, None):  # inside an episode, at its end, in the next one
         resumed = run_of("resumed", "inthread", benchmark_steps=stop, **options)
     assert same(straight, resumed)
+
+
+def ranked(queries, prompts, labels, responses):
+    """The place of each answer among those to its prompt."""
+    answers = list(zip(prompts, responses, range(len(prompts))))
+    return [
+        float(sum(other[0] == answer[0] and other < answer for other in answers))
+        for answer in answers
+    ]
+
+
+def test_a_function_may_compare_the_answers_to_a_prompt(run_of):
+    options = VARIANTS["greedy baselines"] | VARIANTS["best of four"] | {"reward_fn": ranked}
+    # A policy that stays samples the same in all three runs.
+    options |= {"actor_learning_rate": 0.0, "total_training_steps": 2}
+    one_after_the_other = run_of("after", "hf", max_staleness=0, **options)
+    beside = run_of("beside", "hf", max_staleness=0, async_rewards=True, **options)
+    ahead = run_of("ahead", "inthread", **options)
+    rows = [
+        trained_rows(run.config, ("rollout/reward", "reward/"))
+        for run in (one_after_the_other, beside, ahead)
+    ]
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[0][0]["rollout/reward_max"] > 0

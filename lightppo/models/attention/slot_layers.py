@@ -189,9 +189,8 @@ class SlotLayer(DynamicLayer):
         """Make buffers of this size, in which the columns in use are ``first … end-1``; or reuse the old ones."""
         span = self.span
         for i, old_buffer in enumerate(self.buffers):
-            new_buffer = old_buffer.new_empty(
-                slots, old_buffer.shape[1], columns, old_buffer.shape[3]
-            )
+            _, heads, _, head_width = old_buffer.shape
+            new_buffer = old_buffer.new_empty(slots, heads, columns, head_width)
             used = new_buffer[: span.rows]
             used[:, :, :first] = 0
             used[:, :, first:end] = old_buffer[: span.rows, :, span.first : span.end]

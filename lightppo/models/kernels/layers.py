@@ -180,10 +180,8 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     """Give :class:`CPULinear` layers packed copies of their weights, for many small forwards without gradients."""
     cpu_layers = [module for module in model.modules() if type(module) is CPULinear]
     packed_layers = [layer for layer in cpu_layers if by_onednn(layer.weight, layer.weight)]
-    if (
-        sum(layer.weight.nbytes for layer in packed_layers) > PACKED_BYTES
-        or torch.is_grad_enabled()
-    ):
+    copied_bytes = sum(layer.weight.nbytes for layer in packed_layers)
+    if copied_bytes > PACKED_BYTES or torch.is_grad_enabled():
         packed_layers = []
     for layer in packed_layers:
         layer.packed_weight = packed(layer.weight)

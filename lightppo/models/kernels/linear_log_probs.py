@@ -250,13 +250,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 weight_gradient[block] = layers.product(logit_gradient.t(), hidden)
             if hidden_gradient is not None:
                 hidden_gradient += layers.product(logit_gradient, weight[block])
-        return (
-            None if hidden_gradient is None else hidden_gradient.to(hidden.dtype),
-            weight_gradient,
-            bias_gradient,
-            None,
-            None,
-        )
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient.to(hidden.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None
 
 
 def _to_logits(
