@@ -162,6 +162,7 @@ _TRAIN = {
     "ratio": "mean probability ratio of new to old policy",
     "approx_kl": "mean KL estimate of old to new policy per trained token, nats",
     "entropy": "mean policy entropy per trained token (nats), of one of up to 8 tokens where a large step only logs it",
+    "replaced_experts": "share of trained tokens and routers whose experts --router_replay replaced by others",
     "rejected_ratio": "share of trained tokens that --rollout_rejection leaves out during training",
     "aux_loss": "load-balancing loss of a mixture of experts (--aux_loss_coef)",
     "actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",

@@ -474,11 +474,13 @@ class ReplayedPPO(Replayed):
         samples = level(self.samples_shown, self.strategy, lambda: (None, Experience.placeholder()))
         for rollout, experience_row in samples:
             experience_row = replace(experience_row).to_device(self.strategy.device)
+            experts = experience_row.experts
             with torch.no_grad():
                 scores = self.actor.score_actions(
                     experience_row.sequences,
                     experience_row.num_actions,
                     experience_row.attention_mask,
+                    **({} if experts is None else {"experts": experts}),
                 )
             old_log_probs = experience_row.action_log_probs
             if old_log_probs is None:

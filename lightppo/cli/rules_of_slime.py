@@ -71,6 +71,14 @@ def slime_correction(arguments: Arguments) -> Converted:
         yield from correction("tis", lower_bound, arguments.number("tis_clip") or 2.0)
 
 
+@slime("use_routing_replay use_rollout_routing_replay")
+def slime_router_replay(arguments: Arguments) -> Converted:
+    if arguments.on("use_rollout_routing_replay"):
+        yield "router_replay", "rollout"
+    elif arguments.on("use_routing_replay"):
+        yield "router_replay", "old"
+
+
 @slime("use_dynamic_batch_size max_tokens_per_gpu micro_batch_size")
 def slime_micro_batches(arguments: Arguments) -> Converted:
     if arguments.on("use_dynamic_batch_size"):

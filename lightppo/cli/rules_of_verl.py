@@ -287,6 +287,15 @@ def verl_loss(arguments: Arguments) -> Converted:
     yield "policy_loss", arguments.text(f"{_ACTOR}.policy_loss.loss_mode")
 
 
+@verl(
+    f"{_ACTOR}.router_replay.mode {_ACTOR}.megatron.router_replay.mode {_ROLLOUT}.enable_rollout_routing_replay"
+)
+def verl_router_replay(arguments: Arguments) -> Converted:
+    names = (f"{_ACTOR}.router_replay.mode", f"{_ACTOR}.megatron.router_replay.mode")
+    if (mode := arguments.text(*names)) in ("R2", "R3"):
+        yield "router_replay", "old" if mode == "R2" else "rollout"
+
+
 @verl("actor_rollout_ref.nccl_timeout trainer.nccl_timeout")
 def verl_timeout(arguments: Arguments) -> Converted:
     seconds = arguments.number("actor_rollout_ref.nccl_timeout", "trainer.nccl_timeout")

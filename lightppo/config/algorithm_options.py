@@ -240,6 +240,11 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
         "Log probs before the update: from a forward pass, or from the rollout. auto: skip the pass if the "
         "result would be the same, as with one optimizer step per rollout or float32 rollouts by the actor.",
     )
+    router_replay: Literal["off", "rollout", "old"] = option(
+        "off",
+        "Experts of each token in training: as in the rollout, as in the pass for the old log probs, or as the router "
+        "chooses then (off). For mixtures of experts.",
+    )
     value_clip: float | None = critic(
         0.2, "Clip range of values around the old ones. None: off.", gt=0, off=(None,)
     )
@@ -281,6 +286,7 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
 
     @staticmethod
     def problems(options: Any) -> Iterator[str]:
+        yield from _router_replay(options)
         if options.old_log_probs != "rollout":
             return
         try:
@@ -293,6 +299,32 @@ class LossConfig(Section, own=POLICY_LOSSES, of="training"):
     def passes(options: Any) -> Iterator[str]:
         if options.high_entropy_token_ratio is not None:
             yield "--high_entropy_token_ratio needs the entropy of a pass"
+        if options.router_replay == "old":
+            yield "--router_replay old records the experts of a pass"
+
+
+def _router_replay(options: Any) -> Iterator[str]:
+    """Refuse what chooses experts in another way, or samples without recording them."""
+    if options.router_replay == "off":
+        return
+    if options.torch_compile:
+        yield "--router_replay and --torch_compile: a compiled layer chooses by itself: leave one out"
+    if getattr(options, "sequence_parallel_size", 1) > 1:
+        yield "--router_replay and --sequence_parallel_size: choices are not split over ranks: leave one out"
+    if options.router_replay != "rollout":
+        return
+    unrecorded = {
+        "env": "a turn's experts are not recorded",
+        "tools": "a turn's experts are not recorded",
+        "hf_cuda_graphs": "a captured step does not say what it chose",
+        "batch_invariant": "sampling and training choose the same experts",
+        "skip_rollout": "its files have no experts",
+    }
+    for name, reason in unrecorded.items():
+        if getattr(options, name, None):
+            yield f"--router_replay rollout and --{name}: {reason}: leave one out"
+    if getattr(options, "tensor_parallel_size", 1) > 1:
+        yield "--router_replay rollout needs --tensor_parallel_size 1: other ranks' experts are not passed on"
 
 
 # -- corrections -------------------------------------------------------------------------------------------------------

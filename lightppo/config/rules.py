@@ -390,7 +390,7 @@ def old_log_probs_from(
     """
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
-    if _weighs_tokens_before(config):
+    if _weighs_tokens_before(config) or config.loss.router_replay == "old":
         return "forward"
     if _takes_one_step(config) and not _needed_before(config):
         return "training"

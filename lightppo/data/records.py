@@ -50,6 +50,9 @@ class Rollout:
     baseline: Rollout | None = None
     # per response id: it was sampled, so it is trained; None: all were
     trained: list[bool] | None = None
+    # A tensor of small integers (N - 1, L, k): for each of the N tokens of prompt and response but the last, the experts
+    # that each of L routers chose while sampling.
+    experts: Any = field(default=None, compare=False, repr=False)
     # the whole conversation, of an episode of several turns; response_text is then its last turn
     messages: list[dict[str, Any]] | None = None
     turns: list[dict[str, Any]] | None = None  # what happened in each turn of an episode
@@ -81,11 +84,14 @@ def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
 
 def _fields(record: Prompt | Rollout) -> dict[str, Any]:
     """Return a record's own fields, without the records and objects that it points to."""
-    return {
+    values = {
         field.name: getattr(record, field.name)
         for field in dataclasses.fields(record)
         if field.name not in ("prompt", "baseline", "environment")
     }
+    if values.get("experts", ()) is None:  # most runs record none
+        del values["experts"]
+    return values
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:

@@ -13,13 +13,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from lightppo.data.records import Rollout
 from lightppo.models.batches import on_cpu, to_device
+from lightppo.models.router_replay import unknown
 
 
 @dataclass
@@ -43,6 +44,9 @@ class Experience:
     # (B, A) or (B, A, K) each: what further passes over the rollout have made, under names of their own. A placeholder
     # has none.
     extra: dict[str, Tensor] = field(default_factory=dict)
+    # (B, S, L, k) small integers: the experts that each token goes to, see models/router_replay.py. A placeholder has
+    # none.
+    experts: Tensor | None = None
     # (B,) each: reward, response_length, kl, return, ...
     info: dict[str, Tensor] = field(default_factory=dict)
     # batching.StepPart of a micro batch: its share of an optimizer step; else None
@@ -130,6 +134,8 @@ class Experience:
             experience.rollout_log_probs = _pad(
                 [torch.tensor(rollout.log_probs, dtype=torch.float32) for rollout in rollouts]
             )
+        if all(rollout.experts is not None for rollout in rollouts):
+            experience.experts = _experts_of(rollouts, len(prompt_mask[0]))
         experience.info = {
             "response_length": experience.action_mask.sum(-1).float(),
             "total_length": experience.total_lengths.float(),
@@ -168,10 +174,23 @@ class Experience:
             self.sequences[index, columns],
             self.attention_mask[index, columns],
             self.action_mask[index, actions],
+            experts=None if self.experts is None else self.experts[index, columns],
             extra={name: values[index, actions] for name, values in self.extra.items()},
             info={name: values[index] for name, values in self.info.items()},
             **{name: getattr(self, name)[index, actions] for name in self._present()},
         )
+
+    def put_experts(self, rows: Sequence[int], part: Experience) -> None:
+        """Take the experts of some rows from a :meth:`select` of them."""
+        part_experts = cast(Tensor, part.experts)
+        if self.experts is None:
+            blank = part_experts.new_full((), unknown(part_experts.dtype))
+            shape = (*self.sequences.shape, *part_experts.shape[2:])
+            self.experts = blank.to(self.sequences.device).expand(shape).clone()
+        first_column = self._prompt_columns - part._prompt_columns
+        last_column = first_column + part.sequences.size(1)
+        index = to_device(torch.tensor(rows), self.sequences.device)
+        self.experts[index, first_column:last_column] = part_experts
 
     def without_rows(self) -> Self:
         """Return the same tensors without rows, for a rank without samples in computations over all ranks."""
@@ -186,7 +205,10 @@ class Experience:
         extra = parts[0].extra.keys()
         info = parts[0].info.keys()
         if any(
-            part._present() != names or part.extra.keys() != extra or part.info.keys() != info
+            part._present() != names
+            or part.extra.keys() != extra
+            or part.info.keys() != info
+            or (part.experts is None) != (parts[0].experts is None)
             for part in parts
         ):
             required = [*names, *extra]
@@ -194,23 +216,28 @@ class Experience:
                 f"experiences hold different tensors or info: all need {required} and {sorted(info)}"
             )
 
-        def sequence_shaped(name: str) -> Tensor:
+        def sequence_shaped(name: str, padding: int = 0) -> Tensor:
             """Join (ΣB, S): prompts are padded on the left, responses on the right."""
             prompts = []
             responses = []
             for experience in parts:
                 prompts += getattr(experience, name)[:, : experience._prompt_columns]
                 responses += getattr(experience, name)[:, experience._prompt_columns :]
-            return torch.cat([_pad(prompts, left=True), _pad(responses)], 1)
+            padded_prompts = _pad(prompts, left=True, padding=padding)
+            return torch.cat([padded_prompts, _pad(responses, padding=padding)], 1)
 
         def action_shaped(name: str) -> Tensor:
             """Join (ΣB, A)."""
             return _pad([row for experience in parts for row in getattr(experience, name)])
 
+        experts = None
+        if (first := parts[0].experts) is not None:
+            experts = sequence_shaped("experts", unknown(first.dtype))
         return cls(
             sequence_shaped("sequences"),
             sequence_shaped("attention_mask"),
             action_shaped("action_mask"),
+            experts=experts,
             extra={
                 name: _pad([row for part in parts for row in part.extra[name]]) for name in extra
             },
@@ -224,6 +251,8 @@ class Experience:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         for name in ("sequences", "attention_mask", "action_mask", *self._present()):
             setattr(self, name, change(getattr(self, name)))
+        if self.experts is not None:
+            self.experts = change(self.experts)
         self.extra = {name: change(values) for name, values in self.extra.items()}
         self.info = {name: change(values) for name, values in self.info.items()}
         return self
@@ -273,12 +302,39 @@ def non_finite_text(counts_of_ranks: Sequence[Mapping[str, int]]) -> str:
 
 # (B, A), may be absent
 ACTION_TENSORS = [
-    field.name for field in dataclasses.fields(Experience) if field.type == "Tensor | None"
+    field.name
+    for field in dataclasses.fields(Experience)
+    if field.type == "Tensor | None" and field.name != "experts"
 ]
 
 
-def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
-    """Stack 1-d tensors, padded with zeros to the longest (B, longest)."""
+def _pad(rows: Sequence[Tensor], left: bool = False, padding: int = 0) -> Tensor:
+    """Stack tensors (length, ·), padded to the longest (B, longest, ·)."""
     return torch.nn.utils.rnn.pad_sequence(
-        list(rows), batch_first=True, padding_side="left" if left else "right"
+        list(rows),
+        batch_first=True,
+        padding_value=padding,
+        padding_side="left" if left else "right",
+    )
+
+
+def _experts_of(rollouts: Sequence[Rollout], prompt_columns: int) -> Tensor:
+    """Return the experts of rollouts (B, S, L, k), unknown for padding and for the last tokens, which nothing read."""
+    prompts = []
+    responses = []
+    for rollout in rollouts:
+        prompt_length = len(rollout.prompt.token_ids)
+        expected = prompt_length + len(rollout.response_ids) - 1
+        if len(rollout.experts) != expected:
+            raise ValueError(
+                f"prompt {rollout.prompt.index}, sample {rollout.sample_index}: the rollout engine gave the experts of "
+                f"{len(rollout.experts)} tokens, not of {expected}"
+            )
+        prompts.append(rollout.experts[:prompt_length])
+        last_token = rollout.experts.new_full((1, *rollout.experts.shape[1:]), 0)
+        last_token.fill_(unknown(last_token.dtype))
+        responses.append(torch.cat([rollout.experts[prompt_length:], last_token]))
+    padding = unknown(rollouts[0].experts.dtype)
+    return torch.cat(
+        [_pad(prompts, left=True, padding=padding), _pad(responses, padding=padding)], 1
     )

@@ -137,6 +137,11 @@ class ExperienceMaker:
         }
         self.layout = layout_of_all(self.models())
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
+        self.router_replay = config.loss.router_replay
+        if self.router_replay == "old" and self.old_log_probs != "forward":
+            raise ConfigError(
+                f"--router_replay old records experts in a pass: it cannot take log probs from the {self.old_log_probs}"
+            )
         self.wants_entropy = self._needs_entropy()
         self.compared_with_engine = first_needing_engine_log_probs(config)
         if self.old_log_probs == "rollout":
@@ -258,6 +263,11 @@ class ExperienceMaker:
                     f"prompt {prompt_index} has {group_sizes[prompt_index]} sample, but --advantage_estimator {name} "
                     f"needs at least {min_group_size}: raise --n_samples_per_prompt"
                 )
+        if self.router_replay == "rollout" and any(rollout.experts is None for rollout in rollouts):
+            raise ValueError(
+                "--router_replay rollout needs the experts of the rollout engine, and some responses came without: leave "
+                "it out, or use another engine"
+            )
         if self.compared_with_engine and any(rollout.log_probs is None for rollout in rollouts):
             raise ValueError(
                 f"{self.compared_with_engine} needs the log probs of the rollout engine, and this engine gives none: "
@@ -287,6 +297,7 @@ class ExperienceMaker:
             sequences=on_cpu(batch.sequences),
             attention_mask=on_cpu(batch.attention_mask),
             action_mask=on_cpu(batch.action_mask),
+            experts=None if batch.experts is None else on_cpu(batch.experts),
         )
         plan = []
         for name in calls:
@@ -308,6 +319,8 @@ class ExperienceMaker:
                             shape = *batch.action_mask.shape, *values.shape[2:]
                             tensors[tensor_name] = torch.zeros(shape, device=device)
                         tensors[tensor_name][positions, : values.size(1)] = values.float()
+                    if name == "actor" and self.router_replay == "old":
+                        batch.put_experts(rows, micro_batch)
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
             outputs["action_log_probs"] = cast(Tensor, batch.rollout_log_probs).clone()
@@ -325,13 +338,21 @@ class ExperienceMaker:
     def _run_actor(self, micro_batch: Experience) -> dict[str, Tensor]:
         """Return log probs of the actor, and of the reference beside it if whole distributions are compared."""
         wants_norms = self.estimator.needs_score_norms
+        replayed: dict[str, Any] = {}
+        if self.router_replay == "old":
+            replayed["record_experts"] = True
+        elif micro_batch.experts is not None:
+            replayed["experts"] = micro_batch.experts
         scores = self.actor.score_actions(
             micro_batch.sequences,
             micro_batch.num_actions,
             micro_batch.attention_mask,
             entropy=self.wants_entropy,
             logits=self.full_kl or wants_norms,
+            **replayed,
         )
+        if self.router_replay == "old":
+            micro_batch.experts = scores.experts
         outputs = {"action_log_probs": scores.log_probs}
         if self.wants_entropy:
             outputs["entropy"] = scores.entropy

@@ -112,8 +112,9 @@ class RolloutCheck:
         try:
             if self.greedy:
                 self.actor.temperature = 1.0  # what greedy rollouts record
+            replayed = {} if batch.experts is None else {"experts": batch.experts}
             scores = self.actor.score_actions(
-                batch.sequences, batch.num_actions, batch.attention_mask
+                batch.sequences, batch.num_actions, batch.attention_mask, **replayed
             )
         finally:
             self.actor.temperature = temperature

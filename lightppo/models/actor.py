@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from lightppo.models.batches import (
 )
 from lightppo.models.kernels.linear_log_probs import scores_by_head
 from lightppo.models.loading import load_causal_lm
+from lightppo.models.router_replay import ReplayPass, RouterReplay
 from lightppo.models.wrapper import PretrainedWrapper, adapter_options, prepare_alone
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
@@ -42,6 +43,10 @@ class ActionScores:
     router_loss: Tensor | None = None
     # What is 0 but for ``real``, (B, A, …), of all ranks that hold the batch together: ``real`` is of this one's piece.
     whole: Callable[[Tensor], Tensor] = lambda of_piece: of_piece
+    # (B, S, L, k), recorded for each router; see models/router_replay.py
+    experts: Tensor | None = None
+    # (B, A) float32, share of the routers that would have chosen other experts than the given ones
+    replaced_experts: Tensor | None = None
 
 
 class Actor(PretrainedWrapper):
@@ -140,12 +145,15 @@ class Actor(PretrainedWrapper):
         entropy_grad: bool = False,
         logits: bool = False,
         router_loss: bool = False,
+        experts: Tensor | None = None,
+        record_experts: bool = False,
     ) -> ActionScores:
         """Return log probs of the last actions, and more on request, from one forward; the same packed and padded.
 
         ``entropy``: of all actions, or of those that a mask (B, A) on the CPU names; what others get says nothing.
         ``entropy_grad``: the entropy has a gradient (an entropy bonus). ``logits``: of the real actions (exact KL).
         ``router_loss``: the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6).
+        ``experts`` (B, S, L, k): those that each token goes to; ``record_experts``: those that it went to.
         """
         if router_loss:
             self.check_router()
@@ -153,14 +161,23 @@ class Actor(PretrainedWrapper):
         batch, actions = self._of_actions(
             sequences, num_actions, attention_mask, shares_prompts=not router_loss
         )
-        output, log_probs, entropies, all_logits = self._predict(
-            batch,
-            actions,
-            logits=logits,
-            entropy=entropy,
-            entropy_grad=entropy_grad,
-            router_logits=router_loss,
-        )
+        replay_pass = None
+        replaying: AbstractContextManager = nullcontext()
+        if experts is not None or record_experts:
+            replay_pass = self._replay_pass(batch, experts)
+            replaying = self._replay().entered(replay_pass)
+        with replaying:
+            output, log_probs, entropies, all_logits = self._predict(
+                batch,
+                actions,
+                logits=logits,
+                entropy=entropy,
+                entropy_grad=entropy_grad,
+                router_logits=router_loss,
+            )
+        replayed = {}
+        if replay_pass is not None:
+            replayed = self._replayed(batch, replay_pass, sequences)
         return ActionScores(
             log_probs=batch.scatter(log_probs),  # (B, A)
             real=cast(Tensor, batch.real),
@@ -168,7 +185,31 @@ class Actor(PretrainedWrapper):
             logits=all_logits,
             router_loss=self._router_loss(output) if router_loss else None,
             whole=batch.whole,
+            **replayed,
         )
+
+    def _replay(self) -> RouterReplay:
+        if self.router_replay is None:
+            raise ValueError("this actor's routers do not record or replay: set --router_replay")
+        return self.router_replay
+
+    def _replay_pass(self, batch: Batch, experts: Tensor | None) -> ReplayPass:
+        """Return a pass that replays ``experts`` (B, S, L, k), or records."""
+        places = batch.places.sort().values if self.layout.packs else None
+        return ReplayPass(None if experts is None else batch.of_tokens(experts), places)
+
+    def _replayed(
+        self, batch: Batch, replay_pass: ReplayPass, sequences: Tensor
+    ) -> dict[str, Tensor]:
+        """Return what a pass has recorded, or where it has replaced choices, as fields of :class:`ActionScores`."""
+        replay = self._replay()
+        if replay_pass.choices is None:
+            choices = replay.recorded(replay_pass, batch.ids.numel())  # (T, L, k)
+            blank = replay.blank(*sequences.shape, device=choices.device)
+            return {"experts": batch.of_sequences(choices, blank)}
+        replaced = replay.replaced(replay_pass).view(*batch.ids.shape, 1)
+        of_actions = batch.of_real(batch.at_places(replaced))[:, 0]  # (K,)
+        return {"replaced_experts": batch.scatter(of_actions)}
 
     def check_router(self) -> None:
         """Raise ValueError for a model that is no mixture of experts, which has no load-balancing loss."""

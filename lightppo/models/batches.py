@@ -71,6 +71,14 @@ class Batch:
         """Return (B, A, ·) as a caller gets it."""
         return at_places
 
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return what each token has of ``values`` (B, S, ·) as tokens lie in the forward, (T, ·)."""
+        return values.flatten(0, 1)
+
+    def of_sequences(self, values: Tensor, blank: Tensor) -> Tensor:
+        """Invert :meth:`of_tokens`; ``blank`` (B, S, ·) is written over where a token is real."""
+        return torch.where(self.mask.bool()[..., None, None], values.view_as(blank), blank)
+
     def scatter(self, values: Tensor) -> Tensor:
         """Spread (K,) -> (B, A), 0 elsewhere."""
         zeros = values.new_zeros(self.real.numel())
@@ -254,6 +262,9 @@ class PackedRow:
     position_ids: Tensor  # (1, T), restarting at 0 for each sequence
     # (B, S) on the CPU, the place of each token in the row; valid where the attention mask is 1
     slots: Tensor
+    # (T,) on the CPU, the place of each token of the row in the flat (B·S,); of a shared prompt the first sample's
+    tokens: Tensor
+    real: Tensor  # (B, S) bool on the CPU, where the attention mask is 1
     segments: Tensor  # the row's mask (segments_as_mask)
 
 
@@ -307,6 +318,8 @@ def pack(sequences: Tensor, attention_mask: Tensor, num_actions: int | None = No
         input_ids=sequences.flatten()[to_device(token_places, device)].unsqueeze(0),  # (1, T)
         position_ids=to_device(positions, device).unsqueeze(0),  # (1, T)
         slots=slots,
+        tokens=token_places,
+        real=real,
         segments=segments_as_mask(lengths, parents, device),
     )
 

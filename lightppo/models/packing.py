@@ -187,6 +187,7 @@ class PackedBatch(Batch):
     positions: Tensor  # (1, T)
     places: Tensor | None = None  # (U,), the distinct ones that are read; None: all are
     reads: Tensor | None = None  # (K,), the number of the place that each reads; None: each its own
+    row: PackedRow | None = None  # None: a row that the caller packed
     layout: PackedLayout
 
     def at_places(self, values: Tensor) -> Tensor:
@@ -196,6 +197,14 @@ class PackedBatch(Batch):
         if self.reads is None:
             return at_places[0]
         return select_rows(at_places[0], self.reads)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        return values.flatten(0, 1)[to_device(self.row.tokens, values.device)]
+
+    def of_sequences(self, values: Tensor, blank: Tensor) -> Tensor:
+        slots = to_device(self.row.slots.clamp(min=0), values.device)
+        is_real = to_device(self.row.real, values.device)[..., None, None]
+        return torch.where(is_real, values[slots], blank)
 
     def returned(self, at_places: Tensor) -> Tensor:
         return self.of_real(at_places)[None]  # (1, K, ·)
@@ -386,6 +395,7 @@ class PackedLayout(PaddedLayout):
             positions=row.position_ids,
             places=to_device(places, device),
             reads=None if reads is None else to_device(reads, device),
+            row=row,
             layout=self,
         )
 

@@ -24,6 +24,7 @@ from lightppo.models.kernels.offload import offload_activations
 from lightppo.models.loading import why_untrainable
 from lightppo.models.packing import PackedLayout
 from lightppo.models.pretrained import disable_dropout
+from lightppo.models.router_replay import RouterReplay
 from lightppo.plugin import PREPARATIONS
 
 Role = str
@@ -77,6 +78,7 @@ class PretrainedWrapper(nn.Module):
         # (weights, device) → a context around each pass with gradients.
         self.around_pass: Callable[..., AbstractContextManager] | None = None
         self.layout = PackedLayout(self, packing_samples, share_prompts)
+        self.router_replay: RouterReplay | None = None  # its routers record and replay choices
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -177,6 +179,9 @@ def prepare_model(
         compile_layers(model.hf_model)
     for preparation in PREPARATIONS.values():
         preparation.fn(model, role, config, device)
+    # last, as it looks at what checkpoints layers and what runs in routers
+    if role == "actor" and engine and config.loss.router_replay != "off":
+        model.router_replay = RouterReplay(model.hf_model)
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:

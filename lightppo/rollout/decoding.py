@@ -31,6 +31,7 @@ from lightppo.models.attention.slot_layers import (
 )
 from lightppo.models.batches import cache_argument, cheapest_parts
 from lightppo.ranks import heartbeat
+from lightppo.rollout.recorded_experts import ExpertRecorder
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
@@ -58,6 +59,7 @@ class CachedForward:
         self.calls = 0
         self.positions = 0  # computed in them, with the padding of prompts
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.recorder: ExpertRecorder | None = None  # of a mixture of experts, with --router_replay
 
     def __call__(
         self,
@@ -75,6 +77,9 @@ class CachedForward:
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
         inputs |= {self._cache: cache, "use_cache": True, "return_dict": True}
+        if self.recorder is not None:
+            with self.recorder.forward(*input_ids.shape):
+                return self.model(**inputs).logits[:, -1]
         return self.model(**inputs).logits[:, -1]
 
 
@@ -132,9 +137,11 @@ class BatchDecoder(Decoder):
             numbers = queue.take_in_order(self.slots)
             prompts = [queue.prompts[number] for number in numbers]
             limits = torch.tensor(queue.limits(numbers), device=self.device)
-            yield numbers, self._decode(prompts, seeds(numbers), limits)
+            yield numbers, self._decode(numbers, prompts, seeds(numbers), limits)
 
-    def _decode(self, prompts: list[list[int]], seeds: Tensor, limits: Tensor) -> DecodedBatch:
+    def _decode(
+        self, numbers: list[int], prompts: list[list[int]], seeds: Tensor, limits: Tensor
+    ) -> DecodedBatch:
         """Decode until every row has ended or has its limit of new tokens, ``limits`` (B,)."""
         batch_size, max_new_tokens = seeds.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
@@ -155,6 +162,10 @@ class BatchDecoder(Decoder):
             heartbeat.beat()
             column_count = prompt_width + step
             logits = self.forward(inputs, mask[:, :column_count], positions, cache)  # (b, V)
+            if (recorder := self.forward.recorder) is not None and step == 0:
+                recorder.add_prompts([(ids, [number]) for ids, number in zip(prompts, numbers)])
+            elif recorder is not None:
+                recorder.add_steps([numbers[row] for row in active_rows.tolist()])
             history = ids[active_rows, :column_count] if self.sampler.needs_history else None
             tokens, log_probs[active_rows, step] = self.sampler(
                 logits, seeds[:, step], step, history
@@ -443,6 +454,8 @@ class PromptQueue:
     def _prefill(self, groups: list[Group]) -> Prefilled:
         ids, mask, positions, cache = self.inputs(groups)
         logits = self.forward(ids, mask, positions, cache)
+        if self.forward.recorder is not None:
+            self.forward.recorder.add_prompts(groups)
         waiting = [(row, number) for row, (_, numbers) in enumerate(groups) for number in numbers]
         return Prefilled([ids for ids, _ in groups], cache, logits, deque(waiting))
 
@@ -616,6 +629,8 @@ class SlotDecoder(Decoder):
                 rows.positions[active_rows].unsqueeze(1),
                 self.cache,
             )
+        if self.forward.recorder is not None:
+            self.forward.recorder.add_steps(rows.numbers)
         span.end += 1
         seeds = rows.seeds[active_rows].gather(1, ages.unsqueeze(1)).squeeze(1)
         history = None

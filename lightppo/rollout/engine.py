@@ -108,6 +108,7 @@ class Capabilities:
     # differing_weights() says which ones differ, and which could not be compared
     compares_weights: bool = False
     samples_ahead: bool = False  # has start and finish, see AsyncRolloutEngine
+    records_experts: bool = False  # rollouts have experts with --router_replay rollout
 
 
 def capabilities_of(engine: Any) -> Capabilities:

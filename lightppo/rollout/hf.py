@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from lightppo.rollout.decoding import (
 )
 from lightppo.rollout.decoding_runners import CUDAGraphs, DecodingRunner, InvariantSteps
 from lightppo.rollout.engine import Capabilities, SamplingParams, progress_bar
+from lightppo.rollout.recorded_experts import ExpertRecorder
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -84,7 +85,10 @@ class HFRolloutEngine:
     """
 
     capabilities: ClassVar = Capabilities(
-        exact_log_probs=True, reports_finished=True, heats_first_token=True
+        exact_log_probs=True,
+        reports_finished=True,
+        heats_first_token=True,
+        records_experts=True,
     )
 
     # Has .model, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first valid_vocab_size
@@ -100,6 +104,7 @@ class HFRolloutEngine:
     valid_vocab_size: int | None = None
     progress: bool = False
     runner: DecodingRunner | None = None  # None: steps run as they are
+    records_experts: bool = False  # rollouts say which experts their tokens went to
     last_stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -128,6 +133,8 @@ class HFRolloutEngine:
         """
         start = time.perf_counter()
         forward = CachedForward(self.model)
+        if self.records_experts:
+            forward.recorder = ExpertRecorder(cast(Any, self.actor).router_replay)
         check_lengths(prompts, sampling, self.positions)
         requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         streams = request_streams(prompts, sampling)
@@ -153,6 +160,8 @@ class HFRolloutEngine:
                 ended_rollouts = self.to_rollouts(samples, decoded, decoder.stop)
                 for i, rollout in zip(request_numbers, ended_rollouts):
                     rollouts[order[i]] = rollout
+                    if forward.recorder is not None:
+                        rollout.experts = forward.recorder.take(i, len(rollout.response_ids))
                 finished += ended_rollouts
                 if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
                     on_finished(finished)
@@ -280,6 +289,7 @@ def build(
         gather_parameters=gather_parameters,
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
         runner=runner,
+        records_experts=config.loss.router_replay == "rollout",
     )
 
 

@@ -267,7 +267,12 @@ def build_maker(parts: PPOParts, own_training_step: bool) -> ExperienceMaker:
     """Make what makes experience of rollouts; ``own_training_step`` as of :func:`assemble`."""
     config = parts.config
     strategy = parts.strategy
-    exact_rollout = capabilities_of(parts.rollout_engine).exact_log_probs
+    capabilities = capabilities_of(parts.rollout_engine)
+    if config.loss.router_replay == "rollout" and not capabilities.records_experts:
+        raise ConfigError(
+            f"--router_replay rollout: --rollout_engine {config.engine.rollout_engine} does not record experts: set old"
+        )
+    exact_rollout = capabilities.exact_log_probs
     old_log_probs = old_log_probs_from(config, exact_rollout)
     if old_log_probs == "training" and own_training_step:
         old_log_probs = "forward"

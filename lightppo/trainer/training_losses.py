@@ -88,6 +88,7 @@ def actor_loss(
         entropy_grad=options.entropy_coef > 0,
         logits=any(term.logits for term in terms),
         router_loss=options.aux_loss_coef > 0,
+        **({} if experience.experts is None else {"experts": experience.experts}),
     )
     loss, metrics = weighted_policy_loss(
         loss_fn,
@@ -97,6 +98,10 @@ def actor_loss(
         entropy=scores.entropy.detach(),
         token_weights=token_weights,
     )
+    if scores.replaced_experts is not None:
+        metrics["replaced_experts"] = token_mean(scores.replaced_experts, mask, normalizer)
+    elif options.router_replay != "off":  # a placeholder
+        metrics["replaced_experts"] = torch.zeros_like(loss.detach())
     per_token = scores.entropy.detach()
     if sample is None:
         metrics["entropy"] = token_mean(per_token, mask, normalizer)

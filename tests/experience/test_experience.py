@@ -48,6 +48,11 @@ def full(rows: list[tuple[int, int]]) -> Experience:
         "two": two * experience.action_mask.unsqueeze(-1),
     }
     experience.info["reward"] = torch.arange(float(len(rows)))
+    places = torch.arange(experience.sequences.numel()).view_as(experience.sequences)
+    mask = experience.attention_mask.bool()
+    experience.experts = (
+        places.masked_fill(~mask, 255).to(torch.uint8)[..., None, None].repeat(1, 1, 2, 3)
+    )
     return experience
 
 

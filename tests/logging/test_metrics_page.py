@@ -30,7 +30,8 @@ def reward_func(queries, prompts, labels, responses):
 OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
 OF_OTHERS = {
     f"train/{name}"
-    for name in {"aux_loss", "rejected_ratio", *entries.metric_names()} - OF_PPO.keys()
+    for name in {"aux_loss", "rejected_ratio", "replaced_experts", *entries.metric_names()}
+    - OF_PPO.keys()
 }
 # Of training on data; tests/supervised/test_supervised.py has them.
 OF_OTHERS |= {f"train/{name}" for name in SUPERVISED | PAIRS} | {"eval/loss", "eval/tokens"}

@@ -527,6 +527,7 @@ ELSEWHERE = {
     "tools": "episodes/test_assembly.py",
     "tape_from": "episodes/test_runs.py",
     "aux_loss_coef": "trainer/test_algorithms_act.py",  # of a mixture of experts
+    "router_replay": "trainer/test_router_replay_runs.py",  # of a mixture of experts
     "config": "config/test_cli.py",
     "data_num_workers": "trainer/test_build.py",
     "dataloader_pin_memory": "trainer/test_pretraining.py",

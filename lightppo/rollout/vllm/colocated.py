@@ -97,7 +97,9 @@ class VLLMEngine:
     ``_wake(tag)``.
     """
 
-    capabilities = Capabilities(reports_finished=True, keeps_weights=True, compares_weights=True)
+    capabilities = Capabilities(
+        reports_finished=True, keeps_weights=True, compares_weights=True, records_experts=True
+    )
     sleeps = False  # while the trainer trains
 
     def __init__(
@@ -179,6 +181,16 @@ class VLLMEngine:
         if weights_dropped:
             self._has_base = False
             self.sync_weights(self.actor)
+
+    @property
+    def records_experts(self) -> bool:
+        """Tell whether rollouts say which experts their tokens went to."""
+        return self.config.loss.router_replay == "rollout"
+
+    def what_to_record(self) -> tuple[list[int], int, str]:
+        """Return the layers with experts, how many of them a token goes to, and the type of their numbers."""
+        replay = self.actor.router_replay
+        return replay.layers, replay.top_k, str(replay.dtype).removeprefix("torch.")
 
     @property
     def asks_for_adapters(self) -> bool:
@@ -274,6 +286,7 @@ class Requests:
         ids: Sequence[int],
         log_probs: Sequence[float],
         finish_reason: str | None,
+        experts: Tensor | None = None,
     ) -> Rollout:
         """Return what was sampled of a prompt; the text is decoded and cut here, as for every engine."""
         ids = list(ids)
@@ -288,9 +301,8 @@ class Requests:
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         if self._stop.strings:
             text = self._stop.trim(ids, text)
-        return Rollout(
-            prompt, sample_index, ids, text, finish_reason, [float(value) for value in log_probs]
-        )
+        log_probs = [float(value) for value in log_probs]
+        return Rollout(prompt, sample_index, ids, text, finish_reason, log_probs, experts=experts)
 
 
 def calls_of(model: nn.Module) -> dict[type, Any]:
@@ -406,6 +418,8 @@ class VLLMRolloutEngine(VLLMEngine):
         self.llm.collective_rpc(
             install_sampler, args=vocabulary_limits(tokenizer, actor, self.hf_model)
         )
+        if self.records_experts:
+            self._record_experts()
         if self.asks_for_adapters:
             self._choose_push()
         # what vLLM lacks for a model (a size of attention heads, say) often shows in the first push
@@ -557,6 +571,8 @@ class VLLMRolloutEngine(VLLMEngine):
                 heartbeat.beat()
                 for output in engine.step():
                     if output.finished:
+                        if self.records_experts:
+                            self._add_experts(output)
                         yield running_requests.pop(output.request_id), output.outputs[0]
             if running_requests:
                 raise RolloutError(
@@ -566,6 +582,27 @@ class VLLMRolloutEngine(VLLMEngine):
             if running_requests:
                 engine.abort_request(list(running_requests))
             self._remove_unused()
+
+    def _record_experts(self) -> None:
+        from lightppo.rollout.vllm.routed_experts import record_experts
+
+        try:
+            self.llm.collective_rpc(record_experts, args=self.what_to_record())
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--router_replay rollout: vLLM cannot record this model's experts: {error}; set old, or "
+                "--rollout_engine hf"
+            ) from error
+
+    def _add_experts(self, output: Any) -> None:
+        """Put what a request's tokens went to where vLLM's other model runner would."""
+        from lightppo.rollout.vllm.routed_experts import take_experts
+
+        completion = output.outputs[0]
+        tokens = len(output.prompt_token_ids) + len(completion.token_ids) - 1
+        (completion.routed_experts,) = self.llm.collective_rpc(
+            take_experts, args=(output.request_id, tokens)
+        )
 
     def _add(self, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> str:
         """Give vLLM a request; return its name."""
@@ -694,9 +731,10 @@ class VLLMRolloutEngine(VLLMEngine):
                 llm.llm_engine.engine_core.shutdown()
 
 
-def _completion(output: Any) -> tuple[Sequence[int], Sequence[float], str | None]:
-    """Return ids, log probs and finish reason of an output of vLLM."""
-    return output.token_ids, output.logprobs.logprobs, output.finish_reason
+def _completion(output: Any) -> tuple[Sequence[int], Sequence[float], str | None, Any]:
+    """Return ids, log probs, finish reason and experts, if they were recorded, of an output of vLLM."""
+    experts = getattr(output, "routed_experts", None)
+    return output.token_ids, output.logprobs.logprobs, output.finish_reason, experts
 
 
 def described_model(hf_config: Any, tokenizer: Any) -> str:

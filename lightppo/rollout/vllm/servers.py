@@ -7,6 +7,8 @@ import logging
 import queue
 import resource
 import sys
+import uuid
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -117,6 +119,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
             "key": key,
         }
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
+        if self.records_experts:
+            options["records"] = self.what_to_record()
         self.servers = [VLLMServer(url, limits, **options) for url in requested.vllm_server_url]
         self._connections = connections_at_a_time()
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
@@ -652,7 +656,9 @@ class VLLMServer:
         timeout: float,
         retries: int,
         key: str | None = None,
+        records: tuple[list[int], int, str] | None = None,
     ) -> None:
+        self._records = records  # the experts of so many layers, numbers and type
         options = {
             "timeout": timeout,
             "connect_timeout": _CONNECT_SECONDS,
@@ -683,6 +689,12 @@ class VLLMServer:
             )
         if any(worker != workers[0] for worker in workers):
             raise RequestError(f"{self.name}: its workers differ: {workers}")
+        if self._records is not None:
+            answer = self._rpc("lightppo_record_experts", list(self._records))[0]
+            if answer["problem"]:
+                raise RefusedError(
+                    f"--router_replay rollout: {self.name} cannot record this model's experts: {answer['problem']}; set old"
+                )
 
     def complete(
         self,
@@ -691,9 +703,9 @@ class VLLMServer:
         vocab_size: int,
         version: str | None,
         adapter: str | None = None,
-    ) -> tuple[list[int], list[float], str]:
+    ) -> tuple[Any, ...]:
         """Return a response by the weights of that version, with the adapter of that name: ids and stop id, the log prob
-        of each (NaN where the server could not say), and the finish reason, stop or length."""
+        of each (NaN where the server could not say), and the finish reason, stop or length; experts, if it records them."""
 
         def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
             (choice,) = answer["choices"]
@@ -714,6 +726,8 @@ class VLLMServer:
             return (ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
 
         body = {"token_ids": prompt_ids, "sampling_params": parameters}
+        if self._records is not None:
+            body["request_id"] = uuid.uuid4().hex
         route = GENERATE
         if adapter is not None:
             body["model"] = adapter
@@ -727,7 +741,25 @@ class VLLMServer:
             raise
         if versions != {version}:
             raise RequestError(other_weights)
+        if self._records is not None:
+            tokens = len(prompt_ids) + len(completion[0]) - 1
+            completion += (self._take_experts(body["request_id"], tokens),)
         return completion
+
+    def _take_experts(self, request: str, tokens: int) -> Tensor:
+        """Return the experts of a request that has ended (T, L, k)."""
+        layers, top_k, dtype_name = self._records
+
+        def read(answer: dict[str, Any]) -> Tensor:
+            first_worker = dict(answer["results"][0])
+            if first_worker["problem"]:
+                raise ValueError(first_worker["problem"])
+            content = bytearray(zlib.decompress(base64.b64decode(first_worker["experts"])))
+            experts = torch.frombuffer(content, dtype=getattr(torch, dtype_name))
+            return experts.view(tokens, len(layers), top_k)
+
+        message = {"method": "lightppo_take_experts", "args": [request, tokens]}
+        return self.post("/collective_rpc", message, read=read)
 
     def open_update(self, transport: WeightFiles | Broadcasts, version: str) -> None:
         """Abort what it computes, empty its caches, and have it wait for weights."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
@@ -28,6 +29,11 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
 from lightppo.rollout.vllm.lora_adapters import adapter_obstacle, added_outputs, shelf_of
+from lightppo.rollout.vllm.routed_experts import (
+    record_experts,
+    stop_recording,
+    take_experts,
+)
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     GlooGroup,
@@ -338,6 +344,7 @@ class WorkerExtension:
     ) -> dict[str, Any]:
         """Have the worker sample as the trainer needs it from now on, and say what is served."""
         install_sampler(self, valid_vocab_size, log_prob_vocab_size)
+        stop_recording(self)
         self.weight_transfer_engine.give_up()
         with suppress(RuntimeError):  # there was nothing to end
             self.finish_weight_update()  # of a trainer that was killed in mid-push
@@ -353,6 +360,25 @@ class WorkerExtension:
             "towers": has_towers(model.hf_config),
             "version": self.weight_transfer_engine.version,
         }
+
+    def lightppo_record_experts(
+        self, layers: list[int], top_k: int, dtype_name: str
+    ) -> dict[str, str | None]:
+        """Have the worker record which experts tokens go to; say why it cannot."""
+        try:
+            record_experts(self, layers, top_k, dtype_name)
+        except RuntimeError as error:
+            return {"problem": str(error)}
+        return {"problem": None}
+
+    def lightppo_take_experts(self, request: str, tokens: int) -> dict[str, str | None]:
+        """Return the experts of a request's tokens, compressed."""
+        try:
+            experts = take_experts(self, request, tokens)
+        except RuntimeError as error:
+            return {"problem": str(error)}
+        content = zlib.compress(experts.numpy().tobytes(), 1)
+        return {"problem": None, "experts": base64.b64encode(content).decode()}
 
     def lightppo_adapter_obstacle(self, names: list[str], rank: int) -> dict[str, str | None]:
         """Return why it cannot take such adapters."""
