@@ -16,7 +16,6 @@ the server's; and Python is not taken down at the end.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import functools
 import gc
 import importlib
@@ -160,8 +159,6 @@ def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -
             "fork" if method == "spawn" else method
         )
         os.execve = become
-    else:  # a rank that hangs says where
-        faulthandler.dump_traceback_later(0.95 * job["timeout"])
     sys.argv = [job["script"], *job["words"]]
     sys.path[:1] = [str(Path(job["script"]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
     try:
