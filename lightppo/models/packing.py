@@ -533,7 +533,9 @@ def settle_pieces(layout: PackedLayout, strategy: DeepspeedStrategy) -> str | No
     vocabulary = model.config.get_text_config().vocab_size
     token_ids = (7 * torch.arange(tokens, device=strategy.device)[None] + 3) % vocabulary
     row = layout._whole_row(token_ids, [tokens - 4, 4])
-    piece, first = piece_of(PackedRow(token_ids, row.positions, torch.empty(0), row.mask), group)
+    unused = torch.empty(0)
+    packed = PackedRow(token_ids, row.positions, unused, unused, unused, row.mask)
+    piece, first = piece_of(packed, group)
     was_training = model.training
     model.eval()
     try:
