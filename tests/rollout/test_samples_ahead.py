@@ -358,7 +358,8 @@ def check(case: Case, books: list[Book]) -> None:
 def bound(case: Case) -> int:
     """The steps that a sample waits at most."""
     if case.groups_per_batch <= case.groups_per_step:
-        if case.max_staleness == 0:  # ranks share evenly, and one of them may hold more of the oldest groups
+        if case.max_staleness == 0:
+            # ranks share evenly, and one of them may hold more of the oldest groups
             return 0 if case.is_plain else 1 + (case.world_size > 1)
         return 1
     # the surplus of a large batch, as without --max_staleness
