@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ class FakeStrategy:
     """Collectives of one rank alone, or of several ranks that are threads; see :func:`on_ranks`."""
 
     zero_stage = 0
+    sequence_group = None
+    together = nullcontext()
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, exchange: Callable[[int, Any], list] | None = None
@@ -31,6 +34,10 @@ class FakeStrategy:
         self.printed: list[str] = []
         self.collectives = 0
         self.exchange = exchange or (lambda rank, value: [value])
+
+    @property
+    def data_parallel(self) -> FakeStrategy:
+        return self
 
     def has_finite_weights(self, model: Any) -> bool:
         return True

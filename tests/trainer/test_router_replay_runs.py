@@ -13,6 +13,8 @@ from support.tiny import save_tokenizer
 from lightppo.errors import ConfigError
 from lightppo.models.router_replay import ReplayPass, unknown
 
+pytestmark = pytest.mark.usefixtures("world")
+
 GRPO = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "n_samples_per_prompt": 2}
 TWO_STEPS = GRPO | {"train_batch_size": 4, "total_training_steps": 2}
 
