@@ -96,10 +96,7 @@ class RolloutSampler:
         """Sample n responses to each prompt; the same seed and step give the same responses."""
         prompts = list(prompts)
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        options: dict[str, Any] = {}
-        greedy_options: dict[str, Any] = {}
-        if self.scorer is not None:
-            options, greedy_options = self._score_groups(prompts, self.scorer)
+        options, greedy_options = self._engine_options(prompts)
         rollouts = self.engine.generate(prompts, sampling, **options)
         if self.greedy_baseline:
             with self.timer("greedy"):
@@ -111,10 +108,7 @@ class RolloutSampler:
         """Begin what :meth:`generate` does, with an engine that samples ahead; return its tickets."""
         prompts = list(prompts)
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
-        options: dict[str, Any] = {}
-        greedy_options: dict[str, Any] = {}
-        if self.scorer is not None:
-            options, greedy_options = self._score_groups(prompts, self.scorer)
+        options, greedy_options = self._engine_options(prompts)
         tickets = [self.engine.start(prompts, sampling, **options)]
         if self.greedy_baseline:
             tickets.append(self.engine.start(prompts, greedily(sampling), **greedy_options))
@@ -127,11 +121,13 @@ class RolloutSampler:
             give_baselines(rollouts, greedy_rollouts, self.sampling.n)
         return rollouts
 
-    def _score_groups(self, prompts: list[Prompt], scorer: AsyncScorer) -> list[dict[str, Any]]:
-        """Return arguments of the engine's calls, the second a greedy one, so that answers are scored as they end."""
+    def _engine_options(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
+        """Return what the engine's call for the samples, and that for the greedy answers, are given beside sampling."""
+        if self.scorer is None:
+            return [{}, {}]
         # As without a scorer, what compares the answers to a prompt sees the greedy one behind the samples.
         answers = self.sampling.n + self.greedy_baseline
-        groups = WholeGroups(prompts, answers, scorer.submit)
+        groups = WholeGroups(prompts, answers, self.scorer.submit)
         return [{"on_finished": partial(groups.add, call)} for call in range(2)]
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
