@@ -173,9 +173,9 @@ def make_assets(workload: AsyncWorkload, folder: Path) -> None:
     seconds = workload.reward_seconds / (workload.prompts * workload.samples_per_prompt)
     (folder / "reward.py").write_text(
         "import time\n\n\n"
-        "def reward_func(queries, prompts, labels):\n"
-        f"    time.sleep({seconds} * len(queries))\n"
-        "    return [float(len(query.split()) % 2 == 0) for query in queries]\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        f"    time.sleep({seconds})\n"
+        "    return float(len(solution_str.split()) % 2 == 0)\n"
     )
 
 
@@ -221,7 +221,8 @@ def measure(
     )
     steps = options.warm_up + options.iterations + 1  # nothing is sampled while the last one trains
     flags = lightppo_flags(work, workload.scale, folder / "assets", output, steps)
-    flags += ["--reward_fn", str(folder / "assets" / "reward.py"), *side.flags]
+    flags += ["--reward_fn", str(folder / "assets" / "reward.py"), "--reward_workers", "1"]
+    flags += side.flags
     if address is not None:
         flags += ["--rollout_engine", "vllm_server", "--vllm_server_url", address[0]]
     else:

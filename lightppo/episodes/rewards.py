@@ -36,6 +36,7 @@ class EnvironmentReward:
     """
 
     name = "environment"
+    per_sample = True
 
     def __init__(self, of_turns: bool = False) -> None:
         self.of_turns = of_turns
@@ -80,6 +81,7 @@ class UnlessFailed:
         self.source = source
         self.name = source.name
         self.needs_all_ranks = getattr(source, "needs_all_ranks", False)
+        self.per_sample = getattr(source, "per_sample", False)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         played_indices = [
@@ -157,6 +159,7 @@ class TapedReward:
             tape.sources[kind] = source.name
         self.name = tape.sources[kind]  # which names its metrics
         self.needs_all_ranks = getattr(source, "needs_all_ranks", False)
+        self.per_sample = getattr(source, "per_sample", False)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score as the source does.

@@ -99,6 +99,7 @@ class FunctionReward:
         self._label = f"reward function {self.name}"
         self._bound = BoundFunction(self.fn, self.name, self.reward_fn_style)
         self._style = self._bound.style
+        self.per_sample = self._style.per_sample
         unfit_managers = {"naive": "a whole batch"}
         if self._style.per_sample:
             unfit_managers = {"batch": "one sample"}
@@ -141,9 +142,12 @@ class FunctionReward:
             or Answer(RewardOutput([None] * len(samples_of_call)), [True] * len(samples_of_call))
             for state, samples_of_call in zip(settled, samples_of_calls)
         ]
+        if self.reward_manager == "dapo":
+            for answer in answers:
+                if not answer.output.metrics and not all(answer.bad):
+                    # Before any penalty, as in verl.
+                    answer.output.metrics["acc"] = list(answer.output.scores)
         output = join_outputs([answer.output for answer in answers])
-        if self.reward_manager == "dapo" and not output.metrics:
-            output.metrics["acc"] = list(output.scores)  # before any penalty, as in verl
         if self.on_reward_failure == "unscored" or self.reward_retries:
             self._count_failures(output, settled, answers)
         return output

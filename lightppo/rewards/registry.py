@@ -197,6 +197,11 @@ class RoutedReward:
         """Tell whether one of the sources acts on all ranks together."""
         return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
 
+    @property
+    def per_sample(self) -> bool:
+        """Tell whether each of the sources judges every sample alone."""
+        return all(getattr(source, "per_sample", False) for source, _ in self._plan)
+
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Score with every source, even if an earlier source left a sample unscored."""
         samples = len(rollouts)

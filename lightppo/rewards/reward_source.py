@@ -11,6 +11,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -43,7 +44,8 @@ class RewardOutput:
 class RewardSource(Protocol):
     """Score finished samples of one rank, possibly none; raise :class:`RewardError` where that fails.
 
-    A source that acts on all ranks together has ``needs_all_ranks = True``; it is never called in another thread.
+    A source that acts on all ranks together has ``needs_all_ranks = True``; it is never called in another thread. One
+    whose score of a sample depends on no other sample has ``per_sample = True``: it need not wait for the others.
     """
 
     name: str
@@ -55,6 +57,7 @@ class NoReward:
     """Score 0 for every sample of a run that learns without rewards: nothing is added up."""
 
     name = "no reward"
+    per_sample = True
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         return RewardOutput([0.0] * len(rollouts))
@@ -138,6 +141,23 @@ def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     if any(output.token_scores is not None for output in outputs):
         joined.token_scores = token_scores
     return joined
+
+
+def split_output(output: RewardOutput, counts: Sequence[int]) -> list[RewardOutput]:
+    """Return the answers about the first, the next, … so many samples: what :func:`join_outputs` joins."""
+    outputs = []
+    end = 0
+    for count in counts:
+        start, end = end, end + count
+        outputs.append(
+            RewardOutput(
+                output.scores[start:end],
+                {name: column[start:end] for name, column in output.metrics.items()},
+                output.token_scores and output.token_scores[start:end],
+                {name: column[start:end] for name, column in output.texts.items()},
+            )
+        )
+    return outputs
 
 
 def check_output(
@@ -358,13 +378,17 @@ class WholeGroups:
                 self._hand_on(whole_groups)
 
 
+ScoringPart = tuple[list[Rollout], Future[RewardOutput]]
+
+
 @dataclass(eq=False)
 class AsyncScorer:
-    """Score finished samples in threads, part by part, while the engine still generates the others.
+    """Score finished samples in threads, while the engine still generates the others.
 
     The source is called once per part, so it must judge each prompt's answers by themselves: :class:`WholeGroups` makes
-    such parts. With more than one worker it must be thread-safe. It must not act on all ranks together, as reward
-    models do: the ranks' threads would meet in any order, and would mix with the collectives of generation.
+    such parts. One with ``per_sample`` gets all samples that wait. With more than one worker it must be thread-safe. It
+    must not act on all ranks together, as reward models do: the ranks' threads would meet in any order, and would mix
+    with the collectives of generation.
     """
 
     source: RewardSource
@@ -382,10 +406,9 @@ class AsyncScorer:
             raise ValueError(
                 f"max_workers must be ≥ 1 and timeout > 0, got {self.max_workers} and {self.timeout}"
             )
-        self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
-        self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = (
-            queue.SimpleQueue()
-        )
+        self.per_sample: bool = getattr(self.source, "per_sample", False)
+        self._parts: list[ScoringPart] = []
+        self._waiting: queue.SimpleQueue[ScoringPart | None] = queue.SimpleQueue()
         self._threads: list[Future[None]] = []
         self._ended = False
 
@@ -398,7 +421,7 @@ class AsyncScorer:
         """Have samples scored and return at once; :meth:`collect` raises their errors."""
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
-        part: tuple[list[Rollout], Future[RewardOutput]] = (list(rollouts), Future())
+        part: ScoringPart = (list(rollouts), Future())
         self._parts.append(part)
         self._waiting.put(part)
         if len(self._threads) < self.max_workers:
@@ -433,20 +456,32 @@ class AsyncScorer:
     def close(self) -> None:
         """End the threads once they have scored their present part; nothing more can be submitted."""
         self._ended = True
-        for _ in self._threads:
-            self._waiting.put(None)
+        self._waiting.put(None)
 
     def _work(self) -> None:
-        while (waiting_part := self._waiting.get()) is not None:
-            rollouts, future = waiting_part
+        while parts := self._next_parts():
+            rollouts = [rollout for part, _ in parts for rollout in part]
             try:
                 if self._ended:
                     raise RewardError(f"{self.source.name}: scoring was ended before these samples")
-                future.set_result(
-                    check_output(self.source.score(rollouts), rollouts, self.source.name)
-                )
+                output = check_output(self.source.score(rollouts), rollouts, self.source.name)
+                outputs = split_output(output, [len(part) for part, _ in parts])
+                for (_, future), part_output in zip(parts, outputs):
+                    future.set_result(part_output)
             except BaseException as error:  # SystemExit too: later parts are still to be scored
-                future.set_exception(error)
+                for _, future in parts:
+                    future.set_exception(error)
+
+    def _next_parts(self) -> list[ScoringPart]:
+        """Wait for a part; of samples that are judged alone take all that wait. Return none at the end."""
+        parts = [self._waiting.get()]
+        if self.per_sample:
+            with suppress(queue.Empty):
+                while parts[-1] is not None:
+                    parts.append(self._waiting.get_nowait())
+        if parts[-1] is None:
+            self._waiting.put(parts.pop())  # for the other threads, and for this one's next call
+        return parts
 
 
 def status_check(

@@ -125,6 +125,8 @@ class RolloutSampler:
         """Return what the engine's call for the samples, and that for the greedy answers, are given beside sampling."""
         if self.scorer is None:
             return [{}, {}]
+        if self.scorer.per_sample:
+            return [{"on_finished": self.scorer.submit}] * 2
         # As without a scorer, what compares the answers to a prompt sees the greedy one behind the samples.
         answers = self.sampling.n + self.greedy_baseline
         groups = WholeGroups(prompts, answers, self.scorer.submit)

@@ -46,6 +46,7 @@ class FormatReward:
     """1 if the response has the form (a name in :data:`FORMATS` or a function ``check(response) -> bool``), else 0."""
 
     minimum = 0.0
+    per_sample = True
 
     def __init__(
         self,

@@ -54,6 +54,7 @@ class MathReward:
     """
 
     minimum: ClassVar[float] = 0.0
+    per_sample: ClassVar[bool] = True
 
     reward_timeout: float | None = None  # seconds of processor time per comparison; None: 5
     # processes for comparisons by the library; None: one per core of this rank

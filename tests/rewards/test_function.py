@@ -8,6 +8,7 @@ import torch
 
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import FunctionReward, RewardSource, load_python_function, score_rollouts
+from lightppo.rewards.reward_source import join_outputs
 
 
 def test_gets_queries_prompts_labels(rollouts):
@@ -172,6 +173,16 @@ def test_under_dapo_a_bare_score_is_the_accuracy_too(rollouts):
     assert FunctionReward(bare).score(rollouts).metrics == {}
     output = FunctionReward(with_numbers, reward_manager="dapo").score(rollouts)
     assert output.metrics == {"format": [0.0] * 5}
+
+
+def test_under_dapo_it_does_not_matter_which_samples_come_together(rollouts):
+    def numbers_of_some(solution_str, ground_truth):
+        return {"score": 1.0, "format": 0.0} if solution_str == rollouts[0].response_text else 0.5
+
+    source = FunctionReward(numbers_of_some, reward_manager="dapo")
+    together = source.score(rollouts)
+    assert together == join_outputs([source.score([rollout]) for rollout in rollouts])
+    assert together.metrics == {"format": [0.0, *[None] * 4], "acc": [None, *[0.5] * 4]}
 
 
 def test_a_number_is_what_its_float_says(rollouts):

@@ -22,7 +22,7 @@ from lightppo.rewards import (
     check_output,
     score_rollouts,
 )
-from lightppo.rewards.reward_source import WholeGroups
+from lightppo.rewards.reward_source import WholeGroups, join_outputs, split_output
 
 
 def test_check_makes_plain_floats(rollouts):
@@ -182,6 +182,29 @@ def test_groups_are_whole_and_in_order_however_their_answers_end(make_rollout, s
     whole.sort(key=lambda group: group[0].prompt.index)
     expected = [[*samples[3 * i : 3 * i + 3], greedy[i]] for i in range(3)]
     assert [list(map(id, group)) for group in whole] == [list(map(id, group)) for group in expected]
+
+
+def test_samples_that_are_judged_alone_go_together_where_they_wait(rollouts, closing):
+    source = Gated(is_open=False)
+    source.per_sample = True
+    scorer = closing(source)
+    scorer.submit(rollouts[:1])
+    assert source.began.wait(SECONDS)
+    for part in (rollouts[1:2], rollouts[2:4], rollouts[4:]):
+        scorer.submit(part)
+    source.gate.set()
+    output = scorer.collect()
+    assert source.calls == [[100], [101, 102, 103, 104]]
+    assert output == RewardOutput([1.0, 2.0, 3.0, 4.0, 5.0], {"half": [0.5, 1.0, 1.5, 2.0, 2.5]})
+
+
+def test_an_answer_is_split_as_it_was_joined():
+    parts = [
+        RewardOutput([1.0, None], {"m": [1.0, None]}, [[0.5], None], {"pred": ["a", None]}),
+        RewardOutput([], {"m": []}, [], {"pred": []}),
+        RewardOutput([3.0], {"m": [2.0]}, [[1.0, 2.0]], {"pred": ["b"]}),
+    ]
+    assert split_output(join_outputs(parts), [2, 0, 1]) == parts
 
 
 def test_used_again_and_without_samples(rollouts, closing):

@@ -16,6 +16,9 @@ from lightppo.rewards import (
     score_rollouts,
 )
 from lightppo.rewards.reward_source import join_outputs
+from lightppo.verifiers.code import CodeReward
+from lightppo.verifiers.formats import FormatReward
+from lightppo.verifiers.math import MathReward
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,13 @@ def test_needs_all_ranks_where_one_source_does():
     model.needs_all_ranks = True
     assert RoutedReward({"math": [(Length("a"), 1.0)], "*": [(model, 1.0)]}).needs_all_ranks
     assert CombinedReward({CombinedReward({model: 1.0}): 1.0}).needs_all_ranks
+
+
+def test_each_sample_is_judged_alone_if_all_sources_do():
+    alone = FormatReward("think")
+    assert CombinedReward({alone: 1.0, CombinedReward({MathReward(): 1.0}): 0.5}).per_sample
+    assert not CombinedReward({alone: 1.0, Length("a"): 1.0}).per_sample
+    assert not hasattr(CodeReward, "per_sample")  # it fails where all programs of a call do
 
 
 TWICE = Length("twice")

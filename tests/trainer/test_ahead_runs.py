@@ -196,7 +196,13 @@ def test_importance_weights_by_hand(make_config, monkeypatch):
 # -- with other parts of a run ---------------------------------------------------------------------------------------
 
 
+def length(solution_str, ground_truth):
+    """Judge a sample alone."""
+    return float(len(solution_str))
+
+
 OTHERS = {
+    "a function of one sample": {"reward_fn": length},
     "adapters alone": {"lora_rank": 4, "vllm_lora_push": "adapter"},
     "a reward model": {"reward_fn": None},
 }
@@ -206,7 +212,7 @@ OTHERS = {
 def test_it_is_the_run_that_samples_before_it_trains(
     ahead, servers, at_once, tmp_path, monkeypatch, options
 ):
-    if "reward_fn" in options:
+    if options.get("reward_fn", length) is None:
         options = options | {"reward_pretrain": [save_reward_model(tmp_path / "reward")]}
     for server in servers:
         monkeypatch.setattr(server, "obstacle", None)

@@ -14,13 +14,23 @@ from lightppo.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("world")
 
 
-def test_the_run_is_the_same(make_config, tmp_path):
+def whole_batch(queries, prompts, labels):
+    return [float(len(query)) for query in queries]
+
+
+def one_sample(solution_str, ground_truth):
+    return float(len(solution_str))
+
+
+@pytest.mark.parametrize("function", [whole_batch, one_sample])
+def test_the_run_is_the_same(make_config, tmp_path, function):
     def trainer_of(name: str, **options) -> PPOTrainer:
         paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}_ckpt")}
         options |= {
             "advantage_estimator": "remax",
             "micro_rollout_batch_size": 2,
             "total_training_steps": 2,
+            "reward_fn": function,
         }
         return PPOTrainer.from_config(make_config(**options, **paths))
 
@@ -42,7 +52,8 @@ def test_the_run_is_the_same(make_config, tmp_path):
     kinds = ("rollout/", "train/", "reward/")
     assert numbers(beside.config, kinds) == numbers(after.config, kinds)
     assert len(parts) >= 4
-    assert all(part[::2] == part[1::2] for part in parts)  # each sample with the greedy answer
+    has_greedy_answers = all(part[::2] == part[1::2] for part in parts)
+    assert has_greedy_answers == (function is whole_batch)  # the others are scored as they come
 
 
 def test_scores_may_take_as_long_as_ranks_wait_for_each_other(make_config):
