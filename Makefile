@@ -15,7 +15,7 @@ ENV ?= none
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-async
-.PHONY: bench-staleness bench-sequence gpu-check test-lowest test-faults soak house reference-runs families coverage clean
+.PHONY: bench-staleness bench-sequence gpu-check test-lowest test-faults soak release house reference-runs families coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-lowest  the test suite with each dependency at its lower bound, in $(VENV)-lowest; PYTHON=python3.11"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
+	@echo "make release      build the wheel twice, try it in an empty folder, leave it in dist/; PYTHONS=\"python3.11 python3.13\""
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff, and mypy over what users import"
 	@echo "make docs         write the generated pages of docs/, build the site into runs/site, check its links"
@@ -88,6 +89,13 @@ test-lowest:
 # KILLS=100: how many random kills; at the end it is said how many there were.
 test-faults: $(INSTALLED)
 	$(if $(KILLS),KILLS=$(KILLS)) $(BIN)/python -m pytest -m "" tests/faults $(PYTEST_ARGS)
+
+# PYTHONS="python3.11 python3.13": which install the wheel; the first one does all that is tried.
+RELEASE := $(VENV)-release
+release:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 setuptools==84.2.1 twine==7.0.0
+	$(RELEASE)/bin/python tests/release/release.py $(if $(PYTHONS),--pythons $(PYTHONS))
 
 soak: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python tests/faults/soak.py $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ENGINE),--engine $(ENGINE))

@@ -89,6 +89,10 @@ COMMANDS: Table[Command] = Table(
             about="train a language model with PPO or a relative",
             config="lightppo.config.options:PPOConfig",
         ),
+        "quickstart": Command(
+            "lightppo.cli.quickstart:main",
+            about="make a small model and a task, train with PPO, show what changed",
+        ),
         "eval": Command("lightppo.cli.ppo:evaluate", about="score its answers to held-out prompts"),
         "serve-vllm": Command("lightppo.cli.serve_vllm:main", about="serve rollouts by vLLM"),
         "serve-reward": Command("lightppo.cli.serve_reward:main", about="serve rewards over HTTP"),

@@ -1,10 +1,10 @@
 """The quickstart: make a model and a task, warm the model up, train it with PPO, show what changed.
 
-    make quickstart
-    make quickstart RANKS=2 ZERO_STAGE=3
-    make quickstart ENGINE=vllm
-    make quickstart ENV=lookup
-    make quickstart ENV=guess
+    lightppo quickstart                             # in a checkout: make quickstart
+    lightppo quickstart --ranks 2 --zero_stage 3    # make quickstart RANKS=2 ZERO_STAGE=3
+    lightppo quickstart --rollout_engine vllm       # make quickstart ENGINE=vllm
+    lightppo quickstart --env lookup                # make quickstart ENV=lookup
+    lightppo quickstart --env guess
 
 Every phase is an ordinary command, printed before it runs; the scripts are those for real models.
 """
@@ -26,6 +26,7 @@ import tyro
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent
+ENVIRONMENTS = {"lookup": "Drawers", "guess": "Between"}  # their classes
 
 
 def main(
@@ -56,9 +57,11 @@ def main(
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
     make_assets, config = HERE / "make_assets.py", HERE / "ppo.yaml"
+    rewards = ["--reward_fn", HERE / "reward.py"]
     if env != "none":
         folder = EXAMPLES / "environments"
         make_assets, config = folder / f"{env}.py", folder / f"{env}.yaml"
+        rewards = ["--env", f"{make_assets}:{ENVIRONMENTS[env]}"]
     seconds = {"install": install_seconds, "sft": 0.0, "ppo": 0.0}
     if resume and (run_dir / "seconds.json").is_file():
         seconds = json.loads((run_dir / "seconds.json").read_text())
@@ -86,7 +89,7 @@ def main(
     launch(ranks, "train_ppo.py", "--config", config, "--pretrain", sft,
            "--prompt_data", assets / "prompts.jsonl", "--eval_data", assets / "eval.jsonl",
            "--save_path", ppo, "--ckpt_path", run_dir / "checkpoints", "--rollout_engine", rollout_engine,
-           *shared)  # fmt: skip
+           *rewards, *shared)  # fmt: skip
     seconds["ppo"] += time.monotonic() - start
     (run_dir / "seconds.json").write_text(json.dumps(seconds))
     run([sys.executable, HERE / "summarize.py", "--run_dir", run_dir])

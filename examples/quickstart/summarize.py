@@ -14,7 +14,14 @@ from pathlib import Path
 import tyro
 
 from lightppo.errors import ReportError
-from lightppo.logging.report_page import Row, evaluations, plot_training, read_jsonl, read_metrics
+from lightppo.logging.report_page import (
+    INSTALL,
+    Row,
+    evaluations,
+    plot_training,
+    read_jsonl,
+    read_metrics,
+)
 
 PHASES = ("install", "sft", "ppo")
 TABLE = (  # metric of an evaluation, its name in the table and in summary.json
@@ -74,7 +81,7 @@ def _is_right(row: Row) -> bool:
 
 
 def summarize(run_dir: Path) -> str:
-    """Write ``plot.png`` and ``summary.json`` into ``run_dir``.
+    """Write ``plot.png``, where matplotlib is installed, and ``summary.json`` into ``run_dir``.
 
     Returns:
         The text to show.
@@ -91,7 +98,11 @@ def summarize(run_dir: Path) -> str:
         read_jsonl(run_dir / "ppo" / "eval" / f"step{row['step']}.jsonl") for row in (before, after)
     ]
 
-    plot_training(rows, run_dir / "plot.png", title=f"PPO on two-digit addition, {steps} steps")
+    plot = run_dir / "plot.png"
+    try:
+        plot_training(rows, plot, title=f"PPO on two-digit addition, {steps} steps")
+    except ModuleNotFoundError:
+        plot = f"no plot: {INSTALL}"
     summary = {
         "eval_before": {name: before[metric] for metric, name in TABLE if metric in before},
         "eval_after": {name: after[metric] for metric, name in TABLE if metric in after},
@@ -104,7 +115,7 @@ def summarize(run_dir: Path) -> str:
         [
             table(before, after),
             sample_answers(*samples),
-            f"{steps} PPO steps; {phases}\n{run_dir / 'plot.png'}, {run_dir / 'summary.json'}",
+            f"{steps} PPO steps; {phases}\n{plot}, {run_dir / 'summary.json'}",
         ]
     )
 

@@ -183,9 +183,9 @@ def test_a_wheel_holds_the_package_and_its_command(tmp_path):
     """Built from a copy, as building writes into the folder; installed beside nothing, its command answers."""
     pytest.importorskip("setuptools")
     source, site = tmp_path / "source", tmp_path / "site"
-    shutil.copytree(
-        REPO / "lightppo", source / "lightppo", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    no_cache = shutil.ignore_patterns("__pycache__")
+    for name in ("lightppo", "examples"):
+        shutil.copytree(REPO / name, source / name, ignore=no_cache)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -195,16 +195,22 @@ def test_a_wheel_holds_the_package_and_its_command(tmp_path):
         check=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    copied = (path for path in (source / "lightppo").rglob("*") if path.is_file())
-    files = {path.relative_to(source).as_posix() for path in copied}
+    files = set()
+    for folder, base in (("lightppo", source), ("examples", source / "examples")):
+        copied = (path for path in (source / folder).rglob("*") if path.is_file())
+        prefix = "lightppo/examples/" if folder == "examples" else ""
+        files |= {prefix + path.relative_to(base).as_posix() for path in copied}
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if name.startswith("lightppo/")} == files
     subprocess.run([*pip, "install", *alone, "--target", str(site), str(wheel)], check=True)
-    command, environment = (
-        [str(site / "bin" / "lightppo"), "--version"],
-        os.environ | {"PYTHONPATH": str(site)},
-    )
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == f"lightppo {lightppo.__version__}\n", done.stderr
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    outputs = {}
+    for words in ("--version", "quickstart --help"):
+        done = subprocess.run(
+            [site / "bin" / "lightppo", *words.split()], env=environment, cwd=tmp_path,
+            capture_output=True, text=True, timeout=60
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs[words] = done.stdout
+    assert outputs["--version"] == f"lightppo {lightppo.__version__}\n"
+    assert "--env {none,lookup,guess}" in outputs["quickstart --help"]

@@ -17,6 +17,7 @@ from lightppo.config.supervised_options import SFTConfig
 from lightppo.supervised.trainer import SupervisedTrainer
 
 ENVIRONMENTS = Path(__file__).parents[2] / "examples" / "environments"
+CLASSES = {"lookup": "Drawers", "guess": "Between"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,9 @@ def trained(name: str, folder: Path, *, max_len: int, warm_up_steps: int, steps:
             adam_betas=(0.9, 0.99),
         )
         SupervisedTrainer.from_config(warm_up).fit()
-        options = ["--config", str(ENVIRONMENTS / f"{name}.yaml")]
+        script = ENVIRONMENTS / f"{name}.py"
+        options = ["--config", str(script.with_suffix(".yaml"))]
+        options += ["--env", f"{script}:{CLASSES[name]}"]
         options += ["--pretrain", str(folder / "sft")]
         options += ["--prompt_data", str(folder / "prompts.jsonl")]
         options += ["--eval_data", str(folder / "eval.jsonl"), "--save_path", str(folder / "ppo")]
