@@ -94,6 +94,7 @@ COMMANDS: Table[Command] = Table(
             about="make a small model and a task, train with PPO, show what changed",
         ),
         "eval": Command("lightppo.cli.ppo:evaluate", about="score its answers to held-out prompts"),
+        "push": Command("lightppo.logging.hub:main", about="upload its model to the hub"),
         "serve-vllm": Command("lightppo.cli.serve_vllm:main", about="serve rollouts by vLLM"),
         "serve-reward": Command("lightppo.cli.serve_reward:main", about="serve rewards over HTTP"),
         "memory": Command(

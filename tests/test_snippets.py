@@ -170,7 +170,7 @@ def test_there_are_examples():
         "README-1",
         "environments-0",
         "environments-1",
-        "extending-13",
+        "extending-12",
         "rewards-2",
     ]
 
@@ -246,12 +246,9 @@ def test_fragments_run(tmp_path):
 
 RUN_CALLBACKS = """
 import json, os, sys
-import huggingface_hub
 os.chdir(os.path.dirname(__file__))
 from lightppo import PPOConfig, PPOTrainer
 
-uploads = []
-huggingface_hub.HfApi.upload_folder = lambda self, **options: uploads.append(options)
 answers = []  # (temperature, prompts) of each step
 
 
@@ -265,12 +262,12 @@ class Spy(__import__("lightppo").Callback):
 options = dict(pretrain="model", prompt_data="prompts.jsonl", reward_fn="reward.py", rollout_batch_size=4)
 options |= dict(train_batch_size=4, prompt_max_len=16, generate_max_len=8, init_kl_coef=0.01)
 options |= dict(save_path="trained", save_steps=1)
-callbacks = ["stop_at.py:StopAt", "log_spread.py:LogSpread", "push.py:Push", "cool.py:Cool"]
+callbacks = ["stop_at.py:StopAt", "log_spread.py:LogSpread", "cool.py:Cool"]
 callbacks += ["short_first.py:ShortFirst", "best_reward.py:BestReward"]
 config = PPOConfig.from_flat(**options, callback=callbacks)
 for limit in (1, 2):
     PPOTrainer.from_config(config.with_options(benchmark_steps=limit), callbacks=[Spy()]).fit()
-json.dump({"uploads": uploads, "answers": answers}, open("seen.json", "w"))
+json.dump({"answers": answers}, open("seen.json", "w"))
 """
 
 
@@ -297,7 +294,6 @@ def test_the_callbacks_of_the_page(tmp_path):
     (tmp_path / "run.py").write_text(RUN_CALLBACKS)
     run_ranks(tmp_path / "run.py", world_size=1)
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert [uploaded["repo_id"] for uploaded in seen["uploads"]] == ["me/my-model"] * 2
     assert [sampled for *sampled, _ in seen["answers"]] == [[1.2] * 3, [pytest.approx(1.1)] * 3]
     (*_, first), (*_, second) = seen["answers"]
     assert max(first) <= min(second)

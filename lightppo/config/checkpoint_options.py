@@ -1,5 +1,6 @@
 """Options of checkpoints, of models for transformers, and of the end by a signal; docs/checkpoints.md."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -57,6 +58,14 @@ class CheckpointConfig(Section, resume_safe=True):
         "Also export the actor in HF format with each checkpoint.",
         needs="save_steps>0 or save_epochs or save_seconds",
     )
+    push_to_hub: str | None = option(
+        None,
+        "Model repository OWNER/NAME on the Hugging Face hub, which gets the final model. Set HF_TOKEN, or run "
+        "`hf auth login`.",
+    )
+    hub_private: bool = option(
+        True, "Make the repository of --push_to_hub private, if it is new.", needs="push_to_hub"
+    )
     signal_grace: float = option(
         25.0,
         "Maximum wait for the current step after a signal. SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run "
@@ -73,6 +82,8 @@ class CheckpointConfig(Section, resume_safe=True):
         saves = options.save_steps > 0 or options.save_epochs or options.save_seconds
         if saves and options.disable_ds_ckpt and not options.save_hf_ckpt:
             yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
+        if options.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push_to_hub):
+            yield f"--push_to_hub {options.push_to_hub!r}: give OWNER/NAME"
         yield from _cut_addresses(options)
         yield from _folders(options)
 

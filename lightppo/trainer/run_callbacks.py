@@ -61,6 +61,7 @@ def run_callbacks(run: Any, user_callbacks: Iterable[Callback]) -> list[Callback
         None if run.keeps_files else DryRun(),
         Recorder(run),
         RunSummary(),
+        push_to_hub(run),
         StopAtSignal(),
         *(entry.fn(run) for entry in CALLBACKS.values() if entry.after_yours),
     ]
@@ -75,6 +76,15 @@ def saves(options: CheckpointConfig) -> bool:
         or options.save_epochs is not None
         or options.save_seconds is not None
     )
+
+
+def push_to_hub(run: Any) -> Callback | None:
+    """Return what uploads the model of a run that leaves one."""
+    if not run.config.checkpoint.push_to_hub or not run.keeps_files or run.only_evaluates:
+        return None
+    from lightppo.logging.hub import PushToHub
+
+    return PushToHub()
 
 
 def drift_watch(run: Any) -> DriftWatch | None:

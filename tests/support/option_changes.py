@@ -540,6 +540,8 @@ ELSEWHERE = {
     "multiturn": "data/test_examples.py",  # of chats with several answers
     "reshape_ckpt": "checkpoint/test_run_checkpointer.py",
     "resume": "trainer/test_resume.py",
+    "push_to_hub": "logging/test_hub.py",
+    "hub_private": "logging/test_hub.py",
     "rollout_check": "experience/test_rollout_check.py",
     "signal_grace": "distributed/test_signals.py",
     "torch_compile": "trainer/test_build.py",  # which takes seconds
