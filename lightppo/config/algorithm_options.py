@@ -309,8 +309,6 @@ def _router_replay(options: Any) -> Iterator[str]:
         return
     if options.torch_compile:
         yield "--router_replay and --torch_compile: a compiled layer chooses by itself: leave one out"
-    if getattr(options, "sequence_parallel_size", 1) > 1:
-        yield "--router_replay and --sequence_parallel_size: choices are not split over ranks: leave one out"
     if options.router_replay != "rollout":
         return
     unrecorded = {

@@ -68,6 +68,14 @@ class SequenceGroup:
         """Add up what is 0 but for this rank's piece. The gradient of each piece stays on its rank."""
         return _SumOfPieces.apply(values, self.group)
 
+    def joined_pieces(self, values: Tensor) -> Tensor:
+        """Return (T / S, …) of each piece, one behind the other, (T, …); without gradient. Collective in the group."""
+        pieces = values.new_empty(self.size, *values.shape)
+        dist.all_gather_into_tensor(
+            pieces.flatten(0, 1).view(torch.uint8), values.view(torch.uint8), group=self.group
+        )
+        return pieces.flatten(0, 1)
+
     def gather_object(self, obj: T) -> list[T]:
         """Return a picklable object of every rank of the group, in order. Collective in the group."""
         objects: list[Any] = [None] * self.size

@@ -240,6 +240,15 @@ class PieceBatch(PackedBatch):
 
     group: SequenceGroup
 
+    def of_tokens(self, values: Tensor) -> Tensor:
+        of_row = super().of_tokens(values)
+        length = self.ids.shape[1]
+        filling = of_row[:1].expand(length * self.group.size - len(of_row), *of_row.shape[1:])
+        return torch.cat([of_row, filling]).split(length)[self.group.rank]
+
+    def of_sequences(self, values: Tensor, blank: Tensor) -> Tensor:
+        return super().of_sequences(self.group.joined_pieces(values), blank)
+
     def scatter(self, values: Tensor) -> Tensor:
         return self.whole(super().scatter(values))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from families.zoo import random_model
+from support.ranks import WITH_SUPPORT, run_ranks
 from torch import Tensor
 
 from lightppo.errors import ConfigError
@@ -145,3 +148,20 @@ def test_experts_in_groups_are_refused() -> None:
     model.config.topk_method = "group_limited_greedy"
     with pytest.raises(ConfigError, match="chooses groups of experts first"):
         RouterReplay(model)
+
+
+@pytest.mark.slow
+def test_pieces_of_rows_record_and_replay_as_whole_rows(tmp_path: Path) -> None:
+    """On two ranks that hold rows together (``--sequence_parallel_size``)."""
+    worker = Path(__file__).with_name("router_pieces_worker.py")
+    run_ranks(worker, tmp_path, world_size=2, env=WITH_SUPPORT)
+    for rank in range(2):
+        for whole, pieces in torch.load(tmp_path / f"rank{rank}.pt").values():
+            assert torch.equal(pieces["experts"], whole["experts"])
+            assert torch.equal(pieces["replaced"], whole["replaced"])
+            assert whole["replaced"].sum() > 0
+            assert pieces["replaced again"].sum() == 0
+            torch.testing.assert_close(pieces["log_probs"], whole["log_probs"], rtol=0, atol=2e-6)
+            for name, gradient in whole["gradients"].items():
+                difference = float((pieces["gradients"][name] - gradient).abs().max())
+                assert difference < 3e-6 * max(1.0, float(gradient.abs().max())), name

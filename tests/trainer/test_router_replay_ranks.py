@@ -75,10 +75,12 @@ def test_two_ranks_at_zero_3_killed_and_resumed(run: Any, replayed: str) -> None
     assert run("killed", *flags) == straight
 
 
-def test_two_ranks_at_zero_3_train_as_one(run: Any) -> None:
-    flags = ("--router_replay=rollout", "--train_batch_size=8", "--max_epochs=2")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("replayed", ["rollout", "old"])
+def test_two_ranks_at_zero_3_train_as_one(run: Any, replayed: str, size: int) -> None:
+    flags = (f"--router_replay={replayed}", "--train_batch_size=8", "--max_epochs=2")
     flags += ("--actor_learning_rate=1e-2", "--benchmark_steps=1")
-    (two,) = run("two", *flags)
+    (two,) = run("two", *flags, f"--sequence_parallel_size={size}")
     (one,) = run("one", *flags, ranks=1)
     assert two["train/replaced_experts"] > 0
     for name in ("policy_loss", "actor_grad_norm", "replaced_experts"):
