@@ -514,6 +514,9 @@ def estimate(
     parts += _rollout_parts(roles["actor"], config, machine)
     # A row: ids, masks, about nine numbers of each token of the response.
     row_bytes = 16 * config.data.prompt_max_len + 53 * config.rollout.generate_max_len
+    if config.loss.router_replay != "off":
+        longest_sequence = config.data.prompt_max_len + config.rollout.generate_max_len
+        row_bytes += longest_sequence * _choice_bytes(roles["actor"].config.get_text_config())
     groups = max(1, machine.world_size // config.strategy.sequence_parallel_size)
     buffer_bytes = math.ceil(rules.samples_per_rollout(config) / groups) * row_bytes
     on_host = buffer_bytes * config.training.buffer_cpu_offload
@@ -531,6 +534,14 @@ def estimate(
     return Estimate(
         machine, tuple(memory_part for memory_part in parts if memory_part.gpu or memory_part.host)
     )
+
+
+def _choice_bytes(config: PretrainedConfig) -> int:
+    """Return what the experts of a token take, at most: one choice in each layer, see ``RouterReplay.dtype``."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = max(getattr(config, name, None) or 0 for name in names)
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    return config.num_hidden_layers * chosen * (1 if experts < 256 else 2)
 
 
 def _file_copies(actor: Shape, machine: Machine) -> Iterator[Part]:

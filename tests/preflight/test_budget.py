@@ -255,6 +255,20 @@ def test_experts_are_counted_by_how_many_a_token_goes_through() -> None:
     assert 384 * 8192 * 2 < two - one < 1536 * 8192 * 2
 
 
+def test_replayed_experts_are_part_of_the_rows() -> None:
+    """Two layers choose two of 300 experts for each of 2048 tokens: 8 bytes a token, of 1024 samples on one GPU."""
+    model = MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, num_local_experts=300, num_experts_per_tok=2,
+    )  # fmt: skip
+    lengths = {"prompt_max_len": 1024, "generate_max_len": 1024, "rollout_batch_size": 1024}
+    key = ("experience", "on the device")
+    without, replayed = (
+        parts(model, 1, router_replay=value, **lengths)[key].gpu for value in ("off", "old")
+    )
+    assert replayed - without == 8 * 2048 * 1024
+
+
 def test_layers_with_a_state_hold_it_whatever_the_length() -> None:
     """Qwen3.5: one of two layers has a state of 4 heads of 8 by 8 numbers, and the last 3 of 64 before a convolution."""
     text = qwen3_5().config.get_text_config()
