@@ -100,7 +100,7 @@ def summarize(run_dir: Path) -> str:
 
     plot = run_dir / "plot.png"
     try:
-        plot_training(rows, plot, title=f"PPO on two-digit addition, {steps} steps")
+        plot_training(rows, plot, title=f"quickstart, {steps} steps")
     except ModuleNotFoundError:
         plot = f"no plot: {INSTALL}"
     summary = {
@@ -110,7 +110,8 @@ def summarize(run_dir: Path) -> str:
         "seconds": seconds,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    phases = ", ".join(f"{phase} {seconds[phase]:.0f} s" for phase in PHASES)
+    # `lightppo quickstart` does not know how long the installation took
+    phases = ", ".join(f"{phase} {seconds[phase]:.0f} s" for phase in PHASES if seconds[phase])
     return "\n\n".join(
         [
             table(before, after),
