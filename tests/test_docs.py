@@ -36,8 +36,6 @@ NAMES = [page.name for page in PAGES]
 OTHER_FLAGS = {
     "num_gpus", "master_port", "nproc_per_node",  # deepspeed, torchrun
     "hostfile", "module", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
-    "nodes", "ntasks", "gres",  # sbatch
-    "signal",  # Slurm
 }  # fmt: skip
 # of commands, examples, deepspeed, ruff
 OWN_OTHER_FLAGS = {"fix", "write", "help", "version", "spo_power", "word_limit", "module", "once"}

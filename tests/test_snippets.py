@@ -53,7 +53,7 @@ LINES = [
     pytest.param(page, words, id=f"{page}: {' '.join(words)[:60]}")
     for page, words in command_lines()
 ]
-SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail", "source", "ruff", "mypy", "pre-commit"}
+SHELL = {"cd", "cat", "ls", "head", "tail", "source", "ruff", "mypy", "pre-commit"}
 # of lightppo serve-vllm, which hands on what it does not know
 VLLM_FLAGS = {"--dtype", "--max_model_len"}
 
@@ -70,7 +70,7 @@ def flags_of(command: str) -> set[str]:
 @pytest.mark.parametrize(("page", "words"), LINES)
 def test_command_lines_name_what_there_is(page, words):
     """Programs, targets, extras, commands and their flags."""
-    while words and (re.match(r"\w+=", words[0]) or words[0] == "srun"):
+    while words and re.match(r"\w+=", words[0]):
         words = [] if "$(" in words[0] else words[1:]
     if not words:
         return
