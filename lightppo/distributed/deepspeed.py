@@ -23,7 +23,12 @@ from lightppo import zero3
 from lightppo.checkpoint import engine_state as checkpoint
 from lightppo.checkpoint import export
 from lightppo.config.options import OptionSet
-from lightppo.distributed.device import compiling_at_first_call, on_cuda, report_memory
+from lightppo.distributed.device import (
+    compiling_at_first_call,
+    import_deepspeed,
+    on_cuda,
+    report_memory,
+)
 from lightppo.distributed.distributed import DistributedStrategy
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
@@ -404,6 +409,7 @@ class DeepspeedStrategy(DistributedStrategy):
             zero_config["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
         if self.zpg != 1 and zero_stage == 3:
             zero_config["zero_hpz_partition_size"] = self.zpg
+            share_groups_of_hpz()
         return config | {
             "managed_gradient_accumulation": False,
             "gradient_clipping": self.max_norm if max_norm is None else max_norm,
@@ -577,6 +583,21 @@ class DeepspeedStrategy(DistributedStrategy):
 
 
 @torch.no_grad()
+def share_groups_of_hpz() -> None:
+    """Let a second model have ``--zpg``, too: DeepSpeed 0.19 makes its groups while the first one loads, and only once."""
+    groups = import_deepspeed().utils.groups
+    create = groups._create_zero_param_parallel_group
+
+    def create_or_keep(size: int) -> None:
+        group = groups._get_zero_param_intra_parallel_group()
+        if group is None or dist.get_world_size(group) != size:
+            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+            create(size)
+
+    if create.__module__ == groups.__name__:
+        groups._create_zero_param_parallel_group = create_or_keep
+
+
 def average_into(
     model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None
 ) -> None:
