@@ -32,7 +32,7 @@ help:
 	@echo "make lint         ruff, and mypy over what users import"
 	@echo "make docs         write the generated pages of docs/, build the site into runs/site, check its links"
 	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
-	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
+	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3 and what bench-sequence says; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
 	@echo "make bench-async  seconds of a step with --max_staleness 1, beside the synchronous run and vLLM in process; QUICK=1 too"
 	@echo "make bench-sequence  memory and time of rows that several ranks hold together; QUICK=1 too"
@@ -130,6 +130,9 @@ bench: $(INSTALLED)
 bench-scaling bench-memory bench-staleness: bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/$*.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
+
+# What several ranks hold of a row is a question of memory, too.
+bench-memory: bench-sequence
 
 bench-sequence: $(INSTALLED)
 	$(BIN)/python benchmarks/sequence_parallel.py $(if $(QUICK),--quick) $(BENCH_ARGS)
