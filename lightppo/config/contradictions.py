@@ -165,9 +165,7 @@ _WITH_PIECES: dict[str, tuple[Any, ...]] = {
     "attn_implementation": ("auto", "sdpa"),
     "gradient_checkpointing_use_reentrant": (False,),
     "torch_compile": (False,),
-    "activation_offload": (False,),
     "batch_invariant": (False,),
-    "load_in_4bit": (False,),
     "aux_loss_coef": (0,),
 }
 

@@ -185,7 +185,6 @@ CONTRADICTIONS = [
             {"torch_compile": True},
             {"gradient_checkpointing_use_reentrant": True, "gradient_checkpointing": True},
             {"aux_loss_coef": 0.1},
-            {"load_in_4bit": True, "lora_rank": 2},
         )
     ),
     ({"sequence_parallel_size": 2, "buffer_limit": 127}, "buffer_limit", 8),

