@@ -113,7 +113,9 @@ class _Linear(torch.autograd.Function):
     def forward(context: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
         context.save_for_backward(hidden if context.needs_input_grad[1] else None, weight)
-        return onednn_linear(hidden, weight, bias)
+        output = onednn_linear(hidden, weight, bias)
+        # oneDNN gives a view of rows, which autograd does not let a model change in place (Gemma 3n).
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     @once_differentiable
