@@ -24,7 +24,7 @@ from lightppo.distributed.sequence_parallel import SequenceGroup
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
-from lightppo.models.attention.recurrent import is_mixer, why_not_by_segment
+from lightppo.models.attention.recurrent import has_mixers, why_not_by_segment
 from lightppo.models.attention.row_attention import PACKED_SDPA, has_alibi
 from lightppo.models.batches import (
     Batch,
@@ -499,6 +499,8 @@ def settle_packing(
     ]
     obstacle = next(filter(None, obstacles), None)
     if reason := next(filter(None, strategy.all_gather_object(obstacle)), None):
+        if divides:
+            reason = f"--sequence_parallel_size needs packed rows: {reason}"
         if packing_option or divides:
             raise PackingNotSupportedError(reason)
         for layout in layouts:
@@ -534,9 +536,12 @@ def settle_pieces(layout: PackedLayout, strategy: DeepspeedStrategy) -> str | No
     heads = model.config.get_text_config().num_attention_heads
     if heads % group.size:
         return f"{group.size} ranks cannot share out the {heads} attention heads of {name}"
-    if model.config._attn_implementation != PACKED_SDPA:
-        return f"{name} needs --attn_implementation sdpa, not {layout.own_attention}, and plain attention"
-    if any(is_mixer(module) for module in model.modules()):
+    attention = model.config._attn_implementation
+    if attention == "sdpa" or attention in _OF_FAMILIES:
+        return f"{name} attends by code of its own"
+    if attention != PACKED_SDPA:
+        return f"it needs --attn_implementation sdpa, not {attention}"
+    if has_mixers(model):
         return f"{name} has recurrent layers or convolutions, which mix positions"
     tokens = 4 * group.size + 1
     vocabulary = model.config.get_text_config().vocab_size

@@ -364,9 +364,12 @@ def run_by_segment(model: PreTrainedModel) -> None:
 
 def why_not_by_segment(model: PreTrainedModel) -> str | None:
     """Return why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
-    if any(isinstance(module, _BySegment) for module in model.modules()):
-        return None
-    return "their code is not known"
+    return None if has_mixers(model) else "their code is not known"
+
+
+def has_mixers(model: PreTrainedModel) -> bool:
+    """Tell whether :func:`run_by_segment` has taught recurrent layers of this model."""
+    return any(isinstance(module, _BySegment) for module in model.modules())
 
 
 class _BySegment(nn.Module):

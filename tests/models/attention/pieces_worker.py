@@ -8,18 +8,22 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from families.zoo import random_model
 from support.fake_liger import FakeLiger
 from support.late_streams import LateStreams
 
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.errors import UserError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel
 from lightppo.models.kernels.liger import put_kernels_in
 from lightppo.models.kernels.offload import ActivationOffload, OwnWeights
-from lightppo.models.packing import settle_pieces
+from lightppo.models.packing import settle_packing
 
+PACKED = SimpleNamespace(training=SimpleNamespace(packing_samples=True))  # of a config
 # prompt and response of each row: neither 2 nor 4 divides their sum; row 2 has the prompt of row 0
 ROWS = {"several": [(9, 3), (2, 11), (9, 5), (1, 1)], "one": [(13, 2)]}
 
@@ -70,7 +74,8 @@ def put_liger_in(model) -> FakeLiger:
     return fake
 
 
-def gradient(folder: str, kind: type, stage: int, options: dict, rows: str, divided: bool) -> dict:
+def gradient(model: Path, kind: type, stage: int, options: dict, rows: str, divided: bool) -> dict:
+    """What the model gives, and how a step of it changes the weights; without a folder it is of a family's name."""
     strategy = DeepspeedStrategy(
         max_norm=0.0,
         zero_stage=stage,
@@ -84,14 +89,17 @@ def gradient(folder: str, kind: type, stage: int, options: dict, rows: str, divi
     checkpoints = options.pop("checkpointing", False)
     offloads = options.pop("offloading", False)
     has_liger = options.pop("liger", False)
-    model = kind(folder, ds_config=ds_config, packing_samples=True, **options)
+    if model.exists():
+        model = kind(str(model), ds_config=ds_config, packing_samples=True, **options)
+    else:
+        model = kind(random_model(model.name), **options)
     fake = put_liger_in(model.hf_model) if has_liger else FakeLiger({})
     if checkpoints:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer, scheduler = strategy.prepare((model, optimizer, None))
     wrapper = getattr(model, "module", model)
-    assert settle_pieces(wrapper.layout, strategy) is None
+    settle_packing(PACKED, strategy, [wrapper], options.get("share_prompts", True))
     model.train()
     with strategy.gathered_parameters(model) as module:
         before = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -117,10 +125,13 @@ def main(folder: Path) -> None:
     kinds = {"actor": Actor, "critic": Critic, "reward": NewRewardModel}
     found = {}
     for name, (model, kind, stage, options, rows) in torch.load(folder / "cases.pt").items():
-        found[name] = [
-            gradient(str(folder / model), kinds[kind], stage, dict(options), rows, divided)
-            for divided in (False, True)
-        ]
+        case = folder / model, kinds[kind], stage
+        try:
+            found[name] = [
+                gradient(*case, dict(options), rows, divided) for divided in (False, True)
+            ]
+        except UserError as error:
+            found[name] = str(error)
     every = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, found)
     if torch.distributed.get_rank() == 0:
