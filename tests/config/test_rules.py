@@ -525,6 +525,8 @@ def test_the_same_options_on_fitting_ranks():
     config(buffer_limit=128).validate(world_size=4)
     config(zpg=4, zero_stage=3).validate(world_size=8)
     config(sequence_parallel_size=2, buffer_limit=128).validate(world_size=8)
+    in_4_bits = {"load_in_4bit": True, "lora_rank": 2, "activation_offload": True}
+    config(sequence_parallel_size=2, **in_4_bits).validate(world_size=2)
 
 
 def test_every_contradiction_is_told_at_once():
