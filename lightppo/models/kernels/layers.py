@@ -32,6 +32,8 @@ from lightppo.algorithms.masking import at_least_float32
 # batch has another shape. These numbers are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
+# a larger result is not in the processor's cache, and takes longer to transpose than a factor
+_TRANSPOSED_BYTES = 2 << 20
 # row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
 _ROWS_STEP = 8
 
@@ -53,6 +55,17 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if not left.is_contiguous() and left.shape[0] > right.shape[1]:
         return onednn_linear(right.t(), left).t()
     return onednn_linear(left, right.t())
+
+
+def weight_product(rows: Tensor, hidden_rows: Tensor) -> Tensor:
+    """Multiply ``rows.t() @ hidden_rows``: (T, N), (T, K) -> (N, K), the gradient of a weight, without a graph.
+
+    Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
+    """
+    result_bytes = rows.shape[1] * hidden_rows.shape[1] * rows.element_size()
+    if result_bytes <= _TRANSPOSED_BYTES or not by_onednn(rows, hidden_rows):
+        return product(rows.t(), hidden_rows).contiguous()
+    return onednn_linear(rows.t(), hidden_rows.t())
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -126,9 +139,7 @@ class _Linear(torch.autograd.Function):
         if context.needs_input_grad[0]:
             hidden_gradient = product(rows, weight).view(*gradient.shape[:-1], -1)
         if context.needs_input_grad[1]:
-            # Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
-            hidden_rows = hidden.reshape(-1, hidden.shape[-1])
-            weight_gradient = product(rows.t(), hidden_rows).contiguous()
+            weight_gradient = weight_product(rows, hidden.reshape(-1, hidden.shape[-1]))
         if context.needs_input_grad[2]:
             bias_gradient = rows.sum(0)
         return hidden_gradient, weight_gradient, bias_gradient
