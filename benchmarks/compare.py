@@ -1,10 +1,11 @@
 """TRL and lightppo on the same work, one after the other.
 
     make bench                 # or make bench QUICK=1: one measured iteration each
-    python benchmarks/compare.py [--workloads W1 W2] [--iterations 3] [--rounds 2]
+    python benchmarks/compare.py [--workloads W1 W2 W4] [--iterations 3] [--rounds 2]
 
 Makes model, tokenizer and prompts, installs TRL into environments of its own below the run's folder, runs both sides of
-each workload in turn and writes ``compare.json`` there. A machine shared with others changes its speed within minutes:
+each workload in turn and writes ``compare.json`` there. W4 has a real model, fetched from PyPI; without it W4 is left
+out. A machine shared with others changes its speed within minutes:
 several rounds let both sides see the same of it.
 """
 
@@ -22,8 +23,9 @@ from typing import Any
 
 from commands import REPO, Finished, run, tail
 from results import check_compare, compared, lightppo_iterations, side_result
-from workloads import SCALES, WORKLOADS, Workload, lightppo_flags
+from workloads import REAL_WORKLOADS, SCALES, WORKLOADS, Workload, lightppo_flags
 
+ALL_WORKLOADS = WORKLOADS | REAL_WORKLOADS
 # TRL's PPO was last in 1.12.0; the newer release serves the rest. torch first, so that nothing else chooses a build.
 TRL, TRL_OF_PPO = "trl==1.16.0", "trl==1.12.0"
 
@@ -140,6 +142,45 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
     return variables
 
 
+def make_real_assets(folder: Path, options: argparse.Namespace) -> bool:
+    """Fetch the model of W4 and make its prompts; tell whether that worked, and say so if not."""
+    model = ["--model", options.real_model] if options.real_model else []
+    command = [sys.executable, "benchmarks/real_assets.py", "--output_dir", folder / "smollm2"]
+    try:
+        run([*command, *model], log=folder / "logs" / "real_assets.log", timeout=1200)
+    except SystemExit as error:
+        print(f"{', '.join(REAL_WORKLOADS)} is left out, its model could not be had: {error}")
+        return False
+    return True
+
+
+def measure_workload(
+    workload: Workload,
+    scale: str,
+    folder: Path,
+    options: argparse.Namespace,
+    *,
+    kept: dict[str, Any],
+    peak: float,
+) -> dict[str, Any]:
+    """Run the sides of a workload in turn; a side that is not run is the one in ``kept``."""
+    assets = folder / ("smollm2" if workload.scale else "assets")
+    scale = workload.scale or scale
+    sides = {side: kept.get(workload.name, {}).get(side) for side in SIDES}
+    if lacking := [side for side in SIDES if side not in options.sides and sides[side] is None]:
+        raise SystemExit(
+            f"{folder / 'compare.json'} has no {workload.name} of {lacking[0]}: run it too"
+        )
+    runs: dict[str, list[Run]] = {side: [] for side in SIDES if side in options.sides}
+    for _ in range(options.rounds):
+        for side, of_side in runs.items():
+            of_side.append(SIDES[side](workload, scale, folder, options, assets))
+    for side, of_side in runs.items():
+        shares = side == "lightppo"  # a prompt goes through its models once for all samples
+        sides[side] = together(of_side, workload, scale, peak, shares_prompts=shares)
+    return compared(sides)
+
+
 def machine(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """This machine, with its matrix peak, measured in a process like the others."""
     log = folder / "logs" / "machine.log"
@@ -152,7 +193,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--workloads", nargs="+", choices=ALL_WORKLOADS, default=list(ALL_WORKLOADS)
+    )
     parser.add_argument("--sides", nargs="+", choices=("trl", "lightppo"), default=["trl", "lightppo"],
                         help="take the other side's numbers from the compare.json that is there")  # fmt: skip
     parser.add_argument(
@@ -171,6 +214,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run")
     parser.add_argument(
         "--trl", type=Path, help="folder with an unpacked TRL, instead of an environment of its own"
+    )
+    parser.add_argument(
+        "--real_model", type=Path, help="folder of W4's model, instead of a package"
     )
     parser.add_argument("--trl_of_ppo", type=Path, help="the same of the TRL that has PPO")
     options = parser.parse_args()
@@ -193,26 +239,19 @@ def main() -> None:
         "scale": scale,
         "date": datetime.date.today().isoformat(),
     }
-    for name in options.workloads:
-        sides = {side: kept.get(name, {}).get(side) for side in ("trl", "lightppo")}
-        if lacking := [side for side in SIDES if side not in options.sides and sides[side] is None]:
-            raise SystemExit(f"{result_file} has no {name} of {lacking[0]}: run it too")
-        runs: dict[str, list[Run]] = {side: [] for side in SIDES if side in options.sides}
-        for _ in range(options.rounds):
-            for side, of_side in runs.items():
-                of_side.append(
-                    SIDES[side](WORKLOADS[name], scale, folder, options, folder / "assets")
-                )
-        for side, of_side in runs.items():
-            shares = side == "lightppo"  # a prompt goes through its models once for all samples
-            sides[side] = together(
-                of_side, WORKLOADS[name], scale, about["peak_flops"], shares_prompts=shares
-            )
-        result["workloads"][name] = compared(sides)
+    wanted: list[str] = options.workloads
+    if any(name in REAL_WORKLOADS for name in wanted) and not make_real_assets(folder, options):
+        wanted = [name for name in wanted if name not in REAL_WORKLOADS]
+    for name in wanted:
+        result["workloads"][name] = measure_workload(
+            ALL_WORKLOADS[name], scale, folder, options, kept=kept, peak=about["peak_flops"]
+        )
         write(result_file, result)
     for name, entry in result["workloads"].items():
-        print(f"{name}: TRL {entry['trl']['seconds']:.1f} s, lightppo {entry['lightppo']['seconds']:.1f} s, "
-              f"ratio {entry['ratio']:.2f}")  # fmt: skip
+        trl, ours = entry["trl"], entry["lightppo"]
+        memory = ours["peak_memory_bytes"] / trl["peak_memory_bytes"]
+        print(f"{name}: TRL {trl['seconds']:.1f} s, lightppo {ours['seconds']:.1f} s, ratio {entry['ratio']:.2f}, "
+              f"peak memory {memory:.2f} of TRL's")  # fmt: skip
     print(f"{result_file}; the tables of docs/performance.md: python benchmarks/report.py --write")
 
 

@@ -32,7 +32,7 @@ from transformers import (
     AutoTokenizer,
     TrainerCallback,
 )
-from workloads import SCALES, WORKLOADS, Workload, trl_settings
+from workloads import REAL_WORKLOADS, SCALES, WORKLOADS, Workload, trl_settings
 
 
 class Watch:
@@ -205,13 +205,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    workloads = WORKLOADS | REAL_WORKLOADS
+    parser.add_argument("--workload", choices=workloads, required=True)
     parser.add_argument("--scale", choices=SCALES, default="cpu")
     parser.add_argument("--assets", type=Path, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    workload, scale = WORKLOADS[options.workload], SCALES[options.scale]
+    workload, scale = workloads[options.workload], SCALES[options.scale]
     with open(options.assets / f"{workload.name}.jsonl") as file:
         options.prompts = [json.loads(line)["input"] for line in file]
     options.settings = trl_settings(

@@ -87,12 +87,17 @@ SCALES = {
         micro_batch_tokens=16_384,
     ),
     "tiny": Scale(64, 2, 2, 1, 128, 640, (4, 16), 16, 1 / 8, micro_batch_tokens=256),
+    # of SmolLM2-135M-Instruct, whose answers end where they end
+    "smollm2": Scale(576, 30, 9, 3, 1536, 49_152, (1, 64), 32, 0.0),
 }
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Attributes: prompts per iteration, samples of each, epochs, samples per optimizer step, whether with critic."""
+    """Attributes: prompts per iteration, samples of each, epochs, samples per optimizer step, whether with critic.
+
+    ``scale`` is that of a real model, which does not change with the machine; its assets are of real_assets.py.
+    """
 
     name: str
     algorithm: str
@@ -102,6 +107,7 @@ class Workload:
     minibatch: int = 16
     critic: bool = False
     kl_coef: float = 0.05
+    scale: str | None = None
 
     @property
     def samples(self) -> int:
@@ -117,16 +123,22 @@ WORKLOADS = {
     "W1": Workload("W1", "PPO with critic and reference", 64, 1, critic=True),
     "W2": Workload("W2", "GRPO with reference", 16, 8),
 }
+# beside models of random weights; W3 is in asynchronous.py
+REAL_WORKLOADS = {
+    "W4": Workload("W4", "GRPO with reference, SmolLM2-135M-Instruct", 16, 8, scale="smollm2"),
+}
 
 # What makes lightppo fast and does not change what it computes; drawing by groups changes which samples share a step.
 SPEED_FLAGS: dict[str, list[str]] = {
     "W1": ["--packing_samples", "--micro_rollout_batch_size", "64"],
     "W2": ["--packing_samples", "--micro_rollout_batch_size", "128", "--shuffle", "groups"],
 }
+SPEED_FLAGS["W4"] = SPEED_FLAGS["W2"]
 _ALGORITHM_FLAGS = {
     "W1": ["--advantage_estimator", "gae", "--critic_learning_rate", str(LEARNING_RATE)],
     "W2": ["--advantage_estimator", "grpo", "--use_kl_loss", "--kl_estimator", "k3"],
 }
+_ALGORITHM_FLAGS["W4"] = _ALGORITHM_FLAGS["W2"]
 
 
 def prompt_texts(workload: Workload, scale: Scale, seed: int = SEED) -> list[str]:
@@ -137,6 +149,14 @@ def prompt_texts(workload: Workload, scale: Scale, seed: int = SEED) -> list[str
         " ".join(f"w{rng.choice(words)}" for _ in range(rng.randint(*scale.prompt_tokens)))
         for _ in range(workload.prompts)
     ]
+
+
+def questions(workload: Workload, seed: int = SEED) -> list[tuple[str, int]]:
+    """Return the questions of a real model, and their answers."""
+    rng = random.Random(f"{seed} {workload.name}")
+    pairs = [divmod(pair, 90) for pair in rng.sample(range(90 * 90), workload.prompts)]
+    pairs = [(a + 10, b + 10) for a, b in pairs]
+    return [(f"What is {a} plus {b}? Reply with the number only.", a + b) for a, b in pairs]
 
 
 def lightppo_flags(

@@ -63,6 +63,8 @@ class PolicyLossEntry(Entry):
     loss_agg_mode: str = "token-mean"  # the aggregation that it is defined with
     # What singles out tokens: a lightppo.algorithms.losses.SelectionFn.
     selection: str | Callable | None = None
+    # A token's loss is a multiple of its advantage: samples whose advantages are all 0 are not trained on.
+    linear_in_advantages: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
 
 _PPO = PolicyLossEntry(
     "ppo_policy_loss",
+    linear_in_advantages=True,
     options=(
         Option(
             "dual_clip", float | None, None,
@@ -229,6 +232,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
         "ppo": _PPO,
         "gspo": PolicyLossEntry(
             "gspo_policy_loss",
+            linear_in_advantages=True,
             eps_clip=(3e-4, 4e-4),
             loss_agg_mode="seq-mean-token-mean",
             options=_PPO.options,
@@ -236,16 +240,21 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
         ),
         "cispo": PolicyLossEntry(
             "cispo_policy_loss",
+            linear_in_advantages=True,
             eps_clip=(1.0, 4.0),
             metrics={
                 "weight_clip_ratio": "share of trained tokens whose importance weight cispo clips"
             },
         ),
         "gmpo": PolicyLossEntry(
-            "gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
+            "gmpo_policy_loss",
+            linear_in_advantages=True,
+            eps_clip=(0.4, 0.4),
+            loss_agg_mode="seq-mean-token-mean",
         ),
         "sapo": PolicyLossEntry(
             "sapo_policy_loss",
+            linear_in_advantages=True,
             eps_clip=None,
             loss_agg_mode="seq-mean-token-mean",
             options=(
@@ -256,6 +265,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
         ),
         "clip_cov": PolicyLossEntry(
             "clip_cov_policy_loss",
+            linear_in_advantages=True,
             eps_clip=(1.0, 1.0),
             options=(
                 Option(
@@ -290,7 +300,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             selection=f"{_SELECTION}:select_kl_cov",
             metrics=_SELECTED,
         ),
-        "gpg": PolicyLossEntry("gpg_policy_loss", eps_clip=None),
+        "gpg": PolicyLossEntry("gpg_policy_loss", linear_in_advantages=True, eps_clip=None),
         "cpgd": PolicyLossEntry(
             "cpgd_policy_loss",
             options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),

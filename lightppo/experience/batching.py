@@ -124,6 +124,7 @@ class StepPart:
     status_scale: float = 1.0
     loss_scale: float = 1.0  # factor of the loss beside the normalizer; 1 if the step was planned
     has_samples: bool = True  # False: a placeholder that only keeps the ranks' collectives level
+    trains: bool = True  # False: its gradient is known to be 0, only its numbers are wanted
 
 
 @dataclass
@@ -147,20 +148,34 @@ def normalizer_of(
 
 
 def plan_step(
-    micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0
+    micro_batches: Sequence[Experience],
+    ranks: Ranks,
+    *,
+    scale: float = 1.0,
+    silent: Sequence[Experience] = (),
 ) -> list[Experience]:
-    """Give this rank's micro batches the step's totals, and add placeholders up to the common count. Collective."""
-    counted = micro_batches or [Experience.placeholder(ranks.device)]
+    """Give this rank's micro batches the step's totals, and add placeholders up to the common count. Collective.
+
+    The ``silent`` ones have no gradient: they come first and do not train, but count as the others do.
+    """
+    counted = [*silent, *micro_batches] or [Experience.placeholder(ranks.device)]
     normalizer = normalizer_of(counted, ranks, scale)
-    total_count = ranks.all_reduce(len(micro_batches), "sum")
+    total_count = ranks.all_reduce(len(silent) + len(micro_batches), "sum")
     step_part = StepPart(normalizer, status_scale=total_count / ranks.world_size)
 
-    def placeholder() -> Experience:
-        empty_batch = Experience.placeholder(ranks.device)
-        return replace(empty_batch, part=replace(step_part, has_samples=False))
+    def leveled(batches: Sequence[Experience], part: StepPart) -> list[Experience]:
+        def placeholder() -> Experience:
+            empty_batch = Experience.placeholder(ranks.device)
+            return replace(empty_batch, part=replace(part, has_samples=False))
 
-    planned = [replace(micro_batch, part=step_part) for micro_batch in micro_batches]
-    return level(planned, ranks, filler=placeholder)
+        return level([replace(batch, part=part) for batch in batches], ranks, filler=placeholder)
+
+    return leveled(silent, replace(step_part, trains=False)) + leveled(micro_batches, step_part)
+
+
+def without_advantage(item: Experience) -> bool:
+    """Tell whether the advantages of a row are 0 at all trained tokens: a loss that is linear in them has no gradient."""
+    return not bool(cast(Tensor, item.advantages)[item.action_mask.bool()].any())
 
 
 def minibatches(
@@ -176,6 +191,7 @@ def minibatches(
     generator: torch.Generator,
     collate: Callable[[Sequence[Experience]], Experience],
     loss_scale: float = 1.0,
+    is_silent: Callable[[Experience], bool] | None = None,
 ) -> Iterator[Minibatch]:
     """Split this rank's rows into optimizer steps, every row into exactly one.
 
@@ -186,6 +202,8 @@ def minibatches(
         shuffle: draw single samples, or all samples of a prompt together; steps then split at most two prompts each.
         collate: rows → padded batch on the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
+        is_silent: of rows without a gradient, which are in micro batches that do not train; each rank that has rows
+            trains at least one, so that every parameter gets its gradient of 0.
     """
     steps = math.ceil(ranks.all_reduce(len(items), "sum") / train_batch_size)
     order = torch.randperm(len(items), generator=generator).tolist()
@@ -198,13 +216,22 @@ def minibatches(
         order.sort(key=lambda row: first_positions[prompts[row]])
     lengths = [item.row_lengths()[0] for item in items]
 
-    def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
-        """Return the micro batches of an optimizer step of these rows."""
+    def batches_of(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
         shared_prompts = [prompts[row] for row in rows if shares_prompts]
         row_lengths = [lengths[row] for row in rows]
         parts = layout.split(row_lengths, spec, ranks, shared_prompts)
-        batches = [collate([items[rows[i]] for i in part]) for part in parts]
-        return plan_step(batches, ranks, scale=loss_scale)
+        return [collate([items[rows[i]] for i in part]) for part in parts]
+
+    def planned(rows: Sequence[int], spec: MicroBatchSpec) -> list[Experience]:
+        """Return the micro batches of an optimizer step of these rows."""
+        if is_silent is None:
+            return plan_step(batches_of(rows, spec), ranks, scale=loss_scale)
+        silent_rows = {row for row in rows if is_silent(items[row])}
+        if len(silent_rows) == len(rows):
+            silent_rows -= {*rows[:1]}
+        silent = batches_of([row for row in rows if row in silent_rows], spec)
+        trained = batches_of([row for row in rows if row not in silent_rows], spec)
+        return plan_step(trained, ranks, scale=loss_scale, silent=silent)
 
     for rows in torch.tensor(order, dtype=torch.long).tensor_split(steps) if steps else ():
         step_rows = rows.tolist()

@@ -23,7 +23,13 @@ from lightppo.compat.own_steps import (
 from lightppo.config import PPOConfig
 from lightppo.config.rules import micro_batch_spec
 from lightppo.errors import ConfigError
-from lightppo.experience.batching import Minibatch, StepPart, minibatches, pass_generator
+from lightppo.experience.batching import (
+    Minibatch,
+    StepPart,
+    minibatches,
+    pass_generator,
+    without_advantage,
+)
 from lightppo.experience.experience import Experience
 from lightppo.experience.token_weights import token_weights
 from lightppo.logging.performance import minibatch_on_bar, progress_bar
@@ -249,18 +255,20 @@ class Update:
                     rows = set().union(*self.strategy.sequence_group.gather_object(rows))
                 sample = entropy_sample(experience, stride, rows)
         self.actor.train()
-        loss, metrics, log_probs, entropy = actor_loss(
-            self.actor,
-            experience,
-            part.normalizer,
-            loss_fn=self.policy_loss,
-            aggregate=self.aggregate,
-            options=self.config.loss,
-            terms=self.score_terms,
-            token_weights=self.token_weights,
-            sample=sample,
-        )
-        self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
+        with torch.set_grad_enabled(part.trains):
+            loss, metrics, log_probs, entropy = actor_loss(
+                self.actor,
+                experience,
+                part.normalizer,
+                loss_fn=self.policy_loss,
+                aggregate=self.aggregate,
+                options=self.config.loss,
+                terms=self.score_terms,
+                token_weights=self.token_weights,
+                sample=sample,
+            )
+        if part.trains:
+            self.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         if self.early_stop is not None:
             self.early_stop.add(metrics)
         self.callbacks.on_micro_batch(self, experience, log_probs, entropy)
@@ -366,6 +374,20 @@ class Update:
             generator=pass_generator(config.strategy.seed, step, epoch, self.ranks.get_rank()),
             collate=self.replay_buffer.collate_fn,
             loss_scale=float(config.rollout.generate_max_len),
+            is_silent=without_advantage if self.trains_advantages_alone() else None,
+        )
+
+    def trains_advantages_alone(self) -> bool:
+        """Tell whether a sample without advantage has no gradient: nothing but the policy loss is trained."""
+        loss = self.config.loss
+        return (
+            self.critic is None
+            and not (self.score_terms or self.loss_terms or self.has_own_steps)
+            and not (loss.entropy_coef > 0 or loss.aux_loss_coef > 0)
+            and self.strategy.sequence_group is None
+            and isinstance(self.policy_loss, PolicyLoss)  # none of a script
+            and self.policy_loss.entry.linear_in_advantages
+            and not any(self.overrides(name) for name in TRAINING_METHODS)
         )
 
     def critic_spec(self) -> Any | None:

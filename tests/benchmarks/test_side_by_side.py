@@ -8,6 +8,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,34 @@ def test_the_command_line_is_accepted_at_every_scale(workloads, name, scale):
     )
     config = parse_args(flags)
     assert config.model.bf16 == workloads.SCALES[scale].bf16
+
+
+def test_w4_is_w2_with_a_real_model(benchmark_script, workloads):
+    work, scale = workloads.REAL_WORKLOADS["W4"], workloads.SCALES["smollm2"]
+    config = parse_args(workloads.lightppo_flags(work, scale, Path("assets"), Path("run"), 2))
+    trl = workloads.trl_settings(work, scale, 2, cpu=True)
+    assert work.optimizer_steps == workloads.trl_optimizer_steps(trl) == 16
+    assert config.rollout.generate_max_len == trl["max_completion_length"] == 32
+    assert config.algorithm.init_kl_coef == trl["beta"] > 0
+    assert (config.model.bf16, trl["bf16"]) == (False, False)
+    assert round((scale.body_parameters + scale.head_parameters) / 1e6) == 134
+    questions = workloads.questions(work)
+    assert questions == workloads.questions(work)
+    assert len(set(questions)) == 16
+    numbers = [int(word.strip("?")) for word in questions[0][0].split() if word[0].isdigit()]
+    assert sum(numbers) == questions[0][1]
+
+
+def test_w4_is_left_out_without_its_model(benchmark_script, monkeypatch, tmp_path, capsys):
+    compare = benchmark_script("compare")
+
+    def no_network(*_, **__):
+        raise SystemExit("no network")
+
+    monkeypatch.setattr(compare, "run", no_network)
+    options = SimpleNamespace(real_model=None)
+    assert not compare.make_real_assets(tmp_path, options)
+    assert "W4 is left out, its model could not be had: no network" in capsys.readouterr().out
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

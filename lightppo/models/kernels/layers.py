@@ -10,8 +10,10 @@ compiles, the model's own code is compiled.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +34,8 @@ from lightppo.algorithms.masking import at_least_float32
 # batch has another shape. These numbers are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
+# a larger result is not in the processor's cache, and takes longer to transpose than a factor
+_TRANSPOSED_BYTES = 2 << 20
 # row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
 _ROWS_STEP = 8
 
@@ -53,6 +57,17 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if not left.is_contiguous() and left.shape[0] > right.shape[1]:
         return onednn_linear(right.t(), left).t()
     return onednn_linear(left, right.t())
+
+
+def weight_product(rows: Tensor, hidden_rows: Tensor) -> Tensor:
+    """Multiply ``rows.t() @ hidden_rows``: (T, N), (T, K) -> (N, K), the gradient of a weight, without a graph.
+
+    Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
+    """
+    result_bytes = rows.shape[1] * hidden_rows.shape[1] * rows.element_size()
+    if result_bytes <= _TRANSPOSED_BYTES or not by_onednn(rows, hidden_rows):
+        return product(rows.t(), hidden_rows).contiguous()
+    return onednn_linear(rows.t(), hidden_rows.t())
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -128,9 +143,7 @@ class _Linear(torch.autograd.Function):
         if context.needs_input_grad[0]:
             hidden_gradient = product(rows, weight).view(*gradient.shape[:-1], -1)
         if context.needs_input_grad[1]:
-            # Contiguous, as the weight is; otherwise every use of the gradient would transpose it.
-            hidden_rows = hidden.reshape(-1, hidden.shape[-1])
-            weight_gradient = product(rows.t(), hidden_rows).contiguous()
+            weight_gradient = weight_product(rows, hidden.reshape(-1, hidden.shape[-1]))
         if context.needs_input_grad[2]:
             bias_gradient = rows.sum(0)
         return hidden_gradient, weight_gradient, bias_gradient
@@ -140,6 +153,8 @@ class _Linear(torch.autograd.Function):
 
 PACKED_BYTES = 1 << 30
 """Larger models are not copied for decoding."""
+# Around smaller copies the process keeps its memory, because to get it anew takes longer than decoding gains.
+_GIVEN_BACK_BYTES = 1 << 28
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -185,6 +200,9 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     copied_bytes = sum(layer.weight.nbytes for layer in packed_layers)
     if copied_bytes > PACKED_BYTES or torch.is_grad_enabled():
         packed_layers = []
+    gives_back = bool(packed_layers) and copied_bytes > _GIVEN_BACK_BYTES
+    if gives_back:  # what the last training has freed
+        give_back_memory()
     for layer in packed_layers:
         layer.packed_weight = packed(layer.weight)
     try:
@@ -192,6 +210,14 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in packed_layers:
             del layer.packed_weight
+        if gives_back:
+            give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Let the system have what was freed: glibc keeps blocks below 32 MiB, too few of which fit the next phase."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 ROTARY = "apply_rotary_pos_emb"  # where an attention looks for its rotary embedding

@@ -29,6 +29,9 @@ from lightppo.models.batches import Batch, on_cpu, takes, to_device
 from lightppo.models.kernels import invariant, layers
 from lightppo.models.kernels.layers import is_plain_linear
 
+# 16 MB on a CPU: a few such buffers stay in its caches, and the process keeps their memory
+_CACHED_ELEMENTS = 1 << 22
+
 
 def linear_log_probs(
     hidden: Tensor,
@@ -129,26 +132,42 @@ def _score(
 ) -> Scores:
     """Score chunk by chunk over the tokens, without a graph."""
     is_single = len(hidden) <= plan.chunk_size
-    chunk_scores = []
+    size = _cached_count(hidden, plan.chunk_size, plan.columns)
     entropy_places = repeat(plan.entropy)
     if isinstance(plan.entropy, TokenPlaces):
-        entropy_places = plan.entropy.split(plan.chunk_size, len(hidden))
-    for hidden_chunk, label_chunk, entropy in zip(
-        hidden.split(plan.chunk_size), labels.split(plan.chunk_size), entropy_places
+        entropy_places = iter(plan.entropy.split(size, len(hidden)))
+    scores = []
+    for hidden_chunk, label_chunk in zip(
+        hidden.split(plan.chunk_size), labels.split(plan.chunk_size)
     ):
         logits = _logits(hidden_chunk, weight, bias, slice(0, plan.columns), plan)
-        chunk_scores.append(
-            _score_chunk(
-                logits,
-                label_chunk,
-                entropy,
-                keeps_softmax=for_backward and is_single,
-                needs_log_sum=for_backward,
+        for rows, row_labels in zip(logits.split(size), label_chunk.split(size)):
+            scores.append(
+                _score_chunk(
+                    rows,
+                    row_labels,
+                    next(entropy_places),
+                    keeps_softmax=for_backward and is_single,
+                    needs_log_sum=for_backward,
+                )
             )
-        )
-    if is_single:
-        return chunk_scores[0]
-    return tuple(None if part[0] is None else torch.cat(part) for part in zip(*chunk_scores))
+            if len(rows) < len(logits) and scores[-1][3] is not None:
+                rows.copy_(scores[-1][3])
+                scores[-1] = (*scores[-1][:3], rows)
+    if len(scores) == 1:
+        return scores[0]
+    joined = [None if part[0] is None else torch.cat(part) for part in list(zip(*scores))[:3]]
+    return joined[0], joined[1], joined[2], logits if for_backward and is_single else None
+
+
+def _cached_count(tensor: Tensor, count: int, width: int) -> int:
+    """Return how many of ``count`` rows of ``width`` numbers to work on at a time: a power of two, or all on a GPU."""
+    size = EVEN
+    while size > 1 and size * width > _CACHED_ELEMENTS:
+        size //= 2
+    return (
+        size if tensor.is_cpu and count * width > _CACHED_ELEMENTS and count % size == 0 else count
+    )
 
 
 def _logits(
@@ -214,24 +233,31 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, entropy, log_sum, log_softmax = context.saved_tensors
         plan: _Plan = context.plan
         wide_type = torch.promote_types(hidden.dtype, torch.float32)
-        hidden_gradient, weight_gradient, bias_gradient = (
+        hidden_gradient, bias_gradient = (
             saved_tensor.new_zeros(saved_tensor.shape, dtype=dtype) if is_needed else None
             for saved_tensor, dtype, is_needed in zip(
-                (hidden, weight, bias), (wide_type, None, None), context.needs_input_grad
+                (hidden, bias), (wide_type, None), context.needs_input_grad[::2]
             )
         )
+        weight_gradient = None
+        if context.needs_input_grad[1]:
+            weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            weight_gradient[plan.columns :] = 0
         if from_log_probs is None and from_entropy is None:
+            weight_gradient = None if weight_gradient is None else weight_gradient.zero_()
             return hidden_gradient, weight_gradient, bias_gradient, None, None
         from_log_probs, from_entropy = (
             None if gradient is None else (gradient / plan.temperature).unsqueeze(-1)
             for gradient in (from_log_probs, from_entropy)
         )
-        block_width = plan.columns  # a single block if log_softmax is kept
+        block_width = plan.columns  # a single block if log_softmax is kept and is small or on a GPU
         if log_softmax is None:
             block_width = max(1, evened(plan.chunk_size * plan.columns // len(hidden)))
+        if hidden.is_cpu and len(hidden) * block_width > _CACHED_ELEMENTS:
+            block_width = max(EVEN, evened(_CACHED_ELEMENTS // len(hidden)))
         for start in range(0, plan.columns, block_width):
             block = slice(start, min(start + block_width, plan.columns))
-            log_probs = log_softmax
+            log_probs = None if log_softmax is None else log_softmax[:, block]
             if is_recomputed := log_softmax is None:
                 log_probs = _logits(hidden, weight, bias, block, plan).sub_(log_sum.unsqueeze(-1))
             logit_gradient = _to_logits(
@@ -247,7 +273,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 bias_gradient[block] = logit_gradient.sum(0).to(bias.dtype)
             logit_gradient = logit_gradient.to(weight.dtype)
             if weight_gradient is not None:
-                weight_gradient[block] = layers.product(logit_gradient.t(), hidden)
+                weight_gradient[block] = layers.weight_product(logit_gradient, hidden)
             if hidden_gradient is not None:
                 hidden_gradient += layers.product(logit_gradient, weight[block])
         if hidden_gradient is not None:

@@ -105,6 +105,20 @@ def test_the_head_goes_through_it(library: list[int]) -> None:
         torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [0, 1 << 20], ids=["large", "small"])
+def test_the_gradient_of_a_weight_lies_as_the_weight(
+    library: list[int], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(layers, "_TRANSPOSED_BYTES", most)
+    for rows, hidden in (
+        (numbers(6, 40), numbers(6, 16)),
+        (numbers(6, 16), numbers(6, 40)[:, ::2]),
+    ):
+        gradient = layers.weight_product(rows, hidden)
+        assert gradient.is_contiguous()
+        torch.testing.assert_close(gradient, rows.t() @ hidden, rtol=1e-5, atol=1e-5)
+
+
 def test_what_onednn_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
     monkeypatch.setattr(layers, "onednn_linear", lambda *tensors: pytest.fail("must not be asked"))

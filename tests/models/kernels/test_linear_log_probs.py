@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightppo.algorithms import logprobs as head_module
 from lightppo.algorithms.logprobs import log_probs_and_entropy
 from lightppo.models.kernels import layers
+from lightppo.models.kernels import linear_log_probs as head_code
 from lightppo.models.kernels.linear_log_probs import TokenPlaces, linear_log_probs
 
 
@@ -223,6 +224,32 @@ def test_the_entropy_of_no_tokens():
         torch.ones(0, 5), torch.ones(11, 5), none, entropy=TokenPlaces(none, none)
     )
     assert (log_probs.shape, entropy.shape) == ((0,), (0,))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 16])
+@pytest.mark.parametrize("places", [None, [0, 8, 9, 40]])
+def test_pieces_that_stay_in_the_cache(monkeypatch, chunk_size, places):
+    """41 tokens and 520 words: 8 rows of the softmax at a time, 128 words of the gradient; only its sum rounds."""
+    hidden, weight, bias, labels, weights = inputs(41, 5, 520, scale=0.4)
+    entropy = True if places is None else TokenPlaces(torch.tensor(places), torch.tensor(places))
+    results, largest = [], []
+
+    class Softmax(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._log_softmax.default:
+                largest[-1] = max(largest[-1], len(args[0]))
+            return function(*args, **(kwargs or {}))
+
+    for elements in (1 << 22, 8 * 520):
+        monkeypatch.setattr(head_code, "_CACHED_ELEMENTS", elements)
+        largest.append(0)
+        with Softmax():
+            out = linear_log_probs(hidden, weight, labels, bias, 0.7, chunk_size, entropy)
+        results.append((out, gradients(out[:1], weights, (hidden, weight, bias))))
+    assert largest == ([41, 8] if chunk_size is None else [16, 8])
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(results[1][1], results[0][1])
 
 
 def test_a_gradient_may_be_taken_twice():

@@ -116,3 +116,20 @@ def test_weights_are_packed_for_decoding_only(
     monkeypatch.setattr(layers, "PACKED_BYTES", 1000)
     with torch.no_grad(), packed_weights(model):
         assert are_packed() == {False}
+
+
+@pytest.mark.parametrize(("least", "times"), [(0, 2), (1 << 28, 0)])
+def test_memory_is_given_back_around_large_copies(
+    causal_lm: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    least: int,
+    times: int,
+) -> None:
+    monkeypatch.setattr(layers, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(layers, "_GIVEN_BACK_BYTES", least)
+    calls, give_back = [], layers.give_back_memory
+    monkeypatch.setattr(layers, "give_back_memory", lambda: calls.append(give_back()))
+    model = Actor(causal_lm("qwen2")).model
+    with torch.no_grad(), packed_weights(model):
+        assert len(calls) == times / 2
+    assert calls == [None] * times
