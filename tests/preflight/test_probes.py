@@ -180,10 +180,10 @@ def test_a_mask_with_a_row_for_each_head_is_decoded(tiny_tokenizer):
 
 def test_a_family_without_a_cache_for_decoding_is_refused_at_the_start(tiny_tokenizer):
     engine, actor = decoding(MambaConfig(**MAMBA), tiny_tokenizer)
-    with pytest.raises(
-        ModelLoadError, match=r"--rollout_engine hf .* 'mamba': .* takes a DynamicCache"
-    ):
-        probes.check_decoding(engine, actor, Alone())
+    # since transformers 5.24 it takes one, and is wrong with it
+    reasons = "it fails: .* takes a DynamicCache|log probs while decoding differ by up to"
+    with pytest.raises(ModelLoadError, match=rf"--rollout_engine hf .* 'mamba': ({reasons})"):
+        probes.check_decoding(engine, actor, Alone(CPU))
 
 
 def test_a_cache_of_the_last_loop_alone_is_refused(tiny_tokenizer):
