@@ -50,7 +50,10 @@ def test_a_row_says_what_ran_and_how_it_ended(
     assert rows["newest"].endswith(": tests of data, models, 2 passed, 1 failed")
     assert f" | {versions.pinned()['torch']} | " in rows["pinned"]
     assert " passed" not in rows["lowest"] + rows["pinned"]  # nothing of them is stored
-    written = page.read_text()
+    (tmp_path / "again.xml").write_text(RESULTS.replace("<failure/>", ""))
+    versions.main(["newest", *(str(tmp_path / f"{name}.xml") for name in ("results", "again"))])
+    assert ": tests of data, models, 3 passed" in (written := page.read_text())
+    assert "failed" not in written
     versions.main([])
     assert page.read_text() == written
 
