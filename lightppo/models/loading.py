@@ -457,6 +457,13 @@ def fit_to_model(
             f"{flag} {path}: the tokenizer's largest id is {needed_rows - 1}, but the model has only {embedding_rows} "
             "embedding rows. If tokens were added, call model.resize_token_embeddings(len(tokenizer)) and save both"
         )
+    head = model.get_output_embeddings() if model.can_generate() else None  # Inkling2's is narrower
+    outputs = getattr(head, "out_features", needed_rows)
+    if needed_rows > outputs:
+        raise ModelLoadError(
+            f"{flag} {path}: the tokenizer's largest id is {needed_rows - 1}, but the model has logits of {outputs} ids "
+            "alone: choose the tokenizer of this model"
+        )
     model.config.pad_token_id = tokenizer.pad_token_id
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -60,6 +60,7 @@ from lightppo.plugin import REWARDS
 from lightppo.preflight.advice import check_positions, check_total_steps
 from lightppo.rewards.function import NO_LABELS, check_reward_files
 from lightppo.table import load
+from lightppo.version import too_old
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +223,8 @@ def before_imports(check: Callable[[], None], program: str) -> None:
     """Run a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
     if os.environ.get("RANK", "0") == "0":
         with exit_on_mistakes(program):
+            if outdated := too_old("torch", "transformers", "deepspeed", "datasets"):
+                raise ConfigError("\n".join(outdated))
             check()
 
 

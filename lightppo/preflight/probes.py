@@ -98,6 +98,13 @@ def check_decoding(engine: Any, actor: Any, strategy: Ranks) -> None:
     """
     if not isinstance(engine, HFRolloutEngine):
         return
+    # Dory: such a cache has other keys than a pass over the whole text, by less than coarse types round
+    text_config = actor.hf_model.config.get_text_config()
+    if getattr(text_config, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise ModelLoadError(
+            "--rollout_engine hf: with recurrent_kv_cache_mode 'last_loop' answers are sampled from other numbers than "
+            'those that train: set --override_config \'{"recurrent_kv_cache_mode": "per_loop"}\''
+        )
     if problem := _agreed(strategy, decoding_problem(engine, actor, strategy.device)):
         raise ModelLoadError(
             f"--rollout_engine hf does not work with model type {_type_of(actor)!r}: {problem}. Set --rollout_engine "

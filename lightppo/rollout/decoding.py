@@ -307,8 +307,13 @@ def slot_layer(layer: Any, span: Span) -> SlotLayer:
 
 def can_use_slots(config) -> bool:
     """Tell whether a :class:`SlotCache` can replace the model's cache: layers attend fully or in a sliding window, are
-    recurrent, or keep nothing."""
+    recurrent, or keep nothing, and none runs several times, which appends copies of layers to the cache."""
     text_config = config.get_text_config(decoder=True)
+    if (
+        max(getattr(text_config, loops, 1) for loops in ("n_recurrent_loops", "loop_num_passes"))
+        > 1
+    ):
+        return False
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
     chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
     layers = DynamicCache(config=config).layers

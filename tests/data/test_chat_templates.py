@@ -134,6 +134,20 @@ def test_arguments_are_written_once(tokenizer, template, form) -> None:
     assert '"arguments": {"x": 7, "why": null}}\n</tool_call>' in prompt.text
 
 
+@pytest.mark.parametrize("written", ["m.content", "m['content'] + ''", "m.content | trim"])
+def test_a_call_without_a_text(tokenizer, written) -> None:
+    """Releases of transformers differ in a None: the template sees it, or finds no content at all."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ WRITTEN }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]"
+        "{% endfor %}"
+    ).replace("WRITTEN", written)
+    without = {key: value for key, value in CALL.items() if key != "content"}
+    for call in (CALL, CALL | {"content": None}, without):
+        chat = checked_chat([USER, call, RESULT], "'prompt'")
+        text = PromptTemplate(tokenizer).render(chat).text
+        assert text.startswith(f'[{USER["content"]}][{{"name": "guess"'), text
+
+
 def test_a_template_that_would_write_python(tokenizer) -> None:
     tokenizer.chat_template = CHATML.replace(" | tojson + '}", " | string + '}")
     text = PromptTemplate(tokenizer).render(checked_chat(PLAYED, "'prompt'")).text

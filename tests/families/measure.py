@@ -33,6 +33,7 @@ READ_BY_VLLM = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 SECONDS = 300  # of a family
+VERSIONS = ("versions", "versions with vLLM")
 Cell = dict[str, str]  # "says": a word, and "why"
 
 
@@ -145,7 +146,8 @@ def main(words: list[str]) -> None:
         for column, cell in cells.items():
             print(f"{family} | {column} | {cell['says']} | {cell.get('why', '')}", flush=True)
         if asked.store:  # at once: it takes minutes
-            STORED.write_text(json.dumps(merged(stored(), {family: cells}), indent=1) + "\n")
+            found = merged(stored(), {family: cells}, asked.vllm)
+            STORED.write_text(json.dumps(found, indent=1) + "\n")
     if asked.into:
         asked.into.write_text(json.dumps(seen))
 
@@ -154,7 +156,9 @@ def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text()) if STORED.exists() else {"families": {}}
 
 
-def merged(before: dict[str, Any], seen: dict[str, dict[str, Cell]]) -> dict[str, Any]:
+def merged(
+    before: dict[str, Any], seen: dict[str, dict[str, Cell]], with_vllm: bool = False
+) -> dict[str, Any]:
     """With the new cells; families and columns in the code's order, others are gone."""
     from families.columns import COLUMNS
     from families.zoo import FAMILIES
@@ -166,7 +170,9 @@ def merged(before: dict[str, Any], seen: dict[str, dict[str, Cell]]) -> dict[str
         for name, row in rows.items()
     }
     about = {name: column.__doc__ for name, column in COLUMNS.items()}
-    return {"versions": versions(), "columns": about, "families": rows}
+    of_columns = {name: before[name] for name in VERSIONS if name in before}
+    of_columns[VERSIONS[with_vllm]] = versions()  # vLLM's column may be of older releases
+    return {**of_columns, "columns": about, "families": rows}
 
 
 def versions() -> dict[str, str]:

@@ -33,6 +33,10 @@ CAUSES = {
     "on the fused experts instead, which merging would lose. These layers get none.",
     "Gemma 3n": "divides by the size of embeddings: a pad token whose embedding is 0, as in a model from scratch, makes "
     "gradients in padded batches NaN. Packed rows have none.",
+    "Falcon, GPT-J, Mamba 2": "before transformers 5.24 the first two pad, and the third does not decode. Dory, BEAM, "
+    "Flint, Kolibri 1, Bailing hybrid, Inkling 2 and LFM3 are new in it.",
+    "Dory": 'with `recurrent_kv_cache_mode="last_loop"` its cache gives other numbers than the whole text, so `hf` refuses '
+    'it: set `--override_config \'{"recurrent_kv_cache_mode": "per_loop"}\'`.',
     "vLLM": "runs families without code of its own by transformers' class, which it changes in the process to compile it: "
     "they need `--enforce_eager`, the default without a GPU, or `--rollout_engine vllm_server`. Without a GPU it lacks code "
     "for Mamba 1, and for DeepSeek and Qwen3-Next in float32; a GPU was not tried. Whether `hf` can, column *decodes* says.",
@@ -52,10 +56,13 @@ def as_markdown(stored: Mapping[str, Any]) -> str:
     """Rows are families, then why a cell is not ``yes``."""
     rows = stored["families"]
     columns = list(max(rows.values(), key=len))
-    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    versions, of_vllm = (
+        ", ".join(f"{name} {version}" for name, version in stored[kind].items())
+        for kind in ("versions", "versions with vLLM")
+    )
     lines = ["column | what was compared", "---|---"]
     lines += [f"{column} | {about}" for column, about in stored["columns"].items()]
-    lines += ["", f"{len(rows)} families, by {versions}:", ""]
+    lines += ["", f"{len(rows)} families, by {versions}; vLLM's column by {of_vllm}:", ""]
     lines += [f"family | {' | '.join(columns)}", "|".join(["---"] * (len(columns) + 1))]
     for family, row in rows.items():
         cells = [shown(column, row.get(column, UNTRIED)) for column in columns]

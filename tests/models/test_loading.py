@@ -466,6 +466,12 @@ def test_tokenizer_must_fit_the_embedding(save_tokenizer: Save) -> None:
     path = save_tokenizer(**FULL)  # 19 entries, ids 0 to 18
     with pytest.raises(ModelLoadError, match=r"--pretrain .* 18 embedding rows"):
         get_tokenizer(path, llama(18))
+    narrow = llama(64)
+    narrow.lm_head = nn.Linear(
+        8, 18, bias=False
+    )  # as Inkling 2 has it: no logits of rows that only pad
+    with pytest.raises(ModelLoadError, match=r"largest id is 18, but the model has logits of 18 "):
+        get_tokenizer(path, narrow)
     tokenizer = get_tokenizer(path, llama(19))
     assert valid_vocab_size(tokenizer) == 19
     padded = llama(64)  # rows beyond the tokenizer are fine, and never to be sampled

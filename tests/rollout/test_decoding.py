@@ -166,6 +166,12 @@ def test_which_models_can(monkeypatch):
     chunked = LlamaConfig()
     chunked.attention_chunk_size = 8
     assert not can_use_slots(chunked)
+    for loops in (
+        "n_recurrent_loops",
+        "loop_num_passes",
+    ):  # Dory's, whose forward lengthens the cache; Inkling 2's
+        assert can_use_slots(LlamaConfig(**{loops: 1}))
+        assert not can_use_slots(LlamaConfig(**{loops: 2}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from lightppo.models.heads import head_names, value_head
 from lightppo.models.loading import load_causal_lm, load_config, load_sequence_classifier
 from lightppo.models.multimodal.parts import is_of_tower
 from lightppo.models.pretrained import open_tensors
+from lightppo.version import too_old
 from lightppo.zero3 import find_whole
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def check_peft() -> None:
         raise ModelLoadError(
             "--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft"
         )
+    if outdated := too_old("peft"):
+        raise ModelLoadError(f"--lora_rank and adapters: {outdated[0]}")
 
 
 def add_adapters(

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from families.zoo import random_model
 from peft import LoraConfig, get_peft_model
 from support.adapters import randomize_b
 from torch import nn
@@ -147,6 +148,19 @@ def test_alpha_over_rank_scales_the_change(causal_lm):
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_all_linear_leaves_out_experts_and_routers(family):
+    """peft 0.21's own `all-linear` adapts both, and a router that moves sends tokens to other experts."""
+    model = random_model(family)
+    chosen = ("all-linear",)
+    assert target_layers(model, chosen) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    actor = Actor(model)
+    add_adapters(actor, LoraOptions(rank=2, target_modules=chosen))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".self_attn." in name for name in trained)
 
 
 def test_all_linear_layers_but_the_head_by_default(causal_lm, classifier):
