@@ -144,7 +144,7 @@ def outcome(name: str, folder: Path) -> Outcome:
     rises = [late["score"] - early["score"] for early, late in zip(before, after, strict=True)]
     # a run that was stopped behind its last checkpoint has some steps twice
     seconds = [row.get("perf/time_step", 0.0) + row.get("perf/time_eval", 0.0) for row in metrics]
-    trained = {row["step"]: row.get("rollout/samples", 0) for row in metrics}
+    trained = {row["step"]: row["rollout/samples"] for row in metrics if "rollout/samples" in row}
     shown = next((i for i, rise in enumerate(rises) if rise > 0), 0)
     return Outcome(
         run=name,

@@ -59,7 +59,7 @@ def rows(words: str, count: int, seed: int) -> list[dict[str, object]]:
     ]
 
 
-def main(output_dir: Path, prompts: int = 1024, held_out: int = 256) -> None:
+def main(output_dir: Path, prompts: int = 512, held_out: int = 256) -> None:
     """Write ``prompts.jsonl`` and ``eval.jsonl``, which have no word in common.
 
     Args:
