@@ -6,7 +6,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet torch==2.13.0
-"$folder/venv/bin/pip" install --quiet transformers==5.24.0 gguf==0.19.0
+"$folder/venv/bin/pip" install --quiet transformers==5.24.0 gguf==0.19.0 accelerate==1.15.0
 cd "$folder"
 "$folder/venv/bin/python" -W ignore - 2>"$folder/stderr" <<'PYTHON' || { cat "$folder/stderr"; exit 1; }
 from importlib.metadata import version

@@ -224,9 +224,9 @@ def _check_gguf(path: Path, options: argparse.Namespace) -> None:
         raise ModelLoadError(
             f"{path} is a part of a model: join the parts with llama.cpp's `llama-gguf-split --merge` first"
         )
-    if find_spec("gguf") is None:
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise ModelLoadError(
-            f"{path}: reading GGUF files needs the package gguf: pip install 'lightppo[gguf]'"
+            f"{path}: reading GGUF files needs {' and '.join(missing)}: pip install 'lightppo[gguf]'"
         )
 
 
@@ -249,7 +249,7 @@ def open_gguf(path: Path) -> tuple[Any, Any]:
         check_loaded(read, loading_info, str(path), any_head=False)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     # What was read counts as quantized, and cannot be saved: its weights go into a new model, without a copy.
-    del read.config.quantization_config
+    vars(read.config).pop("quantization_config", None)  # older transformers have none
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     model.load_state_dict(read.state_dict(), assign=True)
@@ -285,8 +285,11 @@ def _as_in_the_file(tokenizer: Any, reader: Any) -> Any:
         # <|endoftext|> where the file names no unknown token: its id is beyond the embedding
         backend = Tokenizer.from_str(json.dumps(description | {"added_tokens": own_tokens}))
         template = tokenizer.chat_template
-        names = tokenizer.special_tokens_map
-        tokenizer = type(tokenizer)(tokenizer_object=backend, chat_template=template, **names)
+        tokenizer = type(tokenizer)(tokenizer_object=backend, chat_template=template)
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        token_id = _content(reader, f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(token_id)))
     if _content(reader, "tokenizer.ggml.pre") in _SPLIT_WITH_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [

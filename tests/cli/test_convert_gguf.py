@@ -211,9 +211,11 @@ def test_mistakes_of_the_command_line(tmp_path, capsys, monkeypatch):
         convert(path, tmp_path / "out", "--step", "2", "--part", "critic")
     assert "is a GGUF file: leave --step and --part out" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SystemExit):
         convert(path, tmp_path / "out")
-    assert "pip install 'lightppo[gguf]'" in capsys.readouterr().err
+    needs = "reading GGUF files needs gguf and accelerate: pip install 'lightppo[gguf]'"
+    assert needs in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["file", "folder"])
