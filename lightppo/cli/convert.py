@@ -1,4 +1,4 @@
-"""``lightppo convert``: a checkpoint of training → a Hugging Face folder. ``lightppo merge``: an adapter and its base.
+"""``lightppo convert``: a checkpoint or a GGUF file → a Hugging Face folder. ``lightppo merge``: an adapter and its base.
 
 Both take one process and no GPU.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from lightppo.checkpoint import layout
 from lightppo.config.cli import CommandParser, exit_on_mistakes
-from lightppo.data.folders import check_model, mistyped_path
+from lightppo.data.folders import check_model, file_problem, is_gguf, mistyped_path
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
 from lightppo.files import check_writable
 from lightppo.logging.report_page import options_of, recorded_path
@@ -30,10 +31,11 @@ def convert(arguments: Sequence[str], program: str = "lightppo convert") -> None
     """Write a model of a checkpoint; exit code 2 if there is no such checkpoint, or if it is damaged."""
     parser = CommandParser(
         program, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
-        "folder with its tokenizer. LoRA is merged; the folder also holds the adapter. Needs one process and no GPU."
+        "folder with its tokenizer. LoRA is merged; the folder also holds the adapter. A GGUF file becomes such a folder "
+        "too, in float32. Needs one process and no GPU."
     )  # fmt: skip
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
-                        "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20")  # fmt: skip
+                        "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20, or a .gguf file")  # fmt: skip
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
     parser.add_argument(
         "--step", type=int, help="step of the checkpoint, if CHECKPOINT is a run; default: the last"
@@ -48,9 +50,16 @@ def convert(arguments: Sequence[str], program: str = "lightppo convert") -> None
              "default: the one that the checkpoint names, if it is no URL")  # fmt: skip
     add_override(parser)
     options = parser.parse_args(arguments)
+    path = Path(options.checkpoint).expanduser()
     with exit_on_mistakes(program, UserError):  # before anything heavy is imported
-        if "://" not in options.checkpoint and not Path(options.checkpoint).expanduser().is_dir():
+        if is_gguf(path):
+            _check_gguf(path, options)
+        elif "://" not in options.checkpoint and not path.is_dir():
             raise _no_such_run(options.checkpoint)
+
+    if is_gguf(path):
+        _write(options.output, lambda: open_gguf(path), program)
+        return
 
     def model_and_tokenizer() -> tuple[Any, Any]:
         from lightppo.files import stage_to_local
@@ -189,6 +198,136 @@ def _no_such_run(run_path: str) -> CheckpointError:
     return CheckpointError(
         f"{run_path}: no such folder{mistyped_path(run_path)}. Name the --save_path of a run"
     )
+
+
+# -- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _check_gguf(path: Path, options: argparse.Namespace) -> None:
+    """Refuse a file that cannot be read, and options that only checkpoints have; torch is not needed."""
+    from importlib.util import find_spec
+
+    checkpoint_only = {
+        "--step": options.step,
+        "--part": None if options.part == "actor" else options.part,
+        "--base": options.base,
+        "--override_config": options.override_config,
+    }
+    if given := [flag for flag, value in checkpoint_only.items() if value is not None]:
+        raise ConfigError(f"{path} is a GGUF file: leave {' and '.join(given)} out")
+    if problem := file_problem(path):
+        raise ModelLoadError(f"{path} {problem}")
+    with path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise ModelLoadError(f"{path} is no GGUF file: download it again")
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name, re.IGNORECASE):
+        raise ModelLoadError(
+            f"{path} is a part of a model: join the parts with llama.cpp's `llama-gguf-split --merge` first"
+        )
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise ModelLoadError(
+            f"{path}: reading GGUF files needs {' and '.join(missing)}: pip install 'lightppo[gguf]'"
+        )
+
+
+def open_gguf(path: Path) -> tuple[Any, Any]:
+    """Return a GGUF file's causal LM in float32, and its tokenizer with the chat template."""
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.initialization import no_init_weights
+
+    from lightppo.models.loading import check_loaded, fit_to_model, quiet
+    from lightppo.models.pretrained import errors_name
+
+    print(plain(f"reading {path}"), flush=True)
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    with errors_name(str(path), "CHECKPOINT"), quiet():
+        read, loading_info = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, output_loading_info=True
+        )
+        check_loaded(read, loading_info, str(path), any_head=False)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    # What was read counts as quantized, and cannot be saved: its weights go into a new model, without a copy.
+    vars(read.config).pop("quantization_config", None)  # older transformers have none
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = read.generation_config
+    reader = GGUFReader(path)
+    tokenizer = _as_in_the_file(tokenizer, reader)
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(
+            f"{path} names no token that ends a text (tokenizer.ggml.eos_token_id)"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    fit_to_model(tokenizer, model, str(path), "CHECKPOINT")
+    for left_out in _left_out(reader, model.config, tokenizer):
+        print(plain(f"note: {left_out}"), flush=True)
+    return model, tokenizer
+
+
+# of tokenizer.ggml.pre: texts are split as GPT-2's, or as those with each digit alone
+_SPLIT_AS_GPT2 = ("gpt-2", "jais", "mpt", "olmo", "phi-2")
+_SPLIT_WITH_DIGITS = ("command-r", "refact", "smollm", "starcoder")
+
+
+def _as_in_the_file(tokenizer: Any, reader: Any) -> Any:
+    """Return the tokenizer without a token that transformers has made up, and with the file's digits and BOS."""
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    count = len(reader.get_field("tokenizer.ggml.tokens").data)
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    own_tokens = [token for token in description["added_tokens"] if token["id"] < count]
+    if own_tokens != description["added_tokens"]:
+        # <|endoftext|> where the file names no unknown token: its id is beyond the embedding
+        backend = Tokenizer.from_str(json.dumps(description | {"added_tokens": own_tokens}))
+        template = tokenizer.chat_template
+        tokenizer = type(tokenizer)(tokenizer_object=backend, chat_template=template)
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        token_id = _content(reader, f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(token_id)))
+    if _content(reader, "tokenizer.ggml.pre") in _SPLIT_WITH_DIGITS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    if _content(reader, "tokenizer.ggml.add_bos_token") and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def _content(reader: Any, key: str) -> Any:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def _left_out(reader: Any, config: Any, tokenizer: Any) -> Iterator[str]:
+    """Yield what the folder lacks of the model, each with what to do."""
+    if not tokenizer.chat_template:
+        yield "the file has no chat template, which --apply_chat_template needs"
+    names = [*reader.fields, *(tensor.name for tensor in reader.tensors)]
+    scaling = re.compile(r"rope\.scaling\.factor|rope_(freq|factor)s")
+    scaled = [name for name in names if scaling.search(name)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if scaled and rope.get("rope_type", "default") == "default":
+        yield (
+            f"the file scales its rotary positions ({scaled[0]}), which transformers' reader leaves out: copy "
+            "rope_parameters of the original model into config.json"
+        )
+    split = _content(reader, "tokenizer.ggml.pre")
+    pre_tokenizer = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"]
+    is_gpt2 = (pre_tokenizer or {}).get("type") == "ByteLevel"
+    if is_gpt2 and split not in (None, *_SPLIT_AS_GPT2):
+        yield (
+            f"the file splits texts as {split!r} does, and the folder as GPT-2 does: some texts get other tokens; copy "
+            "tokenizer.json of the original model"
+        )
 
 
 # -- what is where ---------------------------------------------------------------------------------------------------

@@ -61,6 +61,11 @@ def check_model(
                 f"{flag} {model_path} has no config.json, but folders in it have one: name one of "
                 f"{', '.join(inner_folders)}"
             )
+        if gguf_files := sorted(filter(is_gguf, folder.iterdir())):
+            raise ModelLoadError(
+                f"{flag} {model_path} has no config.json: `lightppo convert {gguf_files[0]} OUT` makes a folder to be named "
+                "here"
+            )
         content = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise ModelLoadError(
             f"{flag} {model_path} has no config.json: it is no Hugging Face model; it has {content}"
@@ -90,6 +95,10 @@ def _local_folder(path: str, flag: str, kind: str) -> Path | None:
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         return folder
+    if is_gguf(folder):
+        raise ModelLoadError(
+            f"{flag} {path} is a GGUF file: `lightppo convert {path} OUT` makes a folder of it, to be named here"
+        )
     if folder.is_file():
         parent = folder.parent
         if (parent / "config.json").is_file() or (parent / "tokenizer_config.json").is_file():
@@ -103,6 +112,11 @@ def _local_folder(path: str, flag: str, kind: str) -> Path | None:
         )
     check_on_hub(path, "model" if kind == "model" else "tokenizer", flag)
     return None
+
+
+def is_gguf(path: Path) -> bool:
+    """Tell whether this is a file of llama.cpp's format, by its name."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def _check_tokenizer_files(folder: Path, path: str, flag: str) -> None:

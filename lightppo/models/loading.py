@@ -131,7 +131,7 @@ def _load(
     hf_deepspeed.unset_hf_deepspeed_config()
     zero3_config = _zero3_config(load_options) if load_options.is_sharded else None
     has_head = not load_options.init_from_scratch
-    with errors_name(path, flag), _quiet():
+    with errors_name(path, flag), quiet():
         if load_options.init_from_scratch:
             # the same weights on all ranks; random numbers elsewhere stay
             with torch.random.fork_rng(devices=[]):
@@ -146,7 +146,7 @@ def _load(
                 path, config=config, output_loading_info=True, **loading_arguments
             )
             if loading_info["mismatched_keys"] or loading_info["missing_keys"]:
-                has_head = _check_loaded(model, loading_info, f"{flag} {path}", any_head)
+                has_head = check_loaded(model, loading_info, f"{flag} {path}", any_head)
     if zero3_config is not None:
         _restore_frequencies(model)
     if language_model is not None:
@@ -200,7 +200,7 @@ def check_language_model(
         )
 
 
-def _check_loaded(
+def check_loaded(
     model: PreTrainedModel, loading_info: dict[str, Any], model_name: str, any_head: bool
 ) -> bool:
     """Refuse a model that lacks weights, or has some in another shape; tell whether it has the head."""
@@ -277,7 +277,7 @@ def _restore_frequencies(model: nn.Module) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide load reports and progress bars: missing weights are checked here, and errors say more than a table."""
     verbosity = hf_logging.get_verbosity()
     shows_progress = hf_logging.is_progress_bar_enabled()

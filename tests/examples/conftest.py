@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from support.scripts import beside
 
-__all__ = ["quickstart", "rlhf"]
+__all__ = ["quickstart", "real", "rlhf"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,4 +26,11 @@ def quickstart() -> Iterator[Callable[[str], ModuleType]]:
 def rlhf() -> Iterator[Callable[[str], ModuleType]]:
     """The same of ``examples/rlhf``."""
     with beside(EXAMPLES / "rlhf"):
+        yield importlib.import_module
+
+
+@pytest.fixture
+def real() -> Iterator[Callable[[str], ModuleType]]:
+    """The same of ``examples/real``."""
+    with beside(EXAMPLES / "real"):
         yield importlib.import_module
