@@ -235,7 +235,7 @@ def staleness_block(data: dict[str, Any]) -> str:
             f"{data['date']}: the quickstart's task from its supervised model, {steps} steps of 256 samples, 4 optimizer "
             "steps each. Accuracy on held-out prompts at temperature 1: means over seeds, ± standard error. *Ahead* "
             "samples in process, before the step before is trained. Equal time: a step ahead takes "
-            f"{data['ratio']:.2f} of a synchronous one, as *plain* above.",
+            f"{data['ratio']:.2f} of a synchronous one, as *plain* did that day.",
             table(head, rows),
         ]
     )
