@@ -133,8 +133,7 @@ SPEED_FLAGS: dict[str, list[str]] = {
     "W1": ["--packing_samples", "--micro_rollout_batch_size", "64"],
     "W2": ["--packing_samples", "--micro_rollout_batch_size", "128", "--shuffle", "groups"],
 }
-# 64 rows at a time: the keys and values of 128 would make decoding the peak of memory
-SPEED_FLAGS["W4"] = ["--packing_samples", "--micro_rollout_batch_size", "64", "--shuffle", "groups"]
+SPEED_FLAGS["W4"] = SPEED_FLAGS["W2"]
 _ALGORITHM_FLAGS = {
     "W1": ["--advantage_estimator", "gae", "--critic_learning_rate", str(LEARNING_RATE)],
     "W2": ["--advantage_estimator", "grpo", "--use_kl_loss", "--kl_estimator", "k3"],

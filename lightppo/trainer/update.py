@@ -41,7 +41,6 @@ from lightppo.logging.step_metrics import (
 )
 from lightppo.models.actor import ActionScores
 from lightppo.models.batches import layout_of_all
-from lightppo.models.kernels.layers import give_back_memory
 from lightppo.ranks import Ranks
 from lightppo.rollout.sampler import nothing_scored
 from lightppo.trainer.distillation import TEACHER, score_term
@@ -145,9 +144,6 @@ class Update:
         self.samples.begin(self.replay_buffer.items)
         statuses = []  # of each optimizer step
         with self.timer("train"):
-            give_back_memory(
-                sum(weight.nbytes for weight in self.actor.parameters() if weight.is_cpu)
-            )
             for epoch in range(self.max_epochs):
                 plan = self.minibatches(global_steps, epoch)
                 text = f"train, epoch {epoch + 1}/{self.max_epochs}"

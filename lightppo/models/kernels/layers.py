@@ -153,7 +153,7 @@ class _Linear(torch.autograd.Function):
 
 PACKED_BYTES = 1 << 30
 """Larger models are not copied for decoding."""
-# With smaller weights the process keeps its memory, because to get it anew takes longer than what is gained.
+# Around smaller copies the process keeps its memory, because to get it anew takes longer than decoding gains.
 _GIVEN_BACK_BYTES = 1 << 28
 
 
@@ -200,8 +200,9 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     copied_bytes = sum(layer.weight.nbytes for layer in packed_layers)
     if copied_bytes > PACKED_BYTES or torch.is_grad_enabled():
         packed_layers = []
-    if packed_layers:  # what the last training has freed
-        give_back_memory(copied_bytes)
+    gives_back = bool(packed_layers) and copied_bytes > _GIVEN_BACK_BYTES
+    if gives_back:  # what the last training has freed
+        give_back_memory()
     for layer in packed_layers:
         layer.packed_weight = packed(layer.weight)
     try:
@@ -209,19 +210,13 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in packed_layers:
             del layer.packed_weight
-        if packed_layers:
-            give_back_memory(copied_bytes)
+        if gives_back:
+            give_back_memory()
 
 
-def give_back_memory(weights: int) -> None:
-    """Let the system have what was freed: glibc keeps blocks below 32 MiB, too few of which fit the next phase.
-
-    Args:
-        weights: bytes of those on the CPU; with few of them memory is kept.
-    """
-    if weights <= _GIVEN_BACK_BYTES or sys.platform != "linux":
-        return
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+def give_back_memory() -> None:
+    """Let the system have what was freed: glibc keeps blocks below 32 MiB, too few of which fit the next phase."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
