@@ -89,10 +89,14 @@ def compare_block(data: dict[str, Any]) -> str:
                 else ["", ""]
             )
             rows.append([*cells, *ratios])
-    iterations = [len(entry["trl"]["iterations"]) for entry in data["workloads"].values()]
-    count = f" Median of {min(iterations)} iterations after a warm-up." if min(iterations) > 1 else (
-        " One iteration after a warm-up: this shows that the benchmark works, no more."
-    )  # fmt: skip
+    iterations = {
+        name: len(entry["trl"]["iterations"]) for name, entry in data["workloads"].items()
+    }
+    counts = " and ".join(
+        f"{number} for {', '.join(name for name in iterations if iterations[name] == number)}"
+        for number in sorted(set(iterations.values()), reverse=True)
+    )
+    count = f" Median of the iterations after a warm-up: {counts}."
     versions = "; ".join(
         dict.fromkeys(
             f"{name} with {entry['trl']['version']}" for name, entry in data["workloads"].items()
