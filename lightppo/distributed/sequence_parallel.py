@@ -47,16 +47,24 @@ class SequenceGroup:
         number, rank = divmod(dist.get_rank(), size)
         return cls(size, rank, groups[number])
 
-    def to_heads(self, states: Tensor) -> Tensor:
-        """Exchange positions for heads: (1, H, T / S, D) of all heads -> (1, H' / S, T, D) of all positions.
+    def to_heads(self, *states: Tensor) -> list[Tensor]:
+        """Exchange positions for heads: each (1, H, T / S, D) of all heads -> (1, H' / S, T, D) of all positions.
 
         Heads of keys are repeated where there are fewer than ranks: H' is the least multiple of H that S divides.
+        All go in one message, as on short pieces the number of messages is what takes time.
         """
-        heads = states.shape[1]
-        states = states.repeat_interleave(math.lcm(heads, self.size) // heads, 1)
-        parts = states[0].unflatten(0, (self.size, -1))  # (S, H' / S, T / S, D)
-        parts = _AllToAll.apply(parts, self.group)  # the same, of each piece
-        return parts.transpose(0, 1).flatten(1, 2)[None]
+        parts = []  # of each: (S, H' / S, T / S, D)
+        for state in states:
+            heads = state.shape[1]
+            state = state.repeat_interleave(math.lcm(heads, self.size) // heads, 1)
+            parts.append(state[0].unflatten(0, (self.size, -1)))
+        joined = torch.cat([part.flatten(1) for part in parts], 1)
+        received = _AllToAll.apply(joined, self.group)  # the same, of each piece
+        lengths = [part[0].numel() for part in parts]
+        return [
+            of_pieces.view(part.shape).transpose(0, 1).flatten(1, 2)[None]
+            for of_pieces, part in zip(received.split(lengths, 1), parts)
+        ]
 
     def to_positions(self, states: Tensor) -> Tensor:
         """Exchange heads for positions: (1, T, H / S, D) -> (1, T / S, H, D)."""

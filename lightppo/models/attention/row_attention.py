@@ -46,7 +46,7 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     plan = plan_of(attention_mask, query.device)
     if plan.group is not None:
-        query, key, value = map(plan.group.to_heads, (query, key, value))
+        query, key, value = plan.group.to_heads(query, key, value)
     if query.shape[2] != plan.tokens:
         raise ValueError(
             f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}"
