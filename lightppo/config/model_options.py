@@ -24,7 +24,8 @@ class ModelConfig(Section, of="weights"):
     )
     ref_pretrain: str | None = kl(None, "Reference model. None: the initial actor.")
     critic_pretrain: str | None = critic(
-        None, "Critic. None: the first --reward_pretrain, or --pretrain if there is none."
+        None,
+        "Critic. None: the first --reward_pretrain, or --pretrain if there is none, whose values are 0 at first.",
     )
     init_critic_from_actor: bool = critic(
         False, "Start the critic from --pretrain, even with a reward model."

@@ -59,6 +59,7 @@ class SequenceRegressor(PretrainedWrapper):
     """A one-output sequence classifier, called position by position."""
 
     kind: Literal["critic", "reward"]  # which checkpoints a subclass takes
+    draws_head: bool  # else a new head is 0
 
     def __init__(
         self,
@@ -68,7 +69,9 @@ class SequenceRegressor(PretrainedWrapper):
         **options: Any,
     ) -> None:
         super().__init__(
-            pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options
+            pretrain_or_model,
+            partial(load_sequence_classifier, kind=self.kind, draws_head=self.draws_head),
+            **options,
         )
         _, head = value_head(self.model)
         if head.out_features != 1:
@@ -112,12 +115,14 @@ class SequenceRegressor(PretrainedWrapper):
 class Critic(SequenceRegressor):
     """Values of the positions from which actions are predicted; (x - mean) / std with ``normalize_reward``.
 
-    Built from a causal LM (with a new head), a reward model or another critic, and saved as a plain
-    ``AutoModelForSequenceClassification`` checkpoint. ``options`` as for :class:`lightppo.models.actor.Actor` and
-    :func:`lightppo.models.loading.load_sequence_classifier`.
+    Built from a causal LM, a reward model or another critic, and saved as a plain
+    ``AutoModelForSequenceClassification`` checkpoint. The new head of a causal LM is 0, and so are its first values: a
+    drawn one makes values as large as hidden states are, far from all returns. ``options`` as for
+    :class:`lightppo.models.actor.Actor` and :func:`lightppo.models.loading.load_sequence_classifier`.
     """
 
     kind = "critic"
+    draws_head = False
 
     def forward(
         self,
@@ -166,6 +171,7 @@ class RewardModel(SequenceRegressor):
     """
 
     kind: Literal["critic", "reward"] = "reward"
+    draws_head = True
 
     @property
     def row_form(self) -> RowForm | None:

@@ -39,20 +39,17 @@ def head_names(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if module is head}
 
 
+def drawn_head(model: PreTrainedModel, seed: int) -> Tensor:
+    """Return a weight (1, hidden) of N(0, 1/(hidden + 1)) (arXiv:2009.01325)."""
+    features = value_head(model)[1].in_features
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, features, generator=generator) / math.sqrt(features + 1)
+
+
 @torch.no_grad()
-def set_value_head(
-    model: PreTrainedModel,
-    weight: Tensor | None,
-    *,
-    seed: int,
-) -> None:
-    """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) for None; a bias becomes 0."""
+def set_value_head(model: PreTrainedModel, weight: Tensor) -> None:
+    """Set the head to ``weight`` (1, hidden); a bias becomes 0."""
     _, head = value_head(model)
-    if weight is None:
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, head.in_features, generator=generator) / math.sqrt(
-            head.in_features + 1
-        )
     gathered_weights: AbstractContextManager = nullcontext()
     if hasattr(head.weight, "ds_id"):  # a ZeRO-3 shard
         import deepspeed

@@ -34,7 +34,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.files import stage_to_local
 from lightppo.models.adapters.quantised import quantise
 from lightppo.models.attention.row_attention import resolve_attn_implementation
-from lightppo.models.heads import head_from_checkpoint, head_names, set_value_head
+from lightppo.models.heads import drawn_head, head_from_checkpoint, head_names, set_value_head
 from lightppo.models.multimodal.parts import is_of_tower
 from lightppo.models.multimodal.whole_checkpoint import Whole
 from lightppo.models.pretrained import (
@@ -70,34 +70,37 @@ def load_sequence_classifier(
     kind: Literal["critic", "reward"],
     value_head_prefix: str = "score",
     init_value_head: bool | None = None,
+    draws_head: bool = False,
     flag: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a model with a one-output head (critic, reward) from a classifier, a value-head model or a plain causal LM.
 
-    If a critic's checkpoint has no head (``init_value_head``: in any case), a new one is drawn from N(0, 1/(hidden +
-    1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
-    ``score``.
+    If a critic's checkpoint has no head (``init_value_head``: in any case), a new one is 0, or with ``draws_head`` of
+    N(0, 1/(hidden + 1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the
+    checkpoint, e.g. ``score``.
     """
     load_options = LoadOptions(**options)
     flag = flag or f"--{kind}_pretrain"
     path, config = read_config(path, flag, load_options)
     config.num_labels = 1
     head_weight = None
-    draws_head = load_options.init_from_scratch or bool(init_value_head)
-    if not draws_head:
+    is_new = load_options.init_from_scratch or bool(init_value_head)
+    if not is_new:
         with errors_name(path, flag):
             head_weight = head_from_checkpoint(path, value_head_prefix, kind, flag)
     auto_class = AutoModelForSequenceClassification
     any_head = bool(init_value_head)
     model, has_head = _load(auto_class, path, config, flag, load_options, any_head)
-    if head_weight is None and not draws_head:
+    if head_weight is None and not is_new:
         if has_head:
             return model
         if kind == "reward" or init_value_head is False:
             reason = " and init_value_head is False" if init_value_head is False else ""
             raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight{reason}")
-    set_value_head(model, head_weight, seed=load_options.seed)
+    if head_weight is None:
+        head_weight = drawn_head(model, load_options.seed) if draws_head else torch.zeros(())
+    set_value_head(model, head_weight)
     return model
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]
@@ -113,7 +113,7 @@ def test_critic_from_a_causal_lm_saves_as_a_plain_classifier(
 ) -> None:
     sequences, mask, _ = ragged
     causal_lm(family).save_pretrained(tmp_path / "lm")
-    critic = Critic(str(tmp_path / "lm"))
+    critic = Critic(str(tmp_path / "lm"), draws_head=True)
     critic.model.save_pretrained(tmp_path / "critic")
     options = {
         "output_loading_info": True,
@@ -132,15 +132,25 @@ def test_critic_from_a_causal_lm_saves_as_a_plain_classifier(
         torch.testing.assert_close(again(row[None]), critic(row[None]), atol=1e-6, rtol=1e-6)
 
 
-def test_new_head_is_normal_with_the_documented_variance(
+def test_a_new_head_of_a_critic_is_zero_and_learns(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    critic = Critic(str(tmp_path))
+    values = critic(torch.tensor([[5, 6, 7]]))
+    assert values.tolist() == [[0.0, 0.0, 0.0]]
+    (values - 1).square().sum().backward()
+    assert critic.model.score.weight.grad.abs().sum() > 0
+
+
+def test_new_head_of_a_reward_model_is_normal_with_the_documented_variance(
     causal_lm: MakeModel, tmp_path: Path
 ) -> None:
     causal_lm().save_pretrained(tmp_path)
     torch.manual_seed(123)
-    first = Critic(str(tmp_path), seed=7).model.score.weight
+    first = NewRewardModel(str(tmp_path), seed=7).model.score.weight
     torch.manual_seed(456)
-    assert torch.equal(Critic(str(tmp_path), seed=7).model.score.weight, first)  # its own generator
-    assert not torch.equal(Critic(str(tmp_path), seed=8).model.score.weight, first)
+    again = NewRewardModel(str(tmp_path), seed=7).model.score.weight
+    assert torch.equal(again, first)  # its own generator
+    assert not torch.equal(NewRewardModel(str(tmp_path), seed=8).model.score.weight, first)
     # torch.randn with the seed, times 1 / sqrt(32 + 1)
     expected = torch.randn(1, 32, generator=torch.Generator().manual_seed(7)) / 33**0.5
     torch.testing.assert_close(first, expected)

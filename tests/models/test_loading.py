@@ -28,7 +28,7 @@ from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.batches import decoder_layers
-from lightppo.models.critic import Critic, RewardModel
+from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.models.kernels.liger import use_liger_kernels
 from lightppo.models.kernels.offload import offloading
 from lightppo.models.loading import (
@@ -228,7 +228,9 @@ def test_init_from_scratch_needs_only_a_config_and_is_seeded(
     other = load_causal_lm(str(tmp_path), init_from_scratch=True, seed=2)
     assert torch.equal(first.lm_head.weight, again.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    critics = [Critic(str(tmp_path), init_from_scratch=True, seed=s).model for s in (1, 1, 2)]
+    critics = [
+        NewRewardModel(str(tmp_path), init_from_scratch=True, seed=s).model for s in (1, 1, 2)
+    ]
     for name, weight in critics[0].named_parameters():
         assert torch.equal(weight, critics[1].get_parameter(name)), name
     assert not torch.equal(critics[0].score.weight, critics[2].score.weight)
@@ -389,7 +391,10 @@ def test_loading_under_zero3(
     # The packed forward of the sharded engines, with checkpointing, against one padded process of plain torch.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightppo.models.wrapper.fuse", lambda model: None)
-        actor, critic = Actor(str(tmp_path / "llama")), Critic(str(tmp_path / "llama"), seed=7)
+        actor, critic = (
+            Actor(str(tmp_path / "llama")),
+            Critic(str(tmp_path / "llama"), seed=7, draws_head=True),
+        )
     for wrapper in (actor, critic):
         name = type(wrapper).__name__
         out = wrapper(sequences, num_actions, mask)

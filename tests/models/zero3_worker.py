@@ -66,12 +66,14 @@ def main(folder: Path, rank: int) -> None:
     seen["scratch"] = look(
         Actor(f"{folder}/llama", ds_config=DS_CONFIG, init_from_scratch=True).model
     )
-    critic = Critic(f"{folder}/llama", ds_config=DS_CONFIG, seed=7, packing_samples=True)
+    critic = Critic(
+        f"{folder}/llama", ds_config=DS_CONFIG, seed=7, packing_samples=True, draws_head=True
+    )
     seen["critic"] = look(critic.model)
     seen["reward"] = look(
         RewardModel(f"{folder}/reward", ds_config=DS_CONFIG, value_head_prefix="value_head").model
     )
-    plain = Critic(f"{folder}/llama", seed=7)
+    plain = Critic(f"{folder}/llama", seed=7, draws_head=True)
     seen["zero3_after_plain"] = is_deepspeed_zero3_enabled()
     seen["plain_head"] = plain.model.score.weight.detach().clone()
 

@@ -155,7 +155,7 @@ def test_plain_transformers_reads_what_is_exported(run, padded_by, tmp_path, mon
     reward_model = RewardModel(str(tmp_path / "rm"))
     assert_plain_transformers_reads(tmp_path / "rm", reward_model, monkeypatch)
 
-    critic = Critic(padded_by)
+    critic = Critic(padded_by, draws_head=True)
     tokenizer = get_tokenizer(padded_by, critic)
     save_model(Alone(), critic, tokenizer, tmp_path / "critic")
     assert_plain_transformers_reads(tmp_path / "critic", critic, monkeypatch)

@@ -35,7 +35,7 @@ def plain(script, tiny_model) -> dict[str, dict[str, torch.Tensor]]:
 
     samples, tokens = script.make_samples(), 0
     actor = AutoModelForCausalLM.from_pretrained(tiny_model)
-    critic = Critic(tiny_model)
+    critic = Critic(tiny_model, draws_head=True)
     policy = value = kl = 0.0
     for s in samples:
         tokens += int(s.action_mask.sum())

@@ -136,7 +136,7 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
     torch.manual_seed(0)
     ds_config = strategy.get_ds_train_config() | {"zero_allow_untested_optimizer": True}
     actor = Actor(model_path, temperature=TEMPERATURE, ds_config=ds_config, packing_samples=True)
-    critic = Critic(model_path, ds_config=ds_config, packing_samples=True)
+    critic = Critic(model_path, ds_config=ds_config, packing_samples=True, draws_head=True)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (actor, critic)]
     actor_parts, critic_parts = strategy.prepare(
         (actor, optimizers[0], None), (critic, optimizers[1], None)

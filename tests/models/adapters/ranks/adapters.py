@@ -382,7 +382,9 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     ids, mask = ragged(0)
     for options in CKPT.values():
         role = make_strategy(**options)
-        critic = Critic(path, ds_config=role.get_ds_train_config(), bf16=role.bf16, **LOAD)
+        critic = Critic(
+            path, ds_config=role.get_ds_train_config(), bf16=role.bf16, draws_head=True, **LOAD
+        )
         add_adapters(critic, OPTIONS, seed=4)
         before = {n: p.requires_grad for n, p in critic.named_parameters()}
         assert all(
