@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings with a backward pass of their own: the same model, in place."""
+"""Norms, MLPs and rotary embeddings with a backward pass of their own: the same model, in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
-from lightppo.models.kernels.layers import fuse, own_code, rms_norm, rotary, same_code
+from lightppo.models.kernels.layers import (
+    fuse,
+    gated_silu,
+    own_code,
+    rms_norm,
+    rotary,
+    same_code,
+)
 from lightppo.models.wrapper import compile_layers
 
 Call = Callable[..., tuple[Tensor, ...]]
@@ -32,6 +39,11 @@ def llama_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
 
 CALLS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {
     "rms_norm": (lambda x, w: (rms_norm(x, w, EPS),), llama_norm, [(2, 3, 8), (8,)]),
+    "gated_silu": (
+        lambda gate, up: (gated_silu(gate, up),),
+        lambda gate, up: (nn.functional.silu(gate) * up,),
+        [(2, 3, 8)] * 2,
+    ),
     "rotary": (rotary, apply_rotary_pos_emb, [(2, 4, 3, 8)] * 2 + [(2, 3, 8)] * 2),
 }
 
@@ -117,9 +129,15 @@ def class_names(model: nn.Module) -> list[str]:
     return [type(module).__name__.removeprefix("CPU") for module in model.modules()]
 
 
-BOTH = {"RMSNorm", "Rotary"}
-KINDS = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen2_moe", "mixtral"), BOTH)
-KINDS |= {"gemma": {"Rotary"}, "gemma2": {"Rotary"}, "gpt2": set(), "gpt_neox": set()}
+ALL = {"RMSNorm", "MLP", "Rotary"}
+KINDS = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen2_moe"), ALL)
+KINDS |= {
+    "mixtral": {"RMSNorm", "Rotary"},
+    "gemma": {"Rotary"},
+    "gemma2": {"Rotary"},
+    "gpt2": set(),
+    "gpt_neox": set(),
+}
 
 
 def test_the_same_model(
@@ -204,8 +222,8 @@ def test_only_what_is_known(causal_lm: Callable[..., PreTrainedModel]) -> None:
     fuse(model)
     assert type(layer.input_layernorm) is OwnNorm
     assert type(layer.post_attention_layernorm) is LlamaRMSNorm
-    assert fused_kinds(layer) == {"Rotary"}
-    assert fused_kinds(model.model.layers[1]) == BOTH
+    assert fused_kinds(layer) == {"MLP", "Rotary"}
+    assert fused_kinds(model.model.layers[1]) == ALL
     before = [type(module) for module in model.modules()]
     fuse(model)  # twice is once
     assert [type(module) for module in model.modules()] == before
@@ -260,6 +278,7 @@ def test_others_kernels_stay(
     monkeypatch.setattr(
         modeling_llama.LlamaRMSNorm, "forward", lambda self, hidden_states: hidden_states
     )
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
     fuse(model)
     assert fused_kinds(model) == set()
 
@@ -278,8 +297,8 @@ def test_other_types_and_copies(causal_lm: Callable[..., PreTrainedModel]) -> No
     assert norm(torch.ones(1, 32, dtype=torch.bfloat16)).dtype is torch.float32
 
 
-def test_a_norm_keeps_its_input_only() -> None:
-    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+def test_only_inputs_are_kept() -> None:
+    x, up = (torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
 
     def kept(call: Callable[[], object]) -> int:
@@ -296,3 +315,5 @@ def test_a_norm_keeps_its_input_only() -> None:
 
     assert kept(lambda: rms_norm(x, weight, EPS)) == 2
     assert kept(lambda: llama_norm(x, weight)) == 6
+    assert kept(lambda: gated_silu(x, up)) == 2 * 2
+    assert kept(lambda: nn.functional.silu(x) * up) == 3 * 2
