@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from support.fake_liger import FakeLiger
 from support.late_streams import LateStreams
 
 from lightppo.distributed.deepspeed import DeepspeedStrategy
+from lightppo.distributed.sequence_parallel import SequenceGroup
 from lightppo.errors import UserError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel
@@ -89,6 +91,8 @@ def gradient(model: Path, kind: type, stage: int, options: dict, rows: str, divi
     checkpoints = options.pop("checkpointing", False)
     offloads = options.pop("offloading", False)
     has_liger = options.pop("liger", False)
+    if kind is Critic:
+        options["draws_head"] = True  # else its layers have no gradient in a first step
     if model.exists():
         model = kind(str(model), ds_config=ds_config, packing_samples=True, **options)
     else:
@@ -122,6 +126,8 @@ def gradient(model: Path, kind: type, stage: int, options: dict, rows: str, divi
 
 def main(folder: Path) -> None:
     DeepspeedStrategy().setup_distributed()
+    # one group for all cases: each group of gloo has threads that wake up a hundred times a second
+    SequenceGroup.of_rank = cache(SequenceGroup.of_rank)
     kinds = {"actor": Actor, "critic": Critic, "reward": NewRewardModel}
     found = {}
     for name, (model, kind, stage, options, rows) in torch.load(folder / "cases.pt").items():
