@@ -1,0 +1,1 @@
+"""``lightppo audit``: recomputes the numbers of a dump, of whichever trainer."""
