@@ -313,12 +313,23 @@ def _mask(dump: Dump, formula: SimpleNamespace) -> Claim:
 
 
 def _lengths(dump: Dump, formula: SimpleNamespace) -> Claim:
-    """Claim that no token behind the end of the response is trained."""
-    found = _found(dump, "response_length")
-    last = torch.arange(1, dump.mask.shape[1] + 1) * dump.mask
-    return Claim(
-        found, found.values.maximum(last.amax(1)), torch.ones_like(found.values, dtype=torch.bool)
-    )
+    """Claim that all columns of a row are as long as its response; of the first column where they are not."""
+    each_row = torch.ones(len(dump.rows), dtype=torch.bool)
+    lengths = [each for each in dump.columns.values() if each.lengths is not None]
+    if not lengths:
+        found = _found(dump, "response_length")
+        last = torch.arange(1, dump.mask.shape[1] + 1) * dump.mask
+        return Claim(
+            found, found.values.maximum(last.amax(1)), each_row
+        )  # none behind its end is trained
+    expected = dump.columns.get("action_mask", lengths[0]).lengths
+    if "response_length" in dump.columns:
+        expected = dump.columns["response_length"].values
+    for each in lengths:
+        claim = Claim(Column(each.lengths, f"{each.source} (numbers)"), expected, each_row)
+        if not each.lengths.equal(expected):
+            break
+    return claim
 
 
 def _finite(dump: Dump, formula: SimpleNamespace) -> Claim:
@@ -447,21 +458,31 @@ def _logged(name: str, token_values: Callable[[Dump, SimpleNamespace], Tensor]) 
     return check
 
 
-def _aggregate(dump: Dump, formula: SimpleNamespace, values: Tensor, mode: str) -> Tensor:
-    """Return the loss of the step out of those of its tokens; by ``per_micro_batch`` that of a faulty trainer."""
-    scale = float(formula.generate_max_len)
-    parts = [torch.ones(len(values), dtype=torch.bool)]
-    if formula.per_micro_batch is not None:
-        if dump.micro_batches is None:
-            raise MissingError("needs the micro batch of each sample")
-        parts = [dump.micro_batches == number for number in dump.micro_batches.unique()]
-    losses = []
-    for part in parts:
-        mask = dump.mask[part]
-        normalizer = LossNormalizer.from_masks([mask], scale=scale)
-        losses.append(aggregate_loss(values[part], mask, mode, normalizer))
-    total = torch.stack(losses).sum()
+def _of_step(dump: Dump, formula: SimpleNamespace, of_rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a loss of the step out of ``of_rows(rows)``, which normalises by these rows alone.
+
+    That is the loss of all rows at once; with ``per_micro_batch``, of a faulty trainer, the mean or sum of the losses of
+    micro batches.
+    """
+    every = torch.ones(len(dump.rows), dtype=torch.bool)
+    if formula.per_micro_batch is None:
+        return of_rows(every)
+    if dump.micro_batches is None:
+        raise MissingError("needs the micro batch of each sample")
+    parts = [dump.micro_batches == number for number in dump.micro_batches.unique()]
+    total = torch.stack([of_rows(part) for part in parts]).sum()
     return total / len(parts) if formula.per_micro_batch == "mean" else total
+
+
+def _aggregate(dump: Dump, formula: SimpleNamespace, values: Tensor, mode: str) -> Tensor:
+    """Return the aggregate of numbers of the tokens (B, A)."""
+
+    def of_rows(rows: Tensor) -> Tensor:
+        mask = dump.mask[rows]
+        normalizer = LossNormalizer.from_masks([mask], scale=float(formula.generate_max_len))
+        return aggregate_loss(values[rows], mask, mode, normalizer)
+
+    return _of_step(dump, formula, of_rows)
 
 
 def _policy_token_loss(dump: Dump, formula: SimpleNamespace) -> Tensor:
@@ -471,15 +492,15 @@ def _policy_token_loss(dump: Dump, formula: SimpleNamespace) -> Tensor:
 
 
 def _value_loss(dump: Dump, formula: SimpleNamespace) -> Claim:
-    if "new_values" not in dump.columns or formula.per_micro_batch is not None:
+    if "new_values" not in dump.columns:
         return _logged("value_loss", lambda dump, _: need(dump, "value_losses")[0])(dump, formula)
     if "value_loss" not in dump.logged:
         raise MissingError("--logged value_loss=NUMBER gives what the trainer logged")
     _whole_step(dump)
-    tensors = need(dump, "new_values", "values", "returns")
+    tensors = [*need(dump, "new_values", "values", "returns"), dump.mask]
     horizon = float(formula.generate_max_len)
     loss = ValueLoss(formula.value_clip, formula.loss_agg_mode, horizon=horizon)
-    expected = loss(*tensors, dump.mask)
+    expected = _of_step(dump, formula, lambda rows: loss(*(tensor[rows] for tensor in tensors)))
     return Claim(dump.logged["value_loss"], expected, torch.tensor(True), 10 * expected.abs())
 
 
@@ -512,7 +533,7 @@ def _reward(dump: Dump, formula: SimpleNamespace) -> Claim:
 CHECKS: dict[str, Check] = {
     "finite numbers": _finite,
     "mask": _mask,
-    "response length": _lengths,
+    "lengths of rows": _lengths,
     "kl": _kl_column,
     "scores in their groups": _group_scores,
     "token rewards": _rewards_of_tokens,
@@ -524,8 +545,8 @@ CHECKS: dict[str, Check] = {
     "probability change": _of_log_probs("prob_delta", lambda new, old: new.exp() - old.exp()),
     "importance weights": _weights,
     "clipped tokens": _clipped("clipped", 0),
-    "clipped tokens, high": _clipped("clipped_high", 1),
-    "clipped tokens, low": _clipped("clipped_low", -1),
+    "clipped tokens (A > 0)": _clipped("clipped_high", 1),
+    "clipped tokens (A < 0)": _clipped("clipped_low", -1),
     "policy loss of tokens": _policy_losses,
     "policy loss": _logged("policy_loss", _policy_token_loss),
     "clip ratio": _logged("clip_ratio", _metric("clip_ratio")),

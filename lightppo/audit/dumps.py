@@ -51,6 +51,7 @@ class Column(NamedTuple):
     source: str  # its name in the file
     eps: float = FLOAT32  # how far it is rounded, relative to each number
     digits: float = 0.0  # the same, absolute: half a unit of the last digit
+    lengths: Tensor | None = None  # (B,) float64, where the file has rows of their own lengths
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,28 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
     if group_size is not None and dump.groups is None:
         order = torch.arange(len(dump.rows)) if dump.order is None else dump.order
         dump = replace(dump, groups=order // group_size)
-    return dump
+    return _of_one_width(path, dump)
+
+
+def _of_one_width(path: str, dump: Dump) -> Dump:
+    """Return a dump whose token columns are all (B, A); DataError where a column has other rows."""
+    count, width = dump.mask.shape
+    tokens = {name: each for name, each in dump.columns.items() if each.values.dim() == 2}
+    width = max(
+        [width, *(each.values.shape[1] for each in tokens.values() if each.lengths is not None)]
+    )
+
+    def widened(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+
+    for each in dump.columns.values():
+        if len(each.values) != count or (each.values.dim() == 2 and each.values.shape[1] > width):
+            shape = "×".join(map(str, each.values.shape))
+            raise DataError(
+                f"{path}: the column {each.source} is {shape}, the mask {count}×{width}: they are not of one batch"
+            )
+    columns = {name: each._replace(values=widened(each.values)) for name, each in tokens.items()}
+    return replace(dump, mask=widened(dump.mask), columns=dump.columns | columns)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -133,6 +155,10 @@ def _content(path: Path) -> Any:
         return _json_rows(path, open)
     try:
         return tensor_file.read(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): it is torn: dump the step again"
+        ) from error
     except CheckpointError as error:
         raise DataError(
             f"{error}. A dump must be JSON lines, parquet, or torch.save of tensors, lists and texts alone"
@@ -195,17 +221,22 @@ def _described(content: Any) -> str:
 
 def column(values: Any, source: str, digits: float = 0.0) -> Column:
     """Return numbers as a column: a tensor, or a list of numbers, of lists or of tensors, which are padded with 0."""
-    eps = FLOAT32
-    if isinstance(values, Tensor) and values.is_floating_point():
-        eps = torch.finfo(values.dtype).eps
-    elif not isinstance(values, Tensor):
-        parts = [_row(value) for value in values]
-        eps = max((torch.finfo(p.dtype).eps for p in parts if p.is_floating_point()), default=eps)
-        is_flat = not any(isinstance(value, list | tuple | Tensor) for value in values)
-        values = torch.stack([part.double()[0] for part in parts]) if is_flat else _padded(parts)
-    return Column(
-        values.double().squeeze(-1) if values.dim() > 2 else values.double(), source, eps, digits
+    if isinstance(values, Tensor):
+        eps = torch.finfo(values.dtype).eps if values.is_floating_point() else FLOAT32
+        return Column(values.double(), source, eps, digits)
+    parts = [_row(value) for value in values]
+    eps = max(
+        [torch.finfo(each.dtype).eps for each in parts if each.is_floating_point()], default=FLOAT32
     )
+    if not any(_is_row(value) for value in values):
+        return Column(torch.cat(parts).double(), source, eps, digits)
+    lengths = torch.tensor([float(len(part)) for part in parts], dtype=torch.float64)
+    padded = pad_sequence([part.double() for part in parts], batch_first=True)
+    return Column(padded, source, eps, digits, lengths)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _row(value: Any) -> Tensor:
@@ -214,11 +245,7 @@ def _row(value: Any) -> Tensor:
         return value.reshape(-1)
     numbers = value if isinstance(value, list | tuple) else [value]
     numbers = [float("nan") if number is None else float(number) for number in numbers]
-    return torch.tensor(numbers, dtype=torch.float32 if len(numbers) > 1 else torch.float64)
-
-
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    return pad_sequence([part.double() for part in parts], batch_first=True)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def number_ids(names: Iterable[Any]) -> Tensor:
@@ -233,8 +260,10 @@ def taken(
 ) -> dict[str, Column]:
     """Return the columns that are there: ``names`` has the file's name of a common one, which itself may stand there."""
     columns = {}
+    others = set(names.values())
     for common in (*TOKEN_COLUMNS, *ROW_COLUMNS):
-        source = next((each for each in (names.get(common), common) if each in values), None)
+        sources = [names.get(common), None if common in others else common]
+        source = next((each for each in sources if each in values), None)
         if source is not None and values[source] is not None:
             columns[common] = column(values[source], source, digits)
     return columns
@@ -259,6 +288,7 @@ def _mask_of(columns: Mapping[str, Column]) -> Tensor:
 
 _SLIME = {
     "action_mask": "loss_masks",
+    "log_probs": "new_log_probs",  # of a further optimizer step; slime itself keeps the first one's
     "old_log_probs": "log_probs",
     "scores": "raw_reward",
     "shaped_scores": "rewards",

@@ -60,10 +60,11 @@ def formula_of(form: str, given: Mapping[str, Any]) -> SimpleNamespace:
     """Return the formula of a dump, with what None stands for.
 
     Args:
-        given: options on the command line, or of the run, by name; None counts as not given.
+        given: options on the command line, or of the run, by name; None counts as not given, others are ignored.
     """
-    said = {name: value for name, value in given.items() if value is not None}
-    values = dict.fromkeys(_NAMES.split()) | DEFAULTS[form] | said
+    names = (*_NAMES.split(), "masked_rows")
+    said = {name: given[name] for name in names if given.get(name) is not None}
+    values = dict.fromkeys(names) | DEFAULTS[form] | said
     estimator = ADVANTAGE_ESTIMATORS.find(values["advantage_estimator"])
     meant = {
         "adv_norm": estimator.whiten,

@@ -70,12 +70,15 @@ def main(arguments: Sequence[str], program: str = "lightppo audit") -> None:
             config.n_samples_per_prompt,
             weights_of_parts(config.reward_columns),
         )
+        of_run = _of_run(str(path), dump.form)
+        step = of_run.get("rollout_batch_size", math.inf) * of_run.get("n_samples_per_prompt", 1)
         dump = replace(
             dump,
             logged=dump.logged | {name: _as_column(name, text) for name, text in logged.items()},
-            is_whole=dump.is_whole or config.whole_step,
+            is_whole=dump.is_whole or config.whole_step or len(dump.rows) >= step,
         )
-        formula = formula_of(dump.form, _of_run(str(path), dump.form) | vars(config))
+        given = {name: value for name, value in vars(config).items() if value is not None}
+        formula = formula_of(dump.form, of_run | given)
         findings = checks.audit(dump, formula)
     if config.json:
         print(json.dumps(_as_json(dump, findings), indent=1))
