@@ -4,8 +4,8 @@ A check takes a dump and a formula and returns a :class:`Claim`: pure functions,
 compute nothing on their own. Where a column is not there, it raises :class:`MissingError`.
 
 **Tolerance.** A number departs if it is off by more than ``1e-5`` of itself (float16: 2e-3, bfloat16: 2e-2) plus
-``1e-6`` of the column's size (their root mean square, at least 1), plus what the rounding of the inputs can make:
-eight times the change of the expected number when all inputs are moved by their rounding, but at most 0.01. So rounding
+``1e-6`` of the column's size (their root mean square, at least 1), and by more than the rounding of the inputs can
+make: the change of the expected number when all inputs move by eight times their rounding, but at most 0.01. So rounding
 that a formula amplifies, as in a group of nearly equal scores, is an alarm only where it is large.
 """
 
@@ -30,6 +30,7 @@ from lightppo.audit.formulas import neighbours
 _RELATIVE = 1e-5
 _ABSOLUTE = 1e-6
 _ROUNDING = 8.0
+_NUDGES = 2
 _MOST_ROUNDING = 0.01
 
 
@@ -80,8 +81,7 @@ def audit(dump: Dump, formula: SimpleNamespace) -> list[Finding]:
 
 def judged(quantity: str, check: Check, dump: Dump, formula: SimpleNamespace) -> Finding:
     try:
-        claim = check(dump, formula)
-        bad = departing(claim, check(dump.nudged(), formula).expected)
+        claim, bad = _departing(check, dump, formula)
     except MissingError as missing:
         return Finding(quantity, missing=str(missing))
     except ValueError as error:  # of an algorithm that cannot work with these columns
@@ -108,28 +108,28 @@ def judged(quantity: str, check: Check, dump: Dump, formula: SimpleNamespace) ->
     )
 
 
-def departing(claim: Claim, nudged: Tensor) -> Tensor:
-    """Return which numbers are off by more than the tolerance; see above."""
+def _departing(check: Check, dump: Dump, formula: SimpleNamespace) -> tuple[Claim, Tensor]:
+    """Return a claim, and which numbers are off by more than the tolerance; see above."""
+    claim = check(dump, formula)
     found = claim.found.values
     expected = claim.expected
-    relative = max(_RELATIVE, 2.6 * claim.found.eps if claim.found.eps > 1e-4 else 0.0)
     size = claim.size
     if size is None:
         used = expected[claim.where]
         size = used.square().mean().sqrt().clamp(min=1.0) if used.numel() else torch.tensor(1.0)
+    relative = max(_RELATIVE, 2.6 * claim.found.eps if claim.found.eps > 1e-4 else 0.0)
     tolerance = relative * expected.abs() + _ABSOLUTE * size + claim.found.digits
-    most = max(_MOST_ROUNDING, 10 * claim.found.eps)
-    if claim.is_yes_or_no:
-        most = 1.0
-    tolerance = tolerance + (_ROUNDING * (nudged - expected).abs()).clamp(max=most)
-    return claim.where & ~((found - expected).abs() <= tolerance)  # also where it is NaN
+    most = 1.0 if claim.is_yes_or_no else max(_MOST_ROUNDING, 10 * claim.found.eps)
+    for seed in range(_NUDGES):
+        nudged = check(dump.nudged(seed, _ROUNDING), formula).expected
+        tolerance = tolerance.maximum((nudged - expected).abs().clamp(max=most))
+    return claim, claim.where & ~((found - expected).abs() <= tolerance)  # also where it is NaN
 
 
 def _hints(check: Check, dump: Dump, formula: SimpleNamespace) -> Iterator[str]:
     for flag, other in neighbours(formula):
         try:
-            claim = check(dump, other)
-            if not departing(claim, check(dump.nudged(), other).expected).any():
+            if not _departing(check, dump, other)[1].any():
                 yield flag
         except (MissingError, ValueError):
             continue

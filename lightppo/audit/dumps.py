@@ -69,14 +69,14 @@ class Dump:
     has_tokens: bool = True
     is_whole: bool = True  # it holds all samples of a step
 
-    def nudged(self) -> Dump:
-        """Return a dump whose numbers differ by their rounding, the same in every call."""
-        generator = torch.Generator().manual_seed(0)
+    def nudged(self, seed: int, times: float) -> Dump:
+        """Return a dump whose numbers are off by so many times their rounding, up or down at random."""
+        generator = torch.Generator().manual_seed(seed)
 
         def nudge(column: Column) -> Column:
             size = column.values.abs() * max(column.eps, FLOAT32) + column.digits
-            noise = torch.randint(2, size.shape, generator=generator) * 2.0 - 1.0
-            return column._replace(values=column.values + noise * size)
+            signs = torch.randint(2, size.shape, generator=generator) * 2.0 - 1.0
+            return column._replace(values=column.values + times * signs * size)
 
         return replace(self, columns={name: nudge(each) for name, each in self.columns.items()})
 
@@ -202,7 +202,7 @@ def _form_of(content: Any) -> str | None:
         ("prime-rl", "trainer_logprobs inference_logprobs"),
         ("slime", "samples format_version"),
         ("trl", "prompt completion advantage"),
-        ("lightppo", "sample_index input" if is_list else "micro_batches"),
+        ("lightppo", "sample_index input" if is_list else "micro_batches facts"),
         ("verl", "input output score" if is_list else "response_mask"),
         ("openrlhf" if is_list else "lightppo", "action_mask"),
     ]
@@ -427,7 +427,9 @@ def _experiences(form: str, batches: Sequence[Mapping[str, Any]]) -> Dump:
     sizes = torch.tensor([len(batch["action_mask"]) for batch in batches])
     groups = [number for batch in batches for number in batch.get("group_ids", ())]
     order = [number for batch in batches for number in batch.get("index") or ()]
-    rows = [f"[{n}], row {r}" for n, size in enumerate(sizes.tolist()) for r in range(size)]
+    rows = [f"[{n}] row {r}" for n, size in enumerate(sizes.tolist()) for r in range(size)]
+    if len(batches) == 1:
+        rows = [row.removeprefix("[0] ") for row in rows]
     return Dump(
         form,
         rows,

@@ -120,14 +120,14 @@ def _named_number(text: str) -> tuple[str, str]:
 
 
 def _as_column(name: str, text: str) -> Column:
-    """Return a number as it was written: rounded to half a unit of its last digit."""
+    """Return a number as it was written: with a point, it is rounded to half a unit of its last digit."""
     import torch
 
     from lightppo.audit.dumps import Column
 
     mantissa, _, exponent = text.lower().partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    digits = 0.5 * 10.0 ** (int(exponent or 0) - decimals)
+    _, point, decimals = mantissa.partition(".")
+    digits = 0.5 * 10.0 ** (int(exponent or 0) - len(decimals)) if point else 0.0
     return Column(torch.tensor(float(text), dtype=torch.float64), f"logged {name}", digits=digits)
 
 

@@ -18,9 +18,9 @@ import importlib
 import random
 import shutil
 import sys
+from argparse import Namespace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -97,7 +97,15 @@ def verl(folder: Path) -> None:
 
     index = np.array(uid, dtype=object)
     config = AlgoConfig(gamma=1.0, lam=0.95)
-    estimators = "gae grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg".split()
+    estimators = [
+        "gae",
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+    ]
     for name in estimators:
         mask = HOLES.float()
         token_scores = at_the_end(SCORES)
