@@ -4,14 +4,15 @@ A check takes a dump and a formula and returns a :class:`Claim`: pure functions,
 compute nothing on their own. Where a column is not there, it raises :class:`MissingError`.
 
 **Tolerance.** A number departs if it is off by more than ``1e-5`` of itself (float16: 2e-3, bfloat16: 2e-2) plus
-``1e-6`` of the column's size (their root mean square, at least 1), and by more than the rounding of the inputs can
+``1e-6`` of the column's size (the root mean square of the expected numbers, at least 1) times the square root of the
+tokens in a row, over which trainers add up in float32; and by more than the rounding of the inputs can
 make: the change of the expected number when all inputs move by eight times their rounding, but at most 0.01. So rounding
 that a formula amplifies, as in a group of nearly equal scores, is an alarm only where it is large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -76,12 +77,16 @@ Check = Callable[[Dump, SimpleNamespace], Claim]
 
 def audit(dump: Dump, formula: SimpleNamespace) -> list[Finding]:
     """Return what each check says of the columns that the dump has."""
-    return [judged(quantity, check, dump, formula) for quantity, check in CHECKS.items()]
+    dumps = [dump, *(dump.nudged(seed, _ROUNDING) for seed in range(_NUDGES))]
+    return [_judged(quantity, check, dumps, formula) for quantity, check in CHECKS.items()]
 
 
-def judged(quantity: str, check: Check, dump: Dump, formula: SimpleNamespace) -> Finding:
+def _judged(
+    quantity: str, check: Check, dumps: Sequence[Dump], formula: SimpleNamespace
+) -> Finding:
+    dump = dumps[0]
     try:
-        claim, bad = _departing(check, dump, formula)
+        claim, bad = _departing(check, dumps, formula)
     except MissingError as missing:
         return Finding(quantity, missing=str(missing))
     except ValueError as error:  # of an algorithm that cannot work with these columns
@@ -104,32 +109,36 @@ def judged(quantity: str, check: Check, dump: Dump, formula: SimpleNamespace) ->
             claim.expected[index].item(),
         ),
         difference.nan_to_num(torch.inf).max().item(),
-        tuple(_hints(check, dump, formula)),
+        tuple(_hints(check, dumps, formula)),
     )
 
 
-def _departing(check: Check, dump: Dump, formula: SimpleNamespace) -> tuple[Claim, Tensor]:
-    """Return a claim, and which numbers are off by more than the tolerance; see above."""
-    claim = check(dump, formula)
+def _departing(
+    check: Check, dumps: Sequence[Dump], formula: SimpleNamespace
+) -> tuple[Claim, Tensor]:
+    """Return a claim, and which numbers are off by more than the tolerance; ``dumps``: the dump, and nudged ones."""
+    claim = check(dumps[0], formula)
     found = claim.found.values
     expected = claim.expected
     size = claim.size
     if size is None:
         used = expected[claim.where]
         size = used.square().mean().sqrt().clamp(min=1.0) if used.numel() else torch.tensor(1.0)
+        if expected.dim() == 2:
+            size = size * expected.shape[1] ** 0.5
     relative = max(_RELATIVE, 2.6 * claim.found.eps if claim.found.eps > 1e-4 else 0.0)
     tolerance = relative * expected.abs() + _ABSOLUTE * size + claim.found.digits
     most = 1.0 if claim.is_yes_or_no else max(_MOST_ROUNDING, 10 * claim.found.eps)
-    for seed in range(_NUDGES):
-        nudged = check(dump.nudged(seed, _ROUNDING), formula).expected
-        tolerance = tolerance.maximum((nudged - expected).abs().clamp(max=most))
+    for nudged in dumps[1:]:
+        change = (check(nudged, formula).expected - expected).abs()
+        tolerance = tolerance.maximum(change.clamp(max=most))
     return claim, claim.where & ~((found - expected).abs() <= tolerance)  # also where it is NaN
 
 
-def _hints(check: Check, dump: Dump, formula: SimpleNamespace) -> Iterator[str]:
+def _hints(check: Check, dumps: Sequence[Dump], formula: SimpleNamespace) -> Iterator[str]:
     for flag, other in neighbours(formula):
         try:
-            if not _departing(check, dump, other)[1].any():
+            if not _departing(check, dumps, other)[1].any():
                 yield flag
         except (MissingError, ValueError):
             continue
