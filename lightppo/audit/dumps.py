@@ -3,7 +3,7 @@
 The layouts are those of these versions, whose code was read:
 
 ==========  =======================================================================================================
-slime       0.3.1 (624b824a), ``--save-debug-train-data``: ``{"format_version": 2, "samples": [one dict each], …}``
+slime       0.3.1 (624b824a), ``save-debug-train-data``: ``{"format_version": 2, "samples": [one dict each], …}``
 verl        0.10.0.dev (1dda039b), ``trainer.rollout_data_dir``: JSONL of texts and scores. ``DataProto.save_to_disk``
             pickles objects and is refused; ``torch.save({**data.batch, "uid": list(uid)}, path)`` keeps its tensors
 prime-rl    0.8.1.dev67 (559b4477), ``enable_token_export``: ``token_exports/step_N/rank_R.jsonl``
@@ -382,10 +382,12 @@ _PRIME_RL = {
 def _prime_rl(content: Any, _: Any) -> Dump:
     names = set.intersection(*(set(row) for row in content))
     values = {name: [row[name] for row in content] for name in names}
-    is_empty = {
-        name for name in names if all(isinstance(v, list) and None in v for v in values[name])
-    }  # a loss without such a column
-    columns = taken({name: values[name] for name in names - is_empty}, _PRIME_RL)
+    empty = {  # columns that the loss does not have
+        name
+        for name, rows in values.items()
+        if all(isinstance(row, list) and set(row) <= {None} for row in rows)
+    }
+    columns = taken({name: values[name] for name in names - empty}, _PRIME_RL)
     columns["old_log_probs"] = columns["rollout_log_probs"]  # its ratio is to the engine
     rows = [f"line {number}" for number in range(1, len(content) + 1)]
     return Dump("prime-rl", rows, _mask_of(columns), columns)
@@ -395,20 +397,29 @@ def _trl(content: Any, weights: Mapping[str, float]) -> Dump:
     count = len(content["advantage"])
     names = list(content)
     between = names[names.index("completion") + 1 : names.index("advantage")]
-    numeric = [n for n in between if all(isinstance(v, int | float | None) for v in content[n])]
+    numeric = [name for name in between if all(map(_is_reward, content[name]))]
     weights = weights or dict.fromkeys(numeric, 1.0)
+    if unknown := [name for name in weights if name not in numeric]:
+        raise DataError(
+            f"--reward_columns {unknown[0]}: the columns of numbers are {', '.join(numeric)}"
+        )
     parts = torch.stack([column(content[name], name).values for name in weights])  # (K, B)
     factors = torch.tensor(list(weights.values()), dtype=torch.float64)
-    scores = (parts * factors[:, None]).nansum(0)
-    columns = {
-        "scores": Column(scores, " + ".join(weights)),
-        "advantages": Column(column(content["advantage"], "").values[:, None], "advantage"),
-    }
+    scores = Column((parts * factors[:, None]).nansum(0), " + ".join(weights))
+    advantages = column(content["advantage"], "advantage")
     steps = content.get("step", [0] * count)
-    groups = number_ids(zip(steps, content["prompt"]))
-    rows = [f"row {number}" for number in range(count)]
-    mask = torch.ones(count, 1, dtype=torch.bool)
-    return Dump("trl", rows, mask, columns, groups, has_tokens=False)
+    return Dump(
+        "trl",
+        [f"row {number}" for number in range(count)],
+        ~parts.isnan().all(0)[:, None],  # one that no reward function scored is in no group
+        {"scores": scores, "advantages": advantages._replace(values=advantages.values[:, None])},
+        number_ids(zip(steps, content["prompt"])),
+        has_tokens=False,
+    )
+
+
+def _is_reward(value: Any) -> bool:
+    return isinstance(value, int | float | None) and not isinstance(value, bool)
 
 
 _EXPERIENCE = {

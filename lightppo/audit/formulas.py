@@ -44,7 +44,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "advantage_estimator": "grpo", "adv_norm": False, "adv_std_unbiased": True, "rollout_correction": "tis",
         "loss_agg_mode": "seq-mean-token-mean",
     },
-    "trl": _OURS | _OF_OTHERS | {"advantage_estimator": "grpo", "grpo_std_eps": 1e-4},
+    "trl": _OURS | _OF_OTHERS | {
+        "advantage_estimator": "grpo", "grpo_std_eps": 1e-4, "masked_rows": "leave_out",
+    },
     "openrlhf": _OURS | _OF_OTHERS | {
         "grpo_std_eps": 1e-9, "reward_clip_range": (-10.0, 10.0), "init_kl_coef": 0.01, "value_clip": 0.5,
     },

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ from lightppo.redaction import plain
 if TYPE_CHECKING:
     from lightppo.audit.checks import Finding
     from lightppo.audit.dumps import Column, Dump
+
+
+_OF_LOSSES = "policy_loss eps_clip eps_clip_low eps_clip_high dual_clip dppo_ratio_max dppo_drift_coef loss_agg_mode"
+_OF_WEIGHTS = "rollout_correction correction_low correction_high correction_veto"
 
 
 class _OwnConfig(Section):
@@ -68,7 +73,7 @@ def main(arguments: Sequence[str], program: str = "lightppo audit") -> None:
             str(path),
             config.form,
             config.n_samples_per_prompt,
-            weights_of_parts(config.reward_columns),
+            weights_of_parts(config.reward_columns, "--reward_columns"),
         )
         of_run = _of_run(str(path), dump.form)
         step = of_run.get("rollout_batch_size", math.inf) * of_run.get("n_samples_per_prompt", 1)
@@ -137,24 +142,31 @@ def _as_column(name: str, text: str) -> Column:
 def _lines(
     path: str, dump: Dump, formula: SimpleNamespace, findings: Sequence[Finding]
 ) -> Iterator[str]:
+    judged = {finding.quantity for finding in findings if not finding.missing}
     yield f"{path}: {_described(dump)}"
-    yield f"formula: {_flags(formula)}"
-    judged = [finding for finding in findings if not finding.missing]
+    yield from _wrapped(f"formula: {' '.join(_flags(formula, judged))}")
     yield f"\n{'quantity':<24}{'compared':>9}{'departing':>11}{'most by':>11}"
-    for finding in judged:
-        most = f"{finding.largest:>11.3g}" if finding.departing else f"{'-':>11}"
-        yield f"{finding.quantity:<24}{finding.compared:>9}{finding.departing:>11}{most}"
+    for finding in findings:
+        if finding.quantity in judged:
+            most = f"{finding.largest:>11.3g}" if finding.departing else f"{'-':>11}"
+            yield f"{finding.quantity:<24}{finding.compared:>9}{finding.departing:>11}{most}"
     yield ""
     yield from _departures(findings)
     absent = [each.quantity for each in findings if each.missing.startswith("the dump has no")]
     unlogged = [each.quantity for each in findings if each.missing.startswith("--logged")]
     if absent:
-        yield f"not in the dump: {', '.join(absent)}"
+        yield from _wrapped(f"not in the dump: {', '.join(absent)}")
     if unlogged:
-        yield f"not known without --logged: {', '.join(unlogged)}"
+        yield from _wrapped(f"not known without --logged: {', '.join(unlogged)}")
     for finding in findings:
         if finding.missing and finding.quantity not in (*absent, *unlogged):
             yield f"not judged: {finding.quantity}: {finding.missing}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _described(dump: Dump) -> str:
@@ -165,8 +177,8 @@ def _described(dump: Dump) -> str:
             text += f", {untrained} samples without any"
     if dump.groups is None:
         return text
-    sizes = dump.groups.unique(return_counts=True)[1]
-    text += f", {len(sizes)} prompts with {sizes.min()} to {sizes.max()} samples"
+    sizes = dump.groups.unique(return_counts=True)[1].unique().tolist()
+    text += f", {len(dump.groups.unique())} prompts of {' or '.join(map(str, sizes))} samples"
     if "scores" in dump.columns:
         scores = dump.columns["scores"].values
         same = sum(
@@ -176,16 +188,33 @@ def _described(dump: Dump) -> str:
     return text
 
 
-def _flags(formula: SimpleNamespace) -> str:
-    texts = []
+def _flags(formula: SimpleNamespace, judged: Collection[str]) -> Iterator[str]:
+    """Yield the options that what was judged depends on."""
+    estimator = formula.estimator
+    has_losses = any("loss" in quantity or "clip" in quantity for quantity in judged)
+    acts = {
+        "gamma": estimator.discounted,
+        "lambd": estimator.needs_critic,
+        "group_std_norm": estimator.divides_by_std,
+        "grpo_std_eps": estimator.divides_by_std and formula.group_std_norm,
+        "grpo_std_scope": estimator.divides_by_std and formula.group_std_norm,
+        "adv_std_unbiased": formula.adv_norm,
+        "masked_rows": estimator.per_sample,
+        "value_clip": "value loss" in judged,
+        "generate_max_len": formula.loss_agg_mode.endswith("norm"),
+        **dict.fromkeys(("use_kl_loss", "kl_estimator", "kl_clip"), formula.init_kl_coef),
+        **dict.fromkeys(_OF_LOSSES.split(), has_losses),
+        **dict.fromkeys(_OF_WEIGHTS.split(), "importance weights" in judged),
+    }
     for name in (*formula_options(), "masked_rows"):
         value = getattr(formula, name)
+        if value is None or not acts.get(name, True):
+            continue
         if isinstance(value, bool):
-            texts.append(f"--{'' if value else 'no_'}{name}")
-        elif value is not None:
+            yield f"--{'' if value else 'no_'}{name}"
+        else:
             shown = " ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else value
-            texts.append(f"--{name} {shown}")
-    return " ".join(texts)
+            yield f"--{name} {shown}"
 
 
 def _departures(findings: Sequence[Finding]) -> Iterator[str]:

@@ -7,6 +7,8 @@ import json
 import pickle
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.dumps import RIGHT, RIGHT_DUMPS
@@ -67,7 +69,7 @@ def test_verl_rows_of_text(tmp_path, audit):
     rows = [{"input": f"p{n // 2}", "output": "x", "gts": "", "score": n % 2, "step": 1} for n in range(4)]  # fmt: skip
     code, out = audit(write_jsonl(tmp_path / "1.jsonl", rows))
     assert code == 0
-    assert "verl, 4 samples, 2 prompts with 2 to 2 samples, 0 of them with equal scores" in out
+    assert "verl, 4 samples, 2 prompts of 2 samples, 0 of them with equal scores" in out
     assert "advantages" in next(line for line in out.splitlines() if "not in the dump" in line)
 
 
@@ -81,6 +83,35 @@ def test_a_zipped_file(tmp_path, audit):
     packed = tmp_path / "rank_0.jsonl.gz"
     packed.write_bytes(gzip.compress((RIGHT / "prime_rl.jsonl").read_bytes()))
     assert audit(packed)[0] == 0
+
+
+def test_trl_leaves_out_what_no_function_scored(tmp_path, audit):
+    """Its reward is NaN, the group's mean and deviation are of the others, its advantage is 0."""
+    advantages = [0.7070068, -0.7070068, 0.0]  # ±0.5 / (0.70711 + 1e-4)
+    columns = {
+        "prompt": ["a"] * 3, "completion": ["x"] * 3, "first": [1.0, None, None], "second": [None, 0.0, None],
+        "is_long": [True, False, True], "advantage": advantages,
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "c.parquet")
+    assert audit(tmp_path / "c.parquet")[0] == 0
+    message = one_line(audit(tmp_path / "c.parquet", "--reward_columns third"))
+    assert "--reward_columns third: the columns of numbers are first, second" in message
+    assert "--reward_columns 'first=x'" in one_line(
+        audit(tmp_path / "c.parquet", "--reward_columns first=x")
+    )
+
+
+def test_a_loss_of_prime_rl_without_a_trust_region(tmp_path, audit):
+    rows = [json.loads(line) for line in (RIGHT / "prime_rl.jsonl").read_text().splitlines()]
+    for row in rows:
+        for name in ("is_masked", "is_masked_high", "is_masked_low"):
+            row[name] = [None] * len(row[name])
+    code, out = audit(write_jsonl(tmp_path / "rank_0.jsonl", rows))
+    assert code == 0
+    assert "probability change, importance weights, clipped tokens" not in out
+    assert "clipped tokens, clipped tokens (A > 0)" in out.partition("not in the dump")[2].replace(
+        "\n    ", " "
+    )
 
 
 # -- files that cannot be judged -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.dumps import RIGHT, RIGHT_DUMPS
+from support.ranks import REPO
 from support.tiny import write_jsonl
 
 from lightppo.__main__ import main
@@ -38,9 +39,11 @@ def test_the_table_and_the_first_departure(tmp_path, audit):
     assert code == 1
     lines = out.splitlines()
     assert lines[0] == (
-        f"{tmp_path}/step.pt: verl, 8 samples, 35 trained tokens, 2 prompts with 4 to 4 samples"
+        f"{tmp_path}/step.pt: verl, 8 samples, 35 trained tokens, 2 prompts of 4 samples"
     )
-    assert lines[1].startswith("formula: --advantage_estimator grpo --gamma 1.0 --lambd 1.0 ")
+    assert lines[1].startswith(
+        "formula: --advantage_estimator grpo --group_std_norm --grpo_std_eps 1e-06 "
+    )
     assert "--no_adv_norm" in lines[1]
     assert "advantages                     35          1" in out
     expected = dump["advantages"][5, 4].item()
@@ -69,6 +72,14 @@ def test_a_number_of_the_log(audit):
     code, out = audit(path, *flags, "--logged", f"policy_loss={loss + 0.002:.3f}")
     assert code == 1
     assert "first that departs, policy loss: column logged policy_loss: " in out
+
+
+def test_the_example_of_the_page(audit, monkeypatch):
+    monkeypatch.chdir(REPO)
+    page = (REPO / "docs" / "experiments.md").read_text()
+    transcript = page.partition("```\n$ lightppo audit ")[2].partition("\n```")[0]
+    command, _, output = transcript.partition("\n")
+    assert audit(*command.split()) == (1, output + "\n")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +116,7 @@ def test_samples_that_a_run_recorded(step, recorded, audit):
 def test_scores_of_a_run(recorded, audit):
     code, out = audit(recorded / "one" / "rollouts" / "step1.jsonl")
     assert code == 0
-    assert "lightppo, 8 samples, 4 prompts with 2 to 2 samples" in out
+    assert "lightppo, 8 samples, 4 prompts of 2 samples" in out
 
 
 def test_some_samples_of_a_step(tmp_path, recorded, audit):
