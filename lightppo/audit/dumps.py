@@ -115,22 +115,30 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
 def _of_one_width(path: str, dump: Dump) -> Dump:
     """Return a dump whose token columns are all (B, A); DataError where a column has other rows."""
     count, width = dump.mask.shape
-    tokens = {name: each for name, each in dump.columns.items() if each.values.dim() == 2}
-    width = max(
-        [width, *(each.values.shape[1] for each in tokens.values() if each.lengths is not None)]
-    )
+    longest = [each.values.shape[1] for each in dump.columns.values() if each.lengths is not None]
+    widest = max([width, *longest])
+    for name, each in dump.columns.items():
+        expected = (count,) if name in ROW_COLUMNS else (count, width)
+        shape = tuple(each.values.shape)
+        if shape != expected and not (each.lengths is not None and shape[0] == count):
+            raise DataError(
+                f"{path}: the column {each.source} has the shape {shape}, and {expected} is needed: a number for each "
+                f"{'sample' if name in ROW_COLUMNS else 'token, as the mask has'}"
+            )
+    for numbers in (dump.groups, dump.micro_batches):
+        if numbers is not None and numbers.shape != (count,):
+            raise DataError(
+                f"{path}: there are {count} samples, but {tuple(numbers.shape)} numbers of groups or micro batches"
+            )
 
     def widened(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (0, width - values.shape[1]))
+        return torch.nn.functional.pad(values, (0, widest - values.shape[1]))
 
-    for each in dump.columns.values():
-        if len(each.values) != count or (each.values.dim() == 2 and each.values.shape[1] > width):
-            shape = "×".join(map(str, each.values.shape))
-            raise DataError(
-                f"{path}: the column {each.source} is {shape}, the mask {count}×{width}: they are not of one batch"
-            )
-    columns = {name: each._replace(values=widened(each.values)) for name, each in tokens.items()}
-    return replace(dump, mask=widened(dump.mask), columns=dump.columns | columns)
+    columns = {
+        name: each if name in ROW_COLUMNS else each._replace(values=widened(each.values))
+        for name, each in dump.columns.items()
+    }
+    return replace(dump, mask=widened(dump.mask), columns=columns)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

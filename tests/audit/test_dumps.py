@@ -175,11 +175,21 @@ def test_a_row_that_is_no_object(tmp_path, audit):
     assert "must hold a JSON object in each line" in one_line(audit(tmp_path / "x.jsonl"))
 
 
-def test_columns_of_another_batch(tmp_path, audit):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch: {"advantages": batch["advantages"][:5]}, "the column advantages has the shape (5, 7), and (8, 7)"),
+        (lambda batch: {"returns": batch["returns"][:, :5]}, "the column returns has the shape (8, 5), and (8, 7)"),
+        (lambda batch: {"advantages": batch["advantages"][:, 0]}, "the column advantages has the shape (8,), and (8, 7)"),
+        (lambda batch: {"reward_baselines": torch.ones(8, 7)}, "the column reward_baselines has the shape (8, 7), and (8,)"),
+        (lambda batch: {"uid": ["a"]}, "there are 8 samples, but (1,) numbers of groups"),
+        (lambda batch: {"micro_batches": torch.arange(3)}, "there are 8 samples, but (3,) numbers of groups"),
+    ],
+)  # fmt: skip
+def test_columns_of_another_batch(change, message, tmp_path, audit):
     batch = torch.load(RIGHT / "verl_grpo.pt", weights_only=True)
-    torch.save(batch | {"advantages": batch["advantages"][:5]}, tmp_path / "x.pt")
-    message = one_line(audit(tmp_path / "x.pt"))
-    assert "x.pt: the column advantages is 5×7, the mask 8×7: they are not of one batch" in message
+    torch.save(batch | change(batch), tmp_path / "x.pt")
+    assert f"x.pt: {message}" in one_line(audit(tmp_path / "x.pt"))
 
 
 def test_a_row_with_too_few_numbers(tmp_path, departures):
