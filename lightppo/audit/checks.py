@@ -207,11 +207,14 @@ def _token_rewards(dump: Dump, formula: SimpleNamespace, scores: Tensor | None =
 
 def _estimated(dump: Dump, formula: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """Return advantages (B, A) before whitening, and returns."""
-    entry = formula.estimator
-    if entry.per_sample and formula.form in ("openrlhf", "slime"):
+    if formula.beyond_advantages:
+        raise MissingError(f"the run had --{formula.beyond_advantages}, which no check follows")
+    if formula.estimator.per_sample and formula.form in ("openrlhf", "slime"):
         return _of_shaped_scores(dump, formula)
     if "token_rewards" in dump.columns:
         token_rewards = dump.columns["token_rewards"].values
+        if formula.form != "verl":  # which compares what is outside its mask, too
+            token_rewards = token_rewards.masked_fill(~dump.mask, 0.0)
     else:
         token_rewards = _token_rewards(dump, formula)
     scores = token_rewards.sum(1)
@@ -382,6 +385,8 @@ def _weights(dump: Dump, formula: SimpleNamespace) -> Claim:
     old, rollout = need(dump, "old_log_probs", "rollout_log_probs")
     if formula.rollout_correction == "none":
         raise MissingError("needs --rollout_correction")
+    if formula.beyond_weights:
+        raise MissingError(f"the run had --{formula.beyond_weights}, which no check follows")
     weights = correction_weights(
         formula.rollout_correction,
         old,

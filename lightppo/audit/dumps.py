@@ -480,12 +480,14 @@ _TOKENS = {  # of lightppo's recorded samples
 
 def _lightppo(content: Any, _: Any) -> Dump:
     if isinstance(content, Mapping):
+        names = [name for name in LOGGED_NAMES if name in content]
+        logged = {name: content[name] for name in names}
         batches = content.get("micro_batches") or [content]
-        return _experiences("lightppo", [
-            {**each.get("tensors", each), "rewards": each.get("info", {}).get("reward", each.get("rewards")),
-             **{name: content[name] for name in LOGGED_NAMES if name in content}}
-            for each in batches
-        ])  # fmt: skip
+        batches = [each.get("tensors", each) | each.get("info", {}) | logged for each in batches]
+        dump = _experiences(
+            "lightppo", [{"rewards": each.get("reward")} | each for each in batches]
+        )
+        return replace(dump, is_whole="facts" not in content)
     groups = number_ids((row["step"], row["index"]) for row in content)
     texts = _texts("lightppo", content, groups)
     if "tokens" not in content[0]:

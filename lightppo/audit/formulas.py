@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,15 @@ _NAMES = (
     "dual_clip dppo_ratio_max dppo_drift_coef loss_agg_mode value_clip rollout_correction correction_low "
     "correction_high correction_veto generate_max_len n_samples_per_prompt"
 )
+
+
+# Options of a run of lightppo that change its advantages, or its weights, in ways that no check follows.
+_CHANGE_ADVANTAGES = (
+    "bootstrap_truncated adv_norm_by adv_norm_scope advantage_clip kl_target value_norm reward_bias reward_scaling "
+    "max_reward_clip reward_running_norm stop_properly_penalty mask_no_eos_with_zero use_dense_reward check_xml_format "
+    "reward_norm_by teacher_pretrain teacher_url"
+)
+_CHANGE_WEIGHTS = "rollout_rejection correction_batch_norm correction_agg high_entropy_token_ratio"
 
 
 def formula_options() -> dict[str, Option]:
@@ -81,7 +90,22 @@ def formula_of(form: str, given: Mapping[str, Any]) -> SimpleNamespace:
         values["loss_agg_mode"] = estimator.loss_agg_mode or loss.loss_agg_mode
     if values["kl_estimator"] is None:
         values["kl_estimator"] = "k2" if values["use_kl_loss"] and form == "lightppo" else "k1"
-    return SimpleNamespace(form=form, estimator=estimator, per_micro_batch=None, **values)
+    return SimpleNamespace(
+        form=form,
+        estimator=estimator,
+        per_micro_batch=None,
+        beyond_advantages=_first_set(_CHANGE_ADVANTAGES.split(), given),
+        beyond_weights=_first_set(_CHANGE_WEIGHTS.split(), given),
+        **values,
+    )
+
+
+def _first_set(names: Sequence[str], given: Mapping[str, Any]) -> str | None:
+    """Return the first option that a run has and that asks for something; None: no option does."""
+    options = {each.name: each for each in all_options()}
+    return next(
+        (n for n in names if n in given and options[n].is_set(options[n].conform(given[n]))), None
+    )
 
 
 def neighbours(formula: SimpleNamespace) -> Iterator[tuple[str, SimpleNamespace]]:

@@ -114,6 +114,27 @@ def test_a_loss_of_prime_rl_without_a_trust_region(tmp_path, audit):
     )
 
 
+def test_a_batch_that_lightppo_kept(tmp_path, audit):
+    """``nonfinite/stepN_rankR.pt`` (logging/skipped_batches.py): a rank's part of a step."""
+    verl = torch.load(RIGHT / "verl_gae.pt", weights_only=True)
+    tensors = {"action_mask": verl["response_mask"].bool(), "values": verl["values"], "advantages": verl["advantages"],
+               "returns": verl["returns"], "action_log_probs": verl["old_log_probs"],
+               "base_action_log_probs": verl["ref_log_prob"], "kl": None}  # fmt: skip
+    scores = verl["token_level_scores"].sum(1)
+    parts = [
+        {"tensors": {name: each if each is None else each[rows] for name, each in tensors.items()},
+         "info": {"reward": scores[rows]}, "part": None}
+        for rows in (slice(0, 3), slice(3, 8))
+    ]  # fmt: skip
+    torch.save(
+        {"micro_batches": parts, "texts": [], "facts": {"step": 1}}, tmp_path / "step1_rank0.pt"
+    )
+    code, out = audit(tmp_path / "step1_rank0.pt", "--lambd 0.95 --init_kl_coef 0.1")
+    assert code == 0
+    assert "all agrees: finite numbers, mask, lengths of rows, returns\n" in out
+    assert "not judged: advantages: needs all samples of the step" in out
+
+
 # -- files that cannot be judged -------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support.dumps import RIGHT, RIGHT_DUMPS
 from support.ranks import REPO
 from support.tiny import write_jsonl
@@ -129,3 +130,15 @@ def test_some_samples_of_a_step(tmp_path, recorded, audit):
     assert audit(path, "--whole_step")[0] == 0
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     assert audit(write_jsonl(tmp_path / "some.jsonl", rows[:4]), "--whole_step")[0] == 1
+
+
+def test_a_run_with_more_than_the_formula_says(recorded, copied, audit):
+    run = copied("one")
+    options = yaml.safe_load((run / "run_config.resolved.yaml").read_text())
+    changed = options | {"bootstrap_truncated": True}
+    (run / "run_config.resolved.yaml").write_text(yaml.safe_dump(changed))
+    code, out = audit(run / "rollouts" / "step1.jsonl.gz")
+    assert code == 0
+    assert (
+        "not judged: advantages: the run had --bootstrap_truncated, which no check follows" in out
+    )
