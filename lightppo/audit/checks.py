@@ -3,7 +3,7 @@
 A check takes a dump and a formula and returns a :class:`Claim`: pure functions, which call lightppo's algorithms and
 compute nothing on their own. Where a column is not there, it raises :class:`MissingError`.
 
-**Tolerance.** A number departs if it is off by more than ``1e-5`` of itself (float16: 2e-3, bfloat16: 2e-2) plus
+**Tolerance.** A number departs if it is off by more than ``1e-5`` of itself (float16: 2.5e-3, bfloat16: 2e-2) plus
 ``1e-6`` of the column's size (the root mean square of the expected numbers, at least 1) times the square root of the
 tokens in a row, over which trainers add up in float32; and by more than the rounding of the inputs can
 make: the change of the expected number when all inputs move by eight times their rounding, but at most 0.01. So rounding

@@ -218,14 +218,13 @@ def _flags(formula: SimpleNamespace, judged: Collection[str]) -> Iterator[str]:
 
 
 def _departures(findings: Sequence[Finding]) -> Iterator[str]:
-    departing = [finding for finding in findings if finding.departing]
+    departing = [(finding, finding.first) for finding in findings if finding.first is not None]
     if not departing:
-        judged = [finding for finding in findings if not finding.missing]
-        yield f"all agrees: {', '.join(each.quantity for each in judged)}"
-    for finding in departing:
-        first = finding.first
+        judged = [finding.quantity for finding in findings if not finding.missing]
+        yield f"all agrees: {', '.join(judged)}"
+    for finding, first in departing:
         place = f"{first.row}, " if first.row else ""
-        position = "" if first.position is None else f", token {first.position} of the response"
+        position = "" if first.position is None else f", token {first.position}"
         yield (
             f"first that departs, {finding.quantity}: {place}column {first.column}{position}: {first.found:.6g}, by the "
             f"formula {first.expected:.6g}, off by {abs(first.found - first.expected):.3g}"
@@ -235,9 +234,17 @@ def _departures(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _as_json(dump: Dump, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what JSON can hold: numbers that are not finite are null."""
     plain_findings = []
     for finding in findings:
         content = asdict(finding)
-        content["first"] = finding.first and finding.first._asdict()
+        content["largest"] = _finite(finding.largest)
+        if finding.first is not None:
+            first = finding.first._asdict()
+            content["first"] = {name: _finite(value) for name, value in first.items()}
         plain_findings.append(content)
     return {"form": dump.form, "samples": len(dump.rows), "findings": plain_findings}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -49,7 +49,7 @@ def test_the_table_and_the_first_departure(tmp_path, audit):
     assert "advantages                     35          1" in out
     expected = dump["advantages"][5, 4].item()
     assert (
-        f"first that departs, advantages: row 5, column advantages, token 3 of the response: {2 * expected:.6g}, by the "
+        f"first that departs, advantages: row 5, column advantages, token 3: {2 * expected:.6g}, by the "
         f"formula {expected:.6g}, off by {abs(expected):.3g}"
     ) in out
     assert "not in the dump: lengths of rows, kl, " in out
@@ -63,6 +63,20 @@ def test_json(audit):
     findings = {each["quantity"]: each for each in content["findings"]}
     assert findings["ratio"]["compared"] == 35
     assert findings["advantages"]["missing"] == "needs scores"
+
+
+def test_json_has_no_nan(tmp_path, audit):
+    dump = torch.load(RIGHT / "verl_grpo.pt", weights_only=True)
+    dump["advantages"] = dump["advantages"].clone()  # verl's returns are the same tensor
+    dump["advantages"][5, 3] = torch.nan
+    torch.save(dump, tmp_path / "step.pt")
+    code, out = audit(tmp_path / "step.pt", *RIGHT_DUMPS["verl_grpo.pt"].split(), "--json")
+    findings = {
+        each["quantity"]: each for each in json.loads(out, parse_constant=pytest.fail)["findings"]
+    }
+    assert code == 1
+    first = {"column": "advantages", "row": "row 5", "position": 3, "found": None, "expected": 0.0}
+    assert findings["finite numbers"]["first"] == first
 
 
 def test_a_number_of_the_log(audit):
