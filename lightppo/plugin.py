@@ -116,7 +116,7 @@ COMMANDS: Table[Command] = Table(
         ),
         "audit": Command(
             "lightppo.cli.audit_command:main",
-            about="check the numbers of a dump, of whichever trainer, by a formula",
+            about="check the numbers that any trainer wrote, by a formula",
         ),
         "sft": Command(
             "lightppo.cli.supervised:sft",

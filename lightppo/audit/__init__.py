@@ -1,1 +1,1 @@
-"""``lightppo audit``: recomputes the numbers of a dump, of whichever trainer."""
+"""``lightppo audit``: recomputes the numbers that any trainer wrote."""

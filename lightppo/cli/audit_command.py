@@ -1,4 +1,4 @@
-"""``lightppo audit``: a referee for the numbers of a dump, of whichever trainer."""
+"""``lightppo audit``: recompute the numbers that any trainer wrote, and name the first that departs."""
 
 from __future__ import annotations
 
