@@ -114,6 +114,10 @@ COMMANDS: Table[Command] = Table(
         "diff": Command(
             "lightppo.cli.diff:main", about="name the first number in which two runs differ"
         ),
+        "audit": Command(
+            "lightppo.cli.audit_command:main",
+            about="check the numbers that any trainer wrote, by a formula",
+        ),
         "sft": Command(
             "lightppo.cli.supervised:sft",
             about="train it on demonstrations",

@@ -22,6 +22,7 @@ from lightppo.algorithms.entries import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
 )
+from lightppo.cli.audit_command import AuditConfig
 from lightppo.cli.data import RowsConfig
 from lightppo.config.options import all_options
 from lightppo.config.removed_options import removal
@@ -91,9 +92,9 @@ def flags_added(script: Path) -> set[str]:
 @cache
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
-    names |= {
-        option.name for kind in SUPERVISED.values() for option in kind.all_options()
-    } | RowsConfig.options().keys()
+    names |= {option.name for kind in SUPERVISED.values() for option in kind.all_options()} | (
+        RowsConfig.options() | AuditConfig.options()
+    ).keys()
     files = {
         command.function.rpartition(":")[0].replace(".", "/") + ".py"
         for command in COMMANDS.values()
@@ -259,7 +260,7 @@ def test_the_docs_stay_short():
     prose = {name: _CODE.sub("", _GENERATED.sub("", text)) for name, text in by_hand.items()}
     words = {name: len(text.split()) for name, text in prose.items()}
     assert {"flags.md", "metrics.md"}.isdisjoint(words)
-    assert sum(words.values()) <= 33_350, sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= 33_950, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 def test_ruff_before_a_commit_is_the_pinned_one():

@@ -50,6 +50,7 @@ FLOORS = {
     "experience": 8,
     "episodes": 9,
     "logging": 9,
+    "audit": 10,
     "preflight": 10,
     "trainer": 11,
     "supervised": 12,

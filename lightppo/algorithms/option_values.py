@@ -49,8 +49,8 @@ class Rejection:
         return rejection
 
 
-def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
-    """Return the weights of ``--gdpo_rewards`` by name, 1 where there is none; ConfigError for anything else."""
+def weights_of_parts(texts: Sequence[str], flag: str = "--gdpo_rewards") -> dict[str, float]:
+    """Return the weights of rewards by name, 1 where there is none; ConfigError for anything else."""
     weights: dict[str, float] = {}
     for text in texts:
         name, equals, weight = text.partition("=")
@@ -60,10 +60,10 @@ def weights_of_parts(texts: Sequence[str]) -> dict[str, float]:
             value = math.nan
         if not name or not math.isfinite(value) or value == 0:
             raise ConfigError(
-                f"--gdpo_rewards {text!r}: write NAME or NAME=WEIGHT, the weight a number other than 0"
+                f"{flag} {text!r}: write NAME or NAME=WEIGHT, the weight a number other than 0"
             )
         if name in weights:
-            raise ConfigError(f"--gdpo_rewards names {name} twice: name it once")
+            raise ConfigError(f"{flag} names {name} twice: name it once")
         weights[name] = value
     return weights
 

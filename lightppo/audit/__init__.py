@@ -1,0 +1,1 @@
+"""``lightppo audit``: recomputes the numbers that any trainer wrote."""
