@@ -231,6 +231,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def families_here() -> list[str]:
+    """The families that the installed transformers has."""
+    from transformers import CONFIG_MAPPING
+
+    return [name for name, own in FAMILIES.items() if own.get("kind", name) in CONFIG_MAPPING]
+
+
 def config_of(family: str) -> Any:
     """A new config; a value goes where the config knows its name, under the name that the family prefers."""
     from transformers import CONFIG_MAPPING

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families.zoo import FAMILIES, config_of
+from families.zoo import config_of, families_here
 from families.zoo import random_model as random_family
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DogeConfig,
     FalconConfig,
@@ -256,9 +255,7 @@ def test_training_that_changes_nothing_and_dropout_that_was_asked_for(causal_lm)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if FAMILIES[name].get("kind", name) in CONFIG_MAPPING]
-)
+@pytest.mark.parametrize("family", families_here())
 def test_eager_attention_pads_as_rightly(family):
     config = config_of(family)
     if config.model_type in ("doge", "falcon", "phimoe", "recurrent_gemma", "rwkv"):
