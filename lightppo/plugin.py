@@ -114,6 +114,10 @@ COMMANDS: Table[Command] = Table(
         "diff": Command(
             "lightppo.cli.diff:main", about="name the first number in which two runs differ"
         ),
+        "what-if": Command(
+            "lightppo.experiments.what_if:main",
+            about="fork a run at a step with an option changed, and say what that does",
+        ),
         "sft": Command(
             "lightppo.cli.supervised:sft",
             about="train it on demonstrations",

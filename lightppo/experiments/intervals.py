@@ -11,7 +11,9 @@ import numpy as np
 
 LEVEL = 0.95  # of every interval
 DRAWS = 2000  # of a bootstrap
-_NEARLY_NORMAL = 1000  # degrees of freedom from which Student's t is taken for the normal distribution
+_NEARLY_NORMAL = (
+    1000  # degrees of freedom from which Student's t is taken for the normal distribution
+)
 
 
 @dataclass(frozen=True)

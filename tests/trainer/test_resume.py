@@ -391,7 +391,7 @@ def test_a_resumed_run_may_change_what_it_names(make_config, tmp_path, capsys, z
     groups = trainer.actor.model.optimizer.param_groups
     assert {tuple(group["betas"]) for group in groups} == {(0.5, 0.6)}
     assert [row["train/actor_lr"] for row in trained_rows(branch)] == [0.5]
-    with pytest.raises(ConfigError, match="as another run: --gamma 1.0 → 0.9"):
+    with pytest.raises(ConfigError, match=r"as another run: --gamma 1\.0 → 0\.9"):
         PPOTrainer.from_config(branch.with_options(gamma=0.9, save_path=str(tmp_path / "third")))
 
 
