@@ -78,7 +78,11 @@ def row_of(one: Compared, widths: Mapping[str, float]) -> list[str]:
     """Return a line of the table."""
     estimate = mean_of(one.differences)
     means = [mean(map(mean, runs)) for runs in (one.base, one.changed)]
-    row = [one.measure, *(f"{value:.4g}" for value in means), f"{estimate.value:+.4g}"]
+    row = [
+        f"{one.measure}, {one.metric}",
+        *(f"{value:.4g}" for value in means),
+        f"{estimate.value:+.4g}",
+    ]
     paired, unpaired = one.paired_deviation, one.unpaired_deviation
     if paired is None or unpaired is None:
         return [*row, "needs --pairs", *["-"] * 4]

@@ -340,8 +340,10 @@ class Fork:
     def options(self, branch: Branch) -> PPOConfig:
         """Return the options of a branch: it begins at the fork, or goes on with what it has saved itself."""
         config = self.changed if branch.kind == CHANGED else self.config
-        before = self.config.flat()
-        changes = {name for name, value in config.flat().items() if value != before[name]}
+        # of resolved options: another loss has other defaults of its own
+        before = self.config.resolved().flat()
+        after = config.resolved().flat()
+        changes = {name for name, value in after.items() if value != before[name]}
         may_change = {option.name for option in config.all_options() if not option.resume_safe}
         own = branch_options(config) | {
             "save_path": str(branch.run),
