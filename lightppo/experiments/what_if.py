@@ -306,9 +306,10 @@ class Fork:
 
         starts = starts_of(self.run)
         is_same = all(start["versions"] == dict(versions()) for start in starts[-1:])
-        return is_same and self._has_steps(self.run)
+        return is_same and self.has_steps(self.run)
 
-    def _has_steps(self, run: Path) -> bool:
+    def has_steps(self, run: Path) -> bool:
+        """Tell whether a run has recorded all steps of a branch."""
         rows = recorded_rows(run)
         return all(MEASURES["reward"][0] in rows.get(step, {}) for step in self.steps)
 
@@ -325,13 +326,13 @@ class Fork:
 
     def whole_pairs(self) -> list[tuple[Branch, Branch]]:
         """Return the pairs of which both branches have recorded all steps."""
-        return [pair for pair in self.pairs() if all(self._has_steps(one.run) for one in pair)]
+        return [pair for pair in self.pairs() if all(self.has_steps(one.run) for one in pair)]
 
     def missing(self) -> list[Member]:
         """Return the branches that still have to run, with the files of their options written."""
         members = []
         for branch in (branch for pair in self.pairs() for branch in pair):
-            if not self._has_steps(branch.run):
+            if not self.has_steps(branch.run):
                 member = Member(branch.run.name, branch.run, self.ranks)
                 write_options(member.config_file, self.options(branch))
                 members.append(member)
