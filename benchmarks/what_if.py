@@ -55,7 +55,7 @@ NULLS = {
     "weight decay 1e-6": ["l2=1e-6"],
     "weight decay 1e-5": ["l2=1e-5"],
     "entropy bonus 1e-6": ["entropy_coef=1e-6"],
-    "entropy bonus -1e-6": ["entropy_coef=-1e-6"],
+    "entropy bonus 2e-6": ["entropy_coef=2e-6"],
     "reward × 2, in groups": ["reward_scaling=2"],
     "reward - 1, in groups": ["reward_bias=1"],
     "temperature 0.9999": ["temperature=0.9999"],
@@ -196,9 +196,11 @@ def summary(effects: Mapping[str, Any], nulls: Mapping[str, Any], measure: str) 
     counts = [(pairs, runs) for pairs, runs in counts if pairs and runs]
     shares = [pairs / runs for pairs, runs in counts]
     found = sum(each["found"] for each in small)
-    ratios = [
-        each["variance_ratio"] for each in (*known, *small) if each["variance_ratio"] is not None
-    ]
+    of_effects, of_nulls = (
+        [each["variance_ratio"] for each in some if each["variance_ratio"] is not None]
+        for some in (known, small)
+    )
+    ratios = [*of_effects, *of_nulls]
     return {
         "questions": len(ratios),
         "variance_ratio_median": median(ratios),
