@@ -118,6 +118,10 @@ COMMANDS: Table[Command] = Table(
             "lightppo.experiments.what_if:main",
             about="fork a run at a step with an option changed, and say what that does",
         ),
+        "sweep": Command(
+            "lightppo.experiments.sweep:main",
+            about="run seeds and settings, and compare them with intervals",
+        ),
         "sft": Command(
             "lightppo.cli.supervised:sft",
             about="train it on demonstrations",

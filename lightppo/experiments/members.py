@@ -66,16 +66,21 @@ def recorded_rows(run: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def write_options(path: Path, config: OptionSet) -> None:
-    """Write a file for ``--config``, with the options that are not the default."""
+def options_text(config: OptionSet) -> str:
+    """Return a file for ``--config``, with the options that are not the default."""
     defaults = public_options(type(config)())
     values = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in public_options(config).items()
         if name != "config" and value != defaults[name]
     }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def write_options(path: Path, config: OptionSet) -> None:
+    """Write a file for ``--config``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    write_text(path, options_text(config))
 
 
 def devices_of(slot: int, ranks: int, devices: Sequence[str]) -> str | None:

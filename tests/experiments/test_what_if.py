@@ -17,7 +17,6 @@ from support.runs import fitted, trained_rows
 
 from lightppo.config import PPOConfig, parse_args
 from lightppo.experiments import what_if
-from lightppo.experiments.members import Member
 from lightppo.experiments.pair_page import compared, row_of
 from lightppo.experiments.what_if import (
     Fork,
@@ -27,7 +26,6 @@ from lightppo.experiments.what_if import (
     first_difference,
     main,
 )
-from lightppo.logging.run_folder import release
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,23 +68,6 @@ def run(finished, tmp_path) -> Path:
     for path in (tmp_path / "run").glob("run_config*.yaml"):
         path.write_text(path.read_text().replace(str(finished), str(tmp_path / "run")))
     return tmp_path / "run"
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The branches that were started, in this process instead of ones of their own."""
-    names: list[str] = []
-
-    def run_here(members: Sequence[Member], at_once: int) -> dict[str, int]:
-        for member in members:
-            names.append(member.name)
-            config = parse_args(["--config", str(member.config_file)])
-            fitted(config)
-            release([config.checkpoint.save_path, f"{config.checkpoint.save_path}/checkpoints_ppo"])
-        return dict.fromkeys([member.name for member in members], 0)
-
-    monkeypatch.setattr(what_if, "run_members", run_here)
-    return names
 
 
 def words(run: Path, *more: str, step: int = 2, steps: int = 2) -> list[str]:
