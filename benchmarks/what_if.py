@@ -112,8 +112,9 @@ def train(options: Mapping[str, Any] | Any) -> None:
 
 def branches(run: Path, out: Path, changes: Sequence[str], kind: str, seeds: int) -> Curves:
     """Train one branch of a question for each seed, those that are not there; return its measures."""
+    from lightppo.experiments.fork import Branch, Fork
     from lightppo.experiments.members import recorded_rows
-    from lightppo.experiments.what_if import Branch, Fork, arguments_of
+    from lightppo.experiments.what_if import arguments_of
 
     words = [str(run), "--step", str(FORK_AT), "--steps", str(STEPS), "--out", str(out)]
     fork = Fork(arguments_of([*words, "--set", *changes], "what-if"))

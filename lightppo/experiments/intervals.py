@@ -17,7 +17,7 @@ _NEARLY_NORMAL = (
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Bounded:
     """A number with the bounds of its interval; the bounds are infinite where nothing is known of them."""
 
     value: float
@@ -60,27 +60,27 @@ def t_quantile(freedom: int, level: float = LEVEL) -> float:
     return high
 
 
-def mean_of(values: Sequence[float], level: float = LEVEL) -> Estimate:
+def mean_of(values: Sequence[float], level: float = LEVEL) -> Bounded:
     """Return the mean with its t interval; of one value the interval is infinite."""
     center = mean(values)
     if len(values) < 2:
-        return Estimate(center, -math.inf, math.inf)
+        return Bounded(center, -math.inf, math.inf)
     half = t_quantile(len(values) - 1, level) * stdev(values) / math.sqrt(len(values))
-    return Estimate(center, center - half, center + half)
+    return Bounded(center, center - half, center + half)
 
 
 def unpaired_difference(
     new: Sequence[float], old: Sequence[float], level: float = LEVEL
-) -> Estimate:
+) -> Bounded:
     """Return the difference of two means with its t interval, of equal variances."""
     center = mean(new) - mean(old)
     freedom = len(new) + len(old) - 2
     squares = sum((x - mean(new)) ** 2 for x in new) + sum((x - mean(old)) ** 2 for x in old)
     if freedom < 1:
-        return Estimate(center, -math.inf, math.inf)
+        return Bounded(center, -math.inf, math.inf)
     error = math.sqrt(squares / freedom * (1 / len(new) + 1 / len(old)))
     half = t_quantile(freedom, level) * error
-    return Estimate(center, center - half, center + half)
+    return Bounded(center, center - half, center + half)
 
 
 def count_for_width(deviation: float, width: float, groups: int = 1) -> int | None:
@@ -153,7 +153,7 @@ def bootstrapped(
     return low, high
 
 
-def estimated(statistic: Callable[..., float], *samples: Sequence[float]) -> Estimate:
+def estimated(statistic: Callable[..., float], *samples: Sequence[float]) -> Bounded:
     """Return a statistic with its bootstrap interval."""
     low, high = bootstrapped(statistic, *samples)
-    return Estimate(statistic(*samples), float(low), float(high))
+    return Bounded(statistic(*samples), float(low), float(high))

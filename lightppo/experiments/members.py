@@ -23,6 +23,7 @@ from lightppo.logging.report_page import read_jsonl
 from lightppo.redaction import plain
 
 _LOOK_EVERY = 0.1  # seconds
+_LONGEST_SAVE = 600.0  # seconds in which a run that was stopped has written its checkpoint
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
@@ -133,7 +134,10 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
             for _, process in running.values():
                 process.terminate()
             for _, process in running.values():
-                process.wait()
+                try:
+                    process.wait(_LONGEST_SAVE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
     return codes
 
 

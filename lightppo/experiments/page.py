@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightppo.experiments.intervals import Estimate
+from lightppo.experiments.intervals import Bounded
 from lightppo.files import write_text
 from lightppo.redaction import plain
 
@@ -23,7 +23,7 @@ th:first-child, td:first-child { text-align: left; } svg { max-width: 100%; heig
 """
 
 
-def bounds(estimate: Estimate) -> str:
+def bounds(estimate: Bounded) -> str:
     """Return the bounds of an interval as text."""
     return f"{estimate.low:.4g} to {estimate.high:.4g}"
 

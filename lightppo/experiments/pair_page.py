@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightppo.errors import ReportError
-from lightppo.experiments.intervals import Estimate, count_for_width, mean_of
+from lightppo.experiments.fork import REWARD, Fork
+from lightppo.experiments.intervals import Bounded, count_for_width, mean_of
 from lightppo.experiments.members import recorded_rows
 from lightppo.experiments.page import bounds, save_figure, table, write_page
-from lightppo.experiments.what_if import (
-    MEASURES,
-    PAGE,
-    Fork,
-    equal_share,
-    first_difference,
-    sampled_tokens,
-)
+from lightppo.logging.run_paths import SAMPLES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+PAGE = "what_if.html"
+# What is compared, by what it is called; of several metrics the first one that both branches recorded.
+MEASURES = {
+    "reward": (REWARD,),
+    "KL": ("rollout/kl", "train/approx_kl"),
+    "length": ("rollout/response_length",),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Compared:
         branches = [[mean(steps) for steps in runs] for runs in (self.base, self.changed)]
         return math.hypot(*map(stdev, branches))
 
-    def at_step(self, number: int) -> Estimate:
+    def at_step(self, number: int) -> Bounded:
         """Return the difference at one step."""
         return mean_of([new[number] - old[number] for new, old in zip(self.changed, self.base)])
 
@@ -164,3 +170,50 @@ def draw(
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def sampled_tokens(run: Path, step: int) -> dict[tuple[int, int], list[str]]:
+    """Return the recorded tokens of a step by (prompt, sample), as texts; none where the run kept none."""
+    path = run / SAMPLES / f"step{step}.jsonl.gz"
+    if not path.is_file():
+        return {}
+    with gzip.open(path, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    return {(row["index"], row["sample_index"]): row["tokens"]["text"] for row in rows}
+
+
+def equal_share(
+    first: Mapping[Any, Sequence[str]], second: Mapping[Any, Sequence[str]]
+) -> float | None:
+    """Return the share of positions with the same token, of samples in both; None where there is none in both."""
+    common = first.keys() & second.keys()
+    equal = sum(sum(a == b for a, b in zip(first[key], second[key])) for key in common)
+    positions = sum(max(len(first[key]), len(second[key])) for key in common)
+    return equal / positions if positions else None
+
+
+def first_difference(base: Path, changed: Path, steps: Sequence[int]) -> str:
+    """Say at which step, sample and token two branches differ first, of the samples that both kept."""
+    is_known = False
+    for step in steps:
+        tokens = [sampled_tokens(run, step) for run in (base, changed)]
+        for key in sorted(tokens[0].keys() & tokens[1].keys()):
+            is_known = True
+            first, second = (each[key] for each in tokens)
+            if first != second:
+                pairs = zip(first, second)
+                end = min(len(first), len(second))
+                position = next((n for n, (a, b) in enumerate(pairs) if a != b), end)
+                shown = [
+                    repr(t[position]) if position < len(t) else "its end" for t in (first, second)
+                ]
+                return (
+                    f"step {step}, prompt {key[0]}, sample {key[1]}, token {position + 1}: "
+                    f"{shown[0]} in the base branch, {shown[1]} in the changed one"
+                )
+    if is_known:
+        return "none: the tokens that both kept are equal in all steps"
+    return "not known: the run kept no samples (--record_samples)"

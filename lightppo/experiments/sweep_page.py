@@ -17,11 +17,12 @@ from lightppo.experiments.intervals import (
     probability_of_improvement,
 )
 from lightppo.experiments.page import bounds, save_figure, table, write_page
-from lightppo.experiments.sweep import PAGE, Sweep, curve_of, is_complete, score_name, scores_of
+from lightppo.experiments.sweep_file import Sweep, curve_of, is_complete, score_name, scores_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PAGE = "sweep.html"
 FEWEST = 2  # runs of which an interval is made
 _POINTS = 60  # of a profile
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightppo.experiments.intervals import (
-    Estimate,
+    Bounded,
     bootstrapped,
     count_for_width,
     estimated,
@@ -44,7 +44,7 @@ def test_the_interval_of_a_mean():
     assert estimate.value == pytest.approx(0.5242857)
     assert (estimate.low, estimate.high) == pytest.approx((0.2702275, 0.7783439))
     assert estimate.excludes_zero
-    assert mean_of([2.0]) == Estimate(2.0, -math.inf, math.inf)
+    assert mean_of([2.0]) == Bounded(2.0, -math.inf, math.inf)
     assert not mean_of([2.0]).excludes_zero
 
 

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from lightppo.experiments import sweep as command
-from lightppo.experiments.sweep import main, read_sweep, score_of
+from lightppo.experiments.sweep import main
+from lightppo.experiments.sweep_file import read_sweep, score_name, score_of
 from lightppo.experiments.sweep_page import rows_of
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -99,7 +100,7 @@ def test_a_failed_member_is_named_and_the_others_are_compared(file, started, cap
 def test_without_a_finished_run_there_is_no_report(file, capsys):
     with pytest.raises(SystemExit) as end:
         main([str(file), "--report"])
-    assert end.value.code == 2
+    assert end.value.code == 1
     assert "no run has ended with the metric rollout/reward" in capsys.readouterr().err
 
 
@@ -155,11 +156,11 @@ def test_a_file_that_is_no_sweep(tmp_path, capsys):
 
 
 def test_the_score_is_that_of_evaluations_if_there_are_any(file, tmp_path):
-    assert command.score_name(read_sweep(file)) == "rollout/reward"
+    assert score_name(read_sweep(file)) == "rollout/reward"
     rows = str(tmp_path / "rows.jsonl")
     file = write(tmp_path, {"options": {"eval_data": rows}})
-    assert command.score_name(read_sweep(file)) == "eval/reward"
-    assert command.score_name(read_sweep(write(tmp_path, {"score": "x"}))) == "x"
+    assert score_name(read_sweep(file)) == "eval/reward"
+    assert score_name(read_sweep(write(tmp_path, {"score": "x"}))) == "x"
 
 
 def test_the_score_of_a_run_is_the_mean_of_its_last_tenth():
