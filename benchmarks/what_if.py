@@ -195,7 +195,7 @@ def summary(effects: Mapping[str, Any], nulls: Mapping[str, Any], measure: str) 
     small = [each[measure] for each in nulls.values()]
     counts = [(each["pairs_needed"], each["runs_needed"]) for each in known]
     counts = [(pairs, runs) for pairs, runs in counts if pairs and runs]
-    shares = [pairs / runs for pairs, runs in counts]
+    shares = [pairs / runs for pairs, runs in counts] or [math.nan]
     found = sum(each["found"] for each in small)
     of_effects, of_nulls = (
         [each["variance_ratio"] for each in some if each["variance_ratio"] is not None]
@@ -204,17 +204,18 @@ def summary(effects: Mapping[str, Any], nulls: Mapping[str, Any], measure: str) 
     ratios = [*of_effects, *of_nulls]
     return {
         "questions": len(ratios),
-        "variance_ratio_median": median(ratios),
+        "variance_ratio_median": median(ratios or [math.nan]),
         "variance_at_most_a_fifth": sum(ratio <= 0.2 for ratio in ratios),
-        "variance_ratio_median_of_effects": median(of_effects),
+        "variance_ratio_median_of_effects": median(of_effects or [math.nan]),
         "variance_at_most_a_fifth_of_effects": sum(ratio <= 0.2 for ratio in of_effects),
         "effects_found": sum(each["found"] for each in known),
         "effects_found_unpaired": sum(each["found_unpaired"] for each in known),
         "false_positives": found,
+        "nulls": len(small),
         "false_positives_interval": binomial_interval(found, len(small)),
         "share_of_steps_median": median(shares),
         "share_of_steps_in_all": sum(pairs for pairs, _ in counts)
-        / sum(runs for _, runs in counts),
+        / (sum(runs for _, runs in counts) or math.nan),
         "at_most_a_third_of_the_steps": sum(share <= 1 / 3 for share in shares),
     }
 
@@ -267,27 +268,26 @@ def main() -> None:
     run = base_run(folder / "assets")
     any_change = [f"actor_learning_rate={RATE / 3}"]
     base = branches(run, folder / "base", any_change, "base", options.seeds)
-    curves: dict[str, dict[str, Curves]] = {}
-    for kind, questions in kinds.items():
-        curves[kind] = {}
-        for name, changes in questions.items():
-            out = folder / f"{kind}, {name}"
-            curves[kind][name] = branches(run, out, changes, "changed", options.pairs)
-            reward = question(base["reward"], curves[kind][name]["reward"])
-            print(f"{kind}, {name}: {json.dumps(reward)}", flush=True)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "steps": STEPS,
-        "pairs": options.pairs,
-        "seeds": options.seeds,
-        "seconds": time.monotonic() - start,
-        "base": base,
-        "curves": curves,
-        **results(curves, base),
-    }
-    file = folder.with_suffix(".json")
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["summary"], indent=1), file, sep="\n")
+    curves: dict[str, dict[str, Curves]] = {kind: {} for kind in kinds}
+    # in turn, so that what is written after each question has some of both kinds
+    turns = itertools.zip_longest(*([(kind, name) for name in of] for kind, of in kinds.items()))
+    for kind, name in filter(None, itertools.chain(*turns)):
+        out = folder / f"{kind}, {name}"
+        curves[kind][name] = branches(run, out, kinds[kind][name], "changed", options.pairs)
+        reward = question(base["reward"], curves[kind][name]["reward"])
+        print(f"{kind}, {name}: {json.dumps(reward)}", flush=True)
+        result = {
+            "date": datetime.date.today().isoformat(),
+            "steps": STEPS,
+            "pairs": options.pairs,
+            "seeds": options.seeds,
+            "seconds": time.monotonic() - start,
+            "base": base,
+            "curves": curves,
+            **results(curves, base),
+        }
+        folder.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["summary"], indent=1), folder.with_suffix(".json"), sep="\n")
 
 
 if __name__ == "__main__":
