@@ -14,7 +14,7 @@ def test_a_question_by_hand(benchmark_script):
     assert not answer["found"]  # 0.5 is within 4.3 × 0.25 / √3 of 0
     assert answer["interval"][0] == pytest.approx(0.5 - 4.302653 * 0.25 / 3**0.5)
     assert answer["pairs_needed"] == 4  # 3.18 × 0.25 / 2 is below 0.5
-    assert answer["runs_needed"] > 10 * answer["pairs_needed"]
+    assert answer["runs_needed"] == 37  # 1.99 × (2.3125 / n)½ is at most 0.5 from here on
 
 
 def test_branches_that_are_equal_need_no_pairs(benchmark_script):
