@@ -28,6 +28,12 @@ PROGRAM = "lightppo what-if"
 BASE, CHANGED = "base", "changed"
 REQUEST = "what_if.json"
 REWARD = "rollout/reward"  # what a branch has recorded of each of its steps
+# What is compared, by what it is called; of several metrics the first one that both branches recorded.
+MEASURES = {
+    "reward": (REWARD,),
+    "KL": ("rollout/kl", "train/approx_kl"),
+    "length": ("rollout/response_length",),
+}
 
 
 def words_of(changes: Sequence[str]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from lightppo.errors import ReportError
-from lightppo.experiments.fork import REWARD, Fork
+from lightppo.experiments.fork import MEASURES, Fork
 from lightppo.experiments.intervals import Bounded, count_for_width, mean_of
 from lightppo.experiments.members import recorded_rows
 from lightppo.experiments.page import bounds, save_figure, table, write_page
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 
 PAGE = "what_if.html"
-# What is compared, by what it is called; of several metrics the first one that both branches recorded.
-MEASURES = {
-    "reward": (REWARD,),
-    "KL": ("rollout/kl", "train/approx_kl"),
-    "length": ("rollout/response_length",),
-}
 
 
 @dataclass(frozen=True)

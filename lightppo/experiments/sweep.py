@@ -23,7 +23,6 @@ from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ReportError
 from lightppo.experiments.members import Member, places, run_members
 from lightppo.experiments.sweep_file import Sweep, read_sweep
-from lightppo.experiments.sweep_page import report
 from lightppo.files import write_text
 
 _SLURM = """\
@@ -72,6 +71,8 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
             f"{total} runs, {total - len(members)} of them done; into {sweep.save_path}", flush=True
         )
     codes = run_members(members, at_once) if members else {}
+    from lightppo.experiments.sweep_page import report  # it loads numpy
+
     with exit_on_mistakes(program, ReportError, code=1):
         report(sweep, request.picture)
     if any(codes.values()):

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, ReportError
-from lightppo.experiments.fork import PROGRAM, Fork
+from lightppo.experiments.fork import MEASURES, PROGRAM, Fork
 from lightppo.experiments.members import places, run_members
-from lightppo.experiments.pair_page import MEASURES, report
 from lightppo.logging.report_page import named_run
 
 _CHANGES = "NAME=VALUE"
@@ -83,6 +82,8 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> None:
         members = fork.missing()
         print(fork.plan(members), flush=True)
     codes = run_members(members, at_once) if members else {}
+    from lightppo.experiments.pair_page import report  # it loads numpy
+
     with exit_on_mistakes(program, ReportError, code=1):
         report(fork)
     if any(codes.values()) or fork.missing():
