@@ -118,6 +118,14 @@ COMMANDS: Table[Command] = Table(
             "lightppo.cli.audit_command:main",
             about="check the numbers that any trainer wrote, by a formula",
         ),
+        "what-if": Command(
+            "lightppo.experiments.what_if:main",
+            about="fork a run at a step with an option changed, and say what that does",
+        ),
+        "sweep": Command(
+            "lightppo.experiments.sweep:main",
+            about="run seeds and settings, and compare them with intervals",
+        ),
         "sft": Command(
             "lightppo.cli.supervised:sft",
             about="train it on demonstrations",

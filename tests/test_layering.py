@@ -54,6 +54,7 @@ FLOORS = {
     "preflight": 10,
     "trainer": 11,
     "supervised": 12,
+    "experiments": 13,
     "compat": 10,
     "cli": 14,
     "__main__": 15,

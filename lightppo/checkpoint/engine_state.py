@@ -266,6 +266,7 @@ def load_checkpoint(
     saved_meta = read_meta(folder)
     _check_shape(engine, folder, saved_meta, load_optimizer_states, reshape)
     check_model(ranks, model, folder, saved_meta)
+    settings = _settings_of(engine)
     if any(saved_meta[key] != current_value for key, current_value in _shape(engine).items()):
         load_reshaped(engine, folder, saved_meta, load_lr_scheduler_states)
     elif not has_optimizer(engine):
@@ -285,6 +286,8 @@ def load_checkpoint(
             )
         if loaded is None:
             raise CheckpointError(f"{folder} has no file for rank {ranks.get_rank()}")
+    for group, values in zip(engine.optimizer.param_groups if settings else (), settings):
+        group.update(values)
     if has_optimizer(engine) and engine.lr_scheduler is not None:
         coming_rates = _coming_rates(engine.lr_scheduler)
         for group, lr in zip(engine.optimizer.param_groups, coming_rates, strict=True):
@@ -292,9 +295,23 @@ def load_checkpoint(
     return str(folder), read_client_state(folder)
 
 
+_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay")
+
+
+def _settings_of(engine: Any) -> list[dict[str, Any]]:
+    """Return what this run's options say of the optimizer, by group: a checkpoint brings that of the run that saved."""
+    if not has_optimizer(engine):
+        return []
+    groups = engine.optimizer.param_groups
+    return [{key: group[key] for key in _SETTINGS if key in group} for group in groups]
+
+
 def _coming_rates(scheduler: LRScheduler) -> list[float]:
-    """Return the rates of the next step by this run's schedule, which may be longer than that of the run that saved."""
+    """Return the rates of the next step by this run's peak and schedule, which may differ from those of the run that
+    saved."""
     if isinstance(scheduler, LambdaLR):  # others may know no step but the one after the last
+        groups = scheduler.optimizer.param_groups
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
         schedules = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         scheduler._last_lr = [peak * share(scheduler.last_epoch) for peak, share in schedules]
     return scheduler.get_last_lr()

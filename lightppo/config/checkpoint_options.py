@@ -1,15 +1,16 @@
 """Options of checkpoints, of models for transformers, and of the end by a signal; docs/checkpoints.md."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
 from lightppo.files import check_file_url, is_url
-from lightppo.option import Section, option
+from lightppo.option import Option, Section, option
 from lightppo.redaction import GIVE_WHOLE, cut_urls
+from lightppo.suggestions import nearest
 
 critic = partial(option, needs="critic")
 saved = partial(option, needs="save_steps>0 or save_epochs or save_seconds")
@@ -44,6 +45,11 @@ class CheckpointConfig(Section, resume_safe=True):
         off=("never",),
     )
     load_checkpoint: bool = option(True, "--no_load_checkpoint means --resume never.")
+    resume_changes: tuple[str, ...] = option(
+        (),
+        "Names of options that may differ from those of the checkpoint, though they have no star here. Options that "
+        "make the model cannot be named.",
+    )
     reshape_ckpt: bool = option(
         False, "Also resume a checkpoint from a different number of processes or ZeRO stage."
     )
@@ -84,8 +90,26 @@ class CheckpointConfig(Section, resume_safe=True):
             yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
         if options.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push_to_hub):
             yield f"--push_to_hub {options.push_to_hub!r}: give OWNER/NAME"
+        yield from _fixed_changes(options)
         yield from _cut_addresses(options)
         yield from _folders(options)
+
+
+def makes_model(declaration: Option, sections: Mapping[str, type[Section]]) -> bool:
+    """Tell whether a checkpoint's weights are of no use under another value of this option."""
+    is_other_model = declaration.name.startswith(("ref_", "reward_"))
+    is_safe = declaration.resume_safe or is_other_model
+    return sections[declaration.owner].of == "weights" and not is_safe
+
+
+def _fixed_changes(options: Any) -> Iterator[str]:
+    """Refuse --resume_changes of what is no option, or of what a checkpoint's weights depend on."""
+    declared = {declaration.name: declaration for declaration in options.config.all_options()}
+    for name in options.config.checkpoint.resume_changes:
+        if name not in declared:
+            yield f"--resume_changes {name}: no option has this name{nearest(name, declared)}"
+        elif makes_model(declared[name], options.config.sections()):
+            yield f"--resume_changes {name}: it makes the model, and must stay as it was"
 
 
 def _folders(options: Any) -> Iterator[str]:

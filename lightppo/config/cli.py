@@ -73,15 +73,15 @@ def parse_args(
 
 @contextmanager
 def exit_on_mistakes(
-    prog: str, kind: type[Exception] | tuple[type[Exception], ...] = ConfigError
+    prog: str, kind: type[Exception] | tuple[type[Exception], ...] = ConfigError, code: int = 2
 ) -> Iterator[None]:
-    """Turn errors of these kinds into exit code 2, and print their lines on rank 0."""
+    """Turn errors of these kinds into an exit code, and print their lines on rank 0."""
     try:
         yield
     except kind as error:
         for line in str(error).split("\n"):
             print_on_rank_0(f"{prog}: error: {line}\n", sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(code) from None
 
 
 def print_on_rank_0(text: str, file: Any = None) -> None:

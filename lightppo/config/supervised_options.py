@@ -200,7 +200,7 @@ class SupervisedCheckpointConfig(
     Taken,
     ppo.CheckpointConfig,
     only="save_path save_steps save_epochs save_seconds hf_save_steps save_hf_ckpt "
-    "disable_ds_ckpt max_ckpt_num max_ckpt_mem resume reshape_ckpt push_to_hub hub_private signal_grace",
+    "disable_ds_ckpt max_ckpt_num max_ckpt_mem resume resume_changes reshape_ckpt push_to_hub hub_private signal_grace",
     words=WORDS,
     save_path="./ckpt/sft",
 ):

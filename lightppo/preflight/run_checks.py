@@ -272,6 +272,8 @@ def check_same_run(resumed: Resumed) -> Iterator[str]:
     }
     idle = set(chain.from_iterable(idle_flags(command, options).values()))
     refused, safe = unsafe_changes(saved, options, idle, type(command), resumed.trains)
+    allowed = set(command.checkpoint.resume_changes)
+    safe |= {option_name: refused.pop(option_name) for option_name in allowed & refused.keys()}
     refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
     changes = [
         f"--{option_name} {previous} → {current}"
@@ -280,7 +282,8 @@ def check_same_run(resumed: Resumed) -> Iterator[str]:
     for option_name, saved_mark in resumed.saved.get("content", {}).items():
         mark = shown_value(saved_mark)
         is_unread = not resumed.trains and option_name != "pretrain"
-        if option_name in refused or is_unread or resumed.content.get(option_name, mark) == mark:
+        is_known = option_name in refused or option_name in allowed
+        if is_known or is_unread or resumed.content.get(option_name, mark) == mark:
             continue
         if option_name != "save_path":
             changes.append(f"--{option_name} {options[option_name]} has other content than it had")

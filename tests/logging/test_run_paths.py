@@ -17,8 +17,8 @@ from lightppo.storage import local_folder
 
 # Their help speaks of files, but they name none that a run replaces. Files in --vllm_server_sync_dir have new names.
 _NO_PLACE = (
-    "best_metric config eval_split external_lib function_call_url override_config push_to_hub reward_source "
-    "tool_format"
+    "best_metric config eval_split external_lib function_call_url override_config push_to_hub resume_changes "
+    "reward_source tool_format"
 )
 _NO_PLACE += " value_head_prefix vllm_server_sync_dir wandb_run_name"
 

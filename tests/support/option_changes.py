@@ -540,6 +540,7 @@ ELSEWHERE = {
     "multiturn": "data/test_examples.py",  # of chats with several answers
     "reshape_ckpt": "checkpoint/test_run_checkpointer.py",
     "resume": "trainer/test_resume.py",
+    "resume_changes": "trainer/test_resume.py",
     "push_to_hub": "logging/test_hub.py",
     "hub_private": "logging/test_hub.py",
     "rollout_check": "experience/test_rollout_check.py",

@@ -370,6 +370,40 @@ def test_options_that_make_another_run_are_refused(make_config, tmp_path):
     assert anew.state.global_step == 0
 
 
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_resumed_run_may_change_what_it_names(make_config, tmp_path, capsys, zero_stage):
+    shared = {"lr_scheduler": "constant", "lr_warmup_ratio": 0.0, "zero_stage": zero_stage}
+    config = make_config(save_steps=1, benchmark_steps=1, **shared)
+    fitted(config)
+    other_reward = tmp_path / "other.py"
+    other_reward.write_text(Path(config.reward.reward_fn).read_text() + "# changed\n")
+    changes = {"actor_learning_rate": 0.5, "adam_betas": (0.5, 0.6), "reward_fn": str(other_reward)}
+    branch = config.with_options(
+        resume=str(tmp_path / "ckpt"),
+        resume_changes=list(changes),
+        save_path=str(tmp_path / "branch"),
+        ckpt_path=None,
+        benchmark_steps=2,
+        **changes,
+    )
+    trainer = fitted(branch)
+    assert "resume: --actor_learning_rate was 0.01, is 0.5" in capsys.readouterr().out
+    groups = trainer.actor.model.optimizer.param_groups
+    assert {tuple(group["betas"]) for group in groups} == {(0.5, 0.6)}
+    assert [row["train/actor_lr"] for row in trained_rows(branch)] == [0.5]
+    with pytest.raises(ConfigError, match=r"as another run: --gamma 1\.0 → 0\.9"):
+        PPOTrainer.from_config(branch.with_options(gamma=0.9, save_path=str(tmp_path / "third")))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("actor_learnin_rate", "no option has this name"), ("lora_rank", "it makes the model")],
+)
+def test_what_a_resumed_run_cannot_change(make_config, name, problem):
+    with pytest.raises(ConfigError, match=f"--resume_changes {name}: {problem}"):
+        make_config(resume_changes=[name]).validate()
+
+
 def test_resume_from_a_named_folder_into_another(make_config, tmp_path):
     config = make_config(save_steps=1, benchmark_steps=1)
     first = fitted(config)

@@ -1,0 +1,180 @@
+"""The runs of an experiment as processes side by side: ordinary commands, each with a log of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightppo.config.options import OptionSet, public_options
+from lightppo.errors import ConfigError
+from lightppo.files import write_text
+from lightppo.logging.report_page import read_jsonl
+from lightppo.redaction import plain
+
+_LOOK_EVERY = 0.1  # seconds
+_LONGEST_SAVE = 600.0  # seconds in which a run that was stopped has written its checkpoint
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of an experiment."""
+
+    name: str
+    folder: Path  # its --save_path
+    ranks: int = 1
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.yaml")
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def command(self) -> list[str]:
+        """Return the words that start it: those of ``lightppo ppo``, under torchrun where it has several ranks."""
+        train = ["lightppo", "ppo", "--config", str(self.config_file)]
+        if self.ranks == 1:
+            return [sys.executable, "-m", *train]
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(self.ranks)]
+        return [sys.executable, "-m", *launcher, "-m", *train]
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """Return what it has recorded, by step."""
+        return recorded_rows(self.folder)
+
+
+def recorded_rows(run: Path) -> dict[int, dict[str, Any]]:
+    """Return all rows of a run's metrics by step; none where it has recorded nothing."""
+    metrics_path = run / "metrics.jsonl"
+    if not metrics_path.is_file() or not metrics_path.stat().st_size:
+        return {}
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_jsonl(metrics_path):
+        rows.setdefault(row["step"], {}).update(row)
+    return rows
+
+
+def options_text(config: OptionSet) -> str:
+    """Return a file for ``--config``, with the options that are not the default."""
+    defaults = public_options(type(config)())
+    values = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in public_options(config).items()
+        if name != "config" and value != defaults[name]
+    }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def write_options(path: Path, config: OptionSet) -> None:
+    """Write a file for ``--config``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, options_text(config))
+
+
+def devices_of(slot: int, ranks: int, devices: Sequence[str]) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES of the member in this slot; None where there are no GPUs to share out."""
+    if not devices:
+        return None
+    return ",".join(devices[slot * ranks : (slot + 1) * ranks])
+
+
+def visible_devices() -> list[str]:
+    """Return the GPUs that this process may use, without loading torch."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [device for device in named.split(",") if device not in ("", "-1")]
+    return [str(number) for number in range(len(list(_NVIDIA.glob("*"))))]
+
+
+def places(jobs: int | None, ranks: int) -> int:
+    """Return how many members run at once: ``--jobs``, or what GPUs allow; on a CPU two."""
+    devices = visible_devices()
+    if devices and len(devices) < ranks * (jobs or 1):
+        raise ConfigError(
+            f"--jobs {jobs or 1}: each run has {ranks} ranks, and {len(devices)} GPUs are visible: lower it"
+        )
+    return jobs or (len(devices) // ranks if devices else 2)
+
+
+def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
+    """Run all, so many at once; return the exit codes by name. A failed one is said, and ends no other.
+
+    If this process is stopped, so are they, as by SIGTERM: each saves a checkpoint and goes on from it the next time.
+    """
+    waiting = deque(members)
+    running: dict[int, tuple[Member, subprocess.Popen]] = {}
+    codes: dict[str, int] = {}
+    devices = visible_devices()
+    with _ended_by_sigterm():
+        try:
+            while waiting or running:
+                for slot in range(at_once):
+                    if waiting and slot not in running:
+                        member = waiting.popleft()
+                        running[slot] = (member, _started(member, slot, devices))
+                time.sleep(_LOOK_EVERY)
+                for slot, (member, process) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[slot]
+                        codes[member.name] = process.returncode
+                        _tell(member, process.returncode, len(codes), len(members))
+        finally:
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                try:
+                    process.wait(_LONGEST_SAVE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+    return codes
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does, so that the members are stopped."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _started(member: Member, slot: int, devices: Sequence[str]) -> subprocess.Popen:
+    environment = dict(os.environ)
+    if (own_devices := devices_of(slot, member.ranks, devices)) is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = own_devices
+    with member.log.open("a") as log:
+        return subprocess.Popen(
+            member.command(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches it through this process alone
+        )
+
+
+def _tell(member: Member, code: int, done: int, total: int) -> None:
+    outcome = "done"
+    if code:
+        outcome = f"FAILED with exit code {code}: {last_line(member.log)} (all of it: {member.log})"
+    print(plain(f"[{done}/{total}] {member.name}: {outcome}"), flush=True)
+
+
+def last_line(log: Path) -> str:
+    """Return the line of a log that says why a run failed: its last error, else its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "error: " in line.lower()]
+    return (errors or lines or ["it wrote nothing"])[-1]

@@ -1,0 +1,185 @@
+"""The file of a sweep: its settings, seeds and runs, and their scores; for ``lightppo sweep``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightppo.config import PPOConfig
+from lightppo.config.cli import with_file
+from lightppo.errors import ConfigError
+from lightppo.experiments.members import Member, options_text, recorded_rows, write_options
+from lightppo.files import facts_of
+from lightppo.suggestions import nearest
+
+KEYS = ("settings", "seeds", "config", "options", "save_path", "score", "ranks")
+OWN = (
+    "save_path",
+    "ckpt_path",
+    "seed",
+    "resume",
+    "config",
+)  # options of each run that the sweep sets
+_SCORES = ("eval/reward", "rollout/reward")
+_SHARE = 10  # a run's score is the mean of the last tenth of its values
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a file asks for."""
+
+    settings: Mapping[str, PPOConfig]
+    seeds: Sequence[int]
+    save_path: Path
+    score: str | None = None  # None: of evaluations if there are any, else of training
+    ranks: int = 1
+
+    def members(self, setting: str) -> list[Member]:
+        """Return the runs of a setting."""
+        folder = self.save_path / setting
+        return [
+            Member(f"{setting}, seed {seed}", folder / f"seed{seed}", self.ranks)
+            for seed in self.seeds
+        ]
+
+    def options(self, setting: str, seed: int) -> PPOConfig:
+        """Return the options of a run."""
+        folder = self.save_path / setting / f"seed{seed}"
+        return self.settings[setting].with_options(save_path=str(folder), ckpt_path=None, seed=seed)
+
+    def missing(self) -> list[Member]:
+        """Return the runs that have not ended, seed by seed, with the files of their options written.
+
+        So many runs of each setting are there whenever the sweep is stopped.
+        """
+        members = []
+        for (number, seed), setting in itertools.product(enumerate(self.seeds), self.settings):
+            member = self.members(setting)[number]
+            config = self.options(setting, seed)
+            if not (is_complete(member.folder) and _is_as_written(member.config_file, config)):
+                write_options(member.config_file, config)
+                members.append(member)
+        return members
+
+
+def is_complete(run: Path) -> bool:
+    """Tell whether a run has ended and written its model."""
+    return "step" in facts_of(run) if run.is_dir() else False
+
+
+def _is_as_written(path: Path, config: PPOConfig) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == options_text(config)
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Return what a file asks for.
+
+    Raises:
+        ConfigError: it cannot be read, or asks for what there is not; a line names the file and the key.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must be a mapping with the keys {', '.join(KEYS)}")
+    try:
+        return _checked(values, path)
+    except ConfigError as error:
+        raise ConfigError(
+            "\n".join(f"{path}: {line}" for line in str(error).split("\n"))
+        ) from error
+
+
+def _checked(values: Mapping[str, Any], path: Path) -> Sweep:
+    if unknown := [key for key in values if key not in KEYS]:
+        raise ConfigError(f"unknown key {unknown[0]!r}{nearest(str(unknown[0]), KEYS)}")
+    if missing := [key for key in ("settings", "seeds", "save_path") if not values.get(key)]:
+        raise ConfigError(
+            f"the key {missing[0]!r} is missing; there must be settings, seeds and save_path"
+        )
+    settings, seeds = values["settings"], values["seeds"]
+    if not isinstance(settings, dict):
+        raise ConfigError("settings: must be a mapping of a name to options")
+    is_list = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+    if not is_list or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds: must be a list of different whole numbers, not {seeds!r}")
+    if type(ranks := values.get("ranks", 1)) is not int or ranks < 1:
+        raise ConfigError(f"ranks: must be a whole number of at least 1, not {ranks!r}")
+    config = PPOConfig()
+    if values.get("config") is not None:
+        config = with_file(config, str(path.parent / str(values["config"])))
+    config = _with(config, values.get("options"), "options")
+    configs = {
+        str(name): _valid(_with(config, options, f"settings: {name}"), f"settings: {name}", ranks)
+        for name, options in settings.items()
+    }
+    for name in configs:
+        if not name.strip(".") or "/" in name:
+            raise ConfigError(f"settings: {name!r} cannot be the name of a folder")
+    return Sweep(configs, seeds, Path(values["save_path"]), values.get("score"), ranks)
+
+
+def _with(config: PPOConfig, options: Any, key: str) -> PPOConfig:
+    """Return the config with the options of a key of the file."""
+    if not isinstance(options or {}, dict):
+        raise ConfigError(f"{key}: must be a mapping of options to values")
+    if own := [name for name in options or {} if name in OWN]:
+        raise ConfigError(f"{key}: {own[0]} is the sweep's own: leave it out")
+    try:
+        return config.with_options(**(options or {}))
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{key}: {line}" for line in str(error).split("\n"))) from error
+
+
+def _valid(config: PPOConfig, key: str, ranks: int) -> PPOConfig:
+    """Return a config whose options go together."""
+    try:
+        config.validate(world_size=ranks)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{key}: {line}" for line in str(error).split("\n"))) from error
+    return config
+
+
+# -- scores ----------------------------------------------------------------------------------------------------------
+
+
+def score_name(sweep: Sweep) -> str:
+    """Return the metric that runs are compared by."""
+    evaluates = all(config.data.eval_data for config in sweep.settings.values())
+    return sweep.score or _SCORES[0 if evaluates else 1]
+
+
+def curve_of(run: Path, metric: str) -> dict[int, float]:
+    """Return a metric of a run by step, where it is a number."""
+    rows = recorded_rows(run)
+    return {step: row[metric] for step, row in sorted(rows.items()) if row.get(metric) is not None}
+
+
+def score_of(curve: Mapping[int, float]) -> float:
+    """Return the mean of the last tenth of the values."""
+    values = list(curve.values())
+    last = values[-max(1, len(values) // _SHARE) :]
+    return sum(last) / len(last)
+
+
+def scores_of(sweep: Sweep, metric: str) -> dict[str, list[float]]:
+    """Return the scores of the runs that have ended, by setting."""
+    return {
+        setting: [
+            score_of(curve)
+            for member in sweep.members(setting)
+            if is_complete(member.folder) and (curve := curve_of(member.folder, metric))
+        ]
+        for setting in sweep.settings
+    }

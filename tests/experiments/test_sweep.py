@@ -1,0 +1,178 @@
+"""``lightppo sweep``: real runs of a tiny task, in this process; files that are refused; the table by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightppo.experiments import sweep as command
+from lightppo.experiments.sweep import main
+from lightppo.experiments.sweep_file import read_sweep, score_name, score_of
+from lightppo.experiments.sweep_page import rows_of
+
+pytestmark = pytest.mark.usefixtures("world")
+
+SETTINGS = {
+    "slow": {"actor_learning_rate": 1e-4},
+    "fast": {"actor_learning_rate": 1e-2},
+}
+
+
+@pytest.fixture
+def file(assets, tmp_path) -> Path:
+    """A sweep of two settings and two seeds, two steps each; common options are in a file beside it."""
+    options = {
+        "prompt_max_len": 12,
+        "generate_max_len": 5,
+        "rollout_batch_size": 4,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 4,
+        "advantage_estimator": "reinforce",
+        "init_kl_coef": 0.0,
+        "zero_stage": 0,
+        "num_examine": 0,
+    }
+    (tmp_path / "common.yaml").write_text(yaml.safe_dump(assets | options))
+    return write(tmp_path, {})
+
+
+def write(folder: Path, changes: dict[str, Any]) -> Path:
+    values = {
+        "settings": SETTINGS,
+        "seeds": [1, 2],
+        "config": "common.yaml",
+        "options": {"total_training_steps": 2},
+        "save_path": str(folder / "out"),
+    }
+    path = folder / "sweep.yaml"
+    kept = {key: value for key, value in (values | changes).items() if value is not None}
+    path.write_text(yaml.safe_dump(kept, sort_keys=False))
+    return path
+
+
+def test_a_sweep_and_its_report(file, started, capsys, tmp_path):
+    main([str(file), "--picture", str(tmp_path / "curves.png")])
+    # a seed of each setting, then the next one
+    assert started == ["slow, seed 1", "fast, seed 1", "slow, seed 2", "fast, seed 2"]
+    out = capsys.readouterr().out
+    assert "4 runs, 0 of them done" in out
+    assert "rollout/reward, the mean of the last tenth of each run" in out
+    assert "P(better than slow)" in out
+    assert out.count("2 of 2") == 2
+    assert "<svg" in (tmp_path / "out" / "sweep.html").read_text()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    options = yaml.safe_load((tmp_path / "out" / "fast" / "seed2.yaml").read_text())
+    assert (options["actor_learning_rate"], options["seed"]) == (1e-2, 2)
+
+    main([str(file)])
+    assert len(started) == 4
+    assert "4 runs, 4 of them done" in capsys.readouterr().out
+    write(tmp_path, {"seeds": [1, 2, 3], "options": {"total_training_steps": 2}})
+    main([str(file)])
+    assert started[4:] == ["slow, seed 3", "fast, seed 3"]
+
+
+def test_a_failed_member_is_named_and_the_others_are_compared(file, started, capsys, monkeypatch):
+    run_here = command.run_members
+
+    def run_all_but_one(members: Any, at_once: int) -> dict[str, int]:
+        failed, *others = members
+        return run_here(others, at_once) | {failed.name: 1}
+
+    monkeypatch.setattr(command, "run_members", run_all_but_one)
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 1
+    out = capsys.readouterr().out
+    assert "not there: slow, seed 1 (its log: " in out
+    assert "1 of 2" in out
+    main([str(file), "--report"])
+    assert "not there: slow, seed 1" in capsys.readouterr().out
+    assert len(started) == 3
+
+
+def test_without_a_finished_run_there_is_no_report(file, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([str(file), "--report"])
+    assert end.value.code == 1
+    assert "no run has ended with the metric rollout/reward" in capsys.readouterr().err
+
+
+def test_a_slurm_array_has_a_task_for_each_run(file, capsys, tmp_path):
+    """Run as Slurm would run the third task, with a stand-in for Python."""
+    script = tmp_path / "job.sh"
+    main([str(file), "--slurm", str(script), "--jobs", "3"])
+    text = script.read_text()
+    assert "#SBATCH --array=0-3%3\n" in text
+    assert f"4 runs: sbatch {script}" in capsys.readouterr().out
+    text = text.replace(sys.executable, "echo")
+    script.write_text(text)
+    environment = os.environ | {"SLURM_ARRAY_TASK_ID": "2"}
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+    assert done.stdout == f"-m lightppo ppo --config {tmp_path}/out/slow/seed2.yaml\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sedes": [1]}, "unknown key 'sedes' (did you mean 'seeds'?)"),
+        ({"seeds": None}, "the key 'seeds' is missing"),
+        ({"seeds": [1, 1]}, "seeds: must be a list of different whole numbers, not [1, 1]"),
+        ({"seeds": 3}, "seeds: must be a list of different whole numbers, not 3"),
+        ({"settings": ["a"]}, "settings: must be a mapping"),
+        ({"settings": {"a": {"gama": 1}}}, "settings: a: unknown option 'gama'"),
+        ({"settings": {"a": {"gamma": 2}}}, "settings: a: --gamma must be"),
+        ({"settings": {"a": {"seed": 2}}}, "settings: a: seed is the sweep's own"),
+        ({"settings": {"a/b": {}}}, "settings: 'a/b' cannot be the name of a folder"),
+        ({"options": {"save_path": "x"}}, "options: save_path is the sweep's own"),
+        ({"options": {"lambd": 0.5}}, "settings: slow: --lambd needs"),
+        ({"config": "gone.yaml"}, "gone.yaml: cannot be read"),
+        ({"ranks": 0}, "ranks: must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_files_that_are_refused(file, tmp_path, capsys, changes, message):
+    write(tmp_path, changes)
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"{file}: " in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_sweep(tmp_path, capsys):
+    for text, message in (("a: [", "is not YAML"), ("- 1", "must be a mapping with the keys")):
+        (tmp_path / "sweep.yaml").write_text(text)
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "sweep.yaml")])
+        assert message in capsys.readouterr().err
+
+
+def test_the_score_is_that_of_evaluations_if_there_are_any(file, tmp_path):
+    assert score_name(read_sweep(file)) == "rollout/reward"
+    rows = str(tmp_path / "rows.jsonl")
+    file = write(tmp_path, {"options": {"eval_data": rows}})
+    assert score_name(read_sweep(file)) == "eval/reward"
+    assert score_name(read_sweep(write(tmp_path, {"score": "x"}))) == "x"
+
+
+def test_the_score_of_a_run_is_the_mean_of_its_last_tenth():
+    assert score_of({step: float(step) for step in range(1, 21)}) == 19.5
+    assert score_of({1: 2.0, 2: 4.0}) == 4.0
+
+
+def test_the_table_by_hand():
+    rows = rows_of({"a": [1.0, 1.0, 1.0, 1.0], "b": [2.0, 2.0, 0.0, 2.0], "c": [3.0], "d": []}, 4)
+    assert rows[0] == ["a", "4 of 4", "1", "1 to 1", "-", "-"]
+    # the middle half of 0, 2, 2, 2; three of four are better than every run of a
+    assert rows[1][:3] == ["b", "4 of 4", "2"]
+    assert rows[1][4] == "0.75"
+    assert rows[2] == ["c", "1 of 4", "3", "-", "-", "-"]
+    assert rows[3] == ["d", "0 of 4", "-", "-", "-", "-"]
