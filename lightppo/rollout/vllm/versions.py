@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 from lightppo.errors import ConfigError
@@ -21,8 +22,10 @@ def server_options() -> dict[str, str]:
 
 
 def rename_mapper(mapper: Any) -> Any:
-    """Return what renames an adapter's matrices: vLLM before 0.30 takes a model's ``hf_to_vllm_mapper`` itself."""
-    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    """Return what renames an adapter's matrices, of a model's ``hf_to_vllm_mapper``: without fusing layers."""
+    if hasattr(mapper, "get_rename_mapper"):
+        return mapper.get_rename_mapper()
+    return mapper.get_unstacked_mapper()  # before 0.30
 
 
 def reset_lora_state(runner: Any) -> None:
@@ -40,6 +43,20 @@ def reset_lora_state(runner: Any) -> None:
             table = module.sharded_to_full_mapping_gpu
             if table is not None:
                 table.copy_(torch.tensor(module.sharded_to_full_mapping))
+
+
+def load_below_adapters() -> None:
+    """Have layers with adapters take weights under the names of the layers themselves, as they do since vLLM 0.28."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    def load_weights(layer: Any, weights: Iterable[tuple[str, Any]]) -> Iterable[str]:
+        base_layer = layer.base_layer
+        load = getattr(base_layer, "load_weights", None) or AutoWeightsLoader(base_layer).load_weights
+        return load(weights)
+
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):
+        BaseLayerWithLoRA.load_weights = load_weights
 
 
 def pack_tied_heads(model: Any) -> None:

@@ -34,7 +34,11 @@ from lightppo.rollout.vllm.routed_experts import (
     stop_recording,
     take_experts,
 )
-from lightppo.rollout.vllm.versions import pack_tied_heads, reset_lora_state
+from lightppo.rollout.vllm.versions import (
+    load_below_adapters,
+    pack_tied_heads,
+    reset_lora_state,
+)
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     GlooGroup,
@@ -153,6 +157,7 @@ class Reload:
     live model, because vLLM may have packed its linear layers in another form."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
+        load_below_adapters()
         self._model = model
         self._config = model_config
         # towers keep what they have
