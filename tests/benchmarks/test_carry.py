@@ -37,7 +37,9 @@ def wheel(folder, name, *requirements, content=b""):
 
 
 def test_what_is_there(carry):
-    text = "torch==2.11.0+cu130\n# a comment\nMy_Tool @ file:///tmp/x\nnumpy==2.3.5 ; marker\n-e .\n"
+    text = (
+        "torch==2.11.0+cu130\n# a comment\nMy_Tool @ file:///tmp/x\nnumpy==2.3.5 ; marker\n-e .\n"
+    )
     assert carry.frozen(text) == {"torch": "2.11.0", "my-tool": "", "numpy": "2.3.5"}
 
 
@@ -59,7 +61,7 @@ def test_what_is_missing_is_downloaded(carry, tmp_path, monkeypatch):
     def pip(*words):
         asked.append(list(map(str, words)))
         if words[0] == "install":
-            names = {"tokens": "2.0", "torch": "2.11.0", "numpy": "2.3"}
+            names = {"tokens": "2.0", "torch": "2.11.0", "numpy": "2.3", "torch-vision": "1"}
             install = [{"metadata": {"name": n, "version": v}} for n, v in names.items()]
             return json.dumps({"install": install})
         wheel(tmp_path / "out/wheels", "engine" if len(asked) == 1 else "tokens", "tokens", "torch")
@@ -67,11 +69,15 @@ def test_what_is_missing_is_downloaded(carry, tmp_path, monkeypatch):
 
     monkeypatch.setattr(carry, "pip", pip)
     options = argparse.Namespace(
-        folder=tmp_path / "out", packages=["engine==1.0"], alone=["model==3"], replace=["numpy"]
+        folder=tmp_path / "out",
+        packages=["engine==1.0"],
+        alone=["model==3"],
+        replace=["numpy"],
+        leave=["Torch_Vision"],
     )
     carry.bring(options, {"torch": "2.11.0", "numpy": "1.0", "mine": ""})
     assert (tmp_path / "out/needs.txt").read_text() == "tokens\n"
-    assert (tmp_path / "out/there.txt").read_text() == "torch==2.11.0\n"
+    assert (tmp_path / "out/there.txt").read_text() == "torch==2.11.0\nengine==1.0\n"
     assert asked[-1][-3:] == ["tokens==2.0", "numpy==2.3", "model==3"]
 
 

@@ -52,7 +52,9 @@ def load_below_adapters() -> None:
 
     def load_weights(layer: Any, weights: Iterable[tuple[str, Any]]) -> Iterable[str]:
         base_layer = layer.base_layer
-        load = getattr(base_layer, "load_weights", None) or AutoWeightsLoader(base_layer).load_weights
+        load = (
+            getattr(base_layer, "load_weights", None) or AutoWeightsLoader(base_layer).load_weights
+        )
         return load(weights)
 
     if not hasattr(BaseLayerWithLoRA, "load_weights"):
