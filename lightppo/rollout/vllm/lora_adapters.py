@@ -10,15 +10,15 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
 
 from lightppo.callbacks import Callback
 from lightppo.errors import ConfigError
+from lightppo.rollout.vllm.versions import rename_mapper
+from lightppo.rollout.vllm.weight_routes import GENERATE, answer, query_of, read_body
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GENERATE = "/inference/v1/generate"
 ADAPTERS = "/lightppo/adapters"
 
 SLOTS = 2
@@ -111,12 +111,12 @@ class AdapterRoutes:
             return
         state = scope["app"].state
         if scope["path"] == ADAPTERS:
-            adapter_name = json.loads(await _body(receive)).get("name")
+            adapter_name = json.loads(await read_body(receive)).get("name")
             problem = None if adapter_name is None else await self._serve(state, adapter_name)
             served = {adapter_name: self._under_way[adapter_name] for adapter_name in self._served}
-            await _answer(send, {"problem": problem, "served": served})
+            await answer(send, {"problem": problem, "served": served})
             return
-        parameters = parse_qs(scope["query_string"].decode())
+        parameters = query_of(scope)
         adapter_name = parameters.get("adapter", [""])[0]
         self._under_way[adapter_name] += 1
         try:
@@ -129,16 +129,17 @@ class AdapterRoutes:
 
     async def _serve(self, state: Any, adapter_name: str) -> str | None:
         """Serve an adapter; return why it cannot be served, or None."""
-        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
         models = state.openai_serving_models
         # Without a path: the workers know the adapter by its name.
-        answer = await models.load_lora_adapter(
+        loaded = await models.load_lora_adapter(
             LoadLoRAAdapterRequest(lora_name=adapter_name, lora_path=adapter_name)
         )
-        if isinstance(answer, ErrorResponse):
-            return answer.error.message
+        if not isinstance(
+            loaded, str
+        ):  # vLLM's ErrorResponse, whose module is another one in each release
+            return loaded.error.message
         self._served[adapter_name] = models.lora_requests[adapter_name]
         self._newest = adapter_name
         for older_name in self._served:
@@ -154,21 +155,6 @@ class AdapterRoutes:
             await state.engine_client.remove_lora(request.lora_int_id)
             names = [request.lora_name]
             await state.engine_client.collective_rpc("lightppo_forget_adapters", args=(names,))
-
-
-async def _body(receive: Any) -> bytes:
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            return body
-
-
-async def _answer(send: Any, content: Any) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
 
 # -- inside vLLM's workers ---------------------------------------------------------------------------------------------
@@ -322,7 +308,7 @@ def _names_within(loader: Any) -> Any | None:
     mapper = getattr(loader._adapter_manager.model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
-    return mapper.get_rename_mapper()
+    return rename_mapper(mapper)
 
 
 # -- for comparisons ---------------------------------------------------------------------------------------------------

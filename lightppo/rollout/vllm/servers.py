@@ -35,7 +35,8 @@ from lightppo.rollout.vllm.colocated import (
     vocab_size_of,
     vocabulary_limits,
 )
-from lightppo.rollout.vllm.lora_adapters import ADAPTERS, GENERATE, pushes_adapters_alone
+from lightppo.rollout.vllm.lora_adapters import ADAPTERS, pushes_adapters_alone
+from lightppo.rollout.vllm.weight_routes import GENERATE, OTHER_WEIGHTS, WEIGHTS
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     Broadcasts,
@@ -707,7 +708,7 @@ class VLLMServer:
         """Return a response by the weights of that version, with the adapter of that name: ids and stop id, the log prob
         of each (NaN where the server could not say), and the finish reason, stop or length; experts, if it records them."""
 
-        def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
+        def read(answer: dict[str, Any]) -> tuple[list[int], list[float], str]:
             (choice,) = answer["choices"]
             ids = choice["token_ids"]
             reason = choice["finish_reason"]
@@ -723,24 +724,24 @@ class VLLMServer:
             if len(log_probs) != len(ids):
                 raise ValueError(f"{len(log_probs)} log probs for {len(ids)} tokens")
             log_probs = [float("nan") if value == _NO_LOG_PROB else value for value in log_probs]
-            return (ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
+            return ids, log_probs, reason
 
         body = {"token_ids": prompt_ids, "sampling_params": parameters}
         if self._records is not None:
             body["request_id"] = uuid.uuid4().hex
-        route = GENERATE
+        route = f"{GENERATE}?weights={version}"
         if adapter is not None:
             body["model"] = adapter
-            route += f"?adapter={adapter}"
-        other_weights = f"{self.name} has other weights than were pushed: was it started anew?"
+            route += f"&adapter={adapter}"
         try:
-            completion, versions = self._ask(self._client, route, body, read=read)
+            completion = self._ask(self._client, route, body, read=read)
         except RefusedError as error:
-            if adapter is not None and error.status == 404:  # it does not know the adapter
-                raise RequestError(other_weights) from None
+            knows_no_adapter = adapter is not None and error.status == 404
+            if knows_no_adapter or error.status == OTHER_WEIGHTS:
+                raise RequestError(
+                    f"{self.name} has other weights than were pushed: was it started anew?"
+                ) from None
             raise
-        if versions != {version}:
-            raise RequestError(other_weights)
         if self._records is not None:
             tokens = len(prompt_ids) + len(completion[0]) - 1
             completion += (self._take_experts(body["request_id"], tokens),)
@@ -799,7 +800,7 @@ class VLLMServer:
     def finish_update(self, version: str) -> None:
         """Have it use the weights that have come."""
         self.push_step("/finish_weight_update")
-        self.post("/update_weight_version", {"new_version": version})
+        self.post(WEIGHTS, {"version": version})
 
     def resume(self) -> None:
         """Have it take requests again."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import lightppo
 from lightppo.rollout.vllm.lora_adapters import SLOTS, AdapterRoutes, slot_rank
+from lightppo.rollout.vllm.versions import check_release, server_options
+from lightppo.rollout.vllm.weight_routes import WeightRoutes
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Where vLLM, too, reads the key that it asks of its clients."""
@@ -54,12 +56,13 @@ def server_command(
     ``lora_rank`` it takes adapters of at most that rank.
 
     Raises:
-        ValueError: vLLM is not installed, or takes no adapters of that rank.
+        ValueError: vLLM is not installed or too old, or takes no adapters of that rank.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "vLLM is not installed: docs/rollouts.md says how, for this kind of machine"
         )
+    check_release("this server")
     import torch
 
     given_options = {
@@ -87,9 +90,9 @@ def server_command(
         "--worker-extension-cls": "lightppo.rollout.vllm.worker.WorkerExtension",
         "--weight-transfer-config": '{"backend": "lightppo"}',
         "--middleware": "lightppo.rollout.vllm.serving.KeyGate",
-        "--enable-scale-out": "",  # the route that tells which weights a response is of
         "--generation-config": "vllm",
-    } | {name: value for name, value in defaults.items() if name not in given_options}
+    } | server_options()
+    options |= {name: value for name, value in defaults.items() if name not in given_options}
     option_words = [word for name, value in options.items() for word in (name, value) if word]
     return [sys.executable, "-m", "lightppo.rollout.vllm.serving", *option_words, *engine_options]
 
@@ -170,7 +173,7 @@ class KeyGate:
 
     def __init__(self, app: Any) -> None:
         key = os.environ.get(KEY_VARIABLE)
-        self._app = AdapterRoutes(app)
+        self._app = WeightRoutes(AdapterRoutes(app))
         self._expected = f"Bearer {key}".encode() if key else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

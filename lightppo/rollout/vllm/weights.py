@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lightppo.errors import RolloutError
+from lightppo.rollout.vllm.versions import nccl_communicator
 from lightppo.user_code import in_daemon_thread
 from lightppo.zero3 import (
     find_adapters,
@@ -44,7 +45,7 @@ GATHERED_NUMEL = 1 << 26
 BUCKET_BYTES = 256 << 20
 """Weights that travel together, one tensor at least. Two buckets are held at a time."""
 SHARED_MEMORY = Path("/dev/shm")
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised whenever trainer and servers have to be of the same version of lightppo."""
 
 Bucket = list[tuple[str, Tensor]]
@@ -442,14 +443,12 @@ class NCCLGroup(BroadcastGroup):
     """
 
     def __init__(self, message: dict[str, Any], rank: int, device: torch.device) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
-
         self._seconds = message["seconds"]
         self.device = device
         with torch.cuda.device(device):
             # of its own: in a shared one the broadcasts to a server that hangs would hold up all others
             self._stream = torch.cuda.Stream(device)
-            self._group = uid_init_process_group(
+            self._group = nccl_communicator(
                 base64.b64decode(message["id"]), rank, message["size"], device
             )
         if self._group.disabled:
@@ -462,7 +461,6 @@ class NCCLGroup(BroadcastGroup):
         """Return what the members of one group find each other by; it holds this machine's address and a random number."""
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-            from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group  # noqa: F401
 
             return base64.b64encode(bytes(NCCLLibrary().ncclGetUniqueId().internal)).decode()
         except (ImportError, OSError, ValueError, RuntimeError) as error:

@@ -34,6 +34,11 @@ from lightppo.rollout.vllm.routed_experts import (
     stop_recording,
     take_experts,
 )
+from lightppo.rollout.vllm.versions import (
+    load_below_adapters,
+    pack_tied_heads,
+    reset_lora_state,
+)
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
     GlooGroup,
@@ -132,7 +137,7 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     parameters that no weight went into."""
     config = worker.model_runner.vllm_config
     if config.lora_config is not None:
-        worker.model_runner.reset_lora_state()  # as vLLM's own routes for weights do
+        reset_lora_state(worker.model_runner)
     weights = iter(weights)
     # some layers ask for it; vLLM's own routes for weights set it
     with set_current_vllm_config(config):
@@ -152,6 +157,7 @@ class Reload:
     live model, because vLLM may have packed its linear layers in another form."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
+        load_below_adapters()
         self._model = model
         self._config = model_config
         # towers keep what they have
@@ -205,6 +211,7 @@ class Reload:
     def finish(self) -> list[str]:
         """Return the parameters that no weight went into."""
         finalize_layerwise_reload(self._part, self._config)
+        pack_tied_heads(self._part)
         return sorted(self._left)
 
     def abandon(self) -> None:
@@ -231,7 +238,8 @@ def _step(method: Callable[..., None]) -> Callable[..., None]:
     def run(self: PushedWeights, *message: Any) -> None:
         if self.problem is None:
             try:
-                with torch.no_grad():
+                # vLLM sets its config for steps since 0.28 only
+                with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                     method(self, *message)
             except Exception as error:
                 self.give_up(f"{type(error).__name__}: {error}")
@@ -319,6 +327,11 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
         self._reload = None
         self.problem = problem
         self.shutdown()
+
+    @staticmethod
+    def trainer_send_weights(*_: Any) -> None:
+        """Exist for vLLM before 0.28, which makes no engine without it; trainers send by ``Broadcasts``."""
+        raise NotImplementedError
 
     def shutdown(self) -> None:
         if self._group is not None:

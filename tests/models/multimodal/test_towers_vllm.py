@@ -16,8 +16,14 @@ from support.vllm_servers import KEY, KEY_VARIABLE, Servers
 from lightppo.checkpoint.export import save_model
 from lightppo.models.actor import Actor
 from lightppo.ranks import Alone
+from lightppo.version import release_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+# older ones have the processor read a text, too, for which the tiny tokenizer lacks the tokens of sound
+without_audio_tokens = pytest.mark.skipif(
+    (release_of("vllm") or (0, 28)) < (0, 28),
+    reason="this vLLM needs a tokenizer with the tokens of sound",
+)
 
 WORKER = Path(__file__).with_name("towers_vllm_worker.py")
 SCRIPT = REPO / "examples" / "train_ppo.py"
@@ -103,6 +109,7 @@ def test_an_engine_in_process_has_the_language_model_alone(tmp_path, kind):
     check_run(whole, tmp_path / "run")
 
 
+@without_audio_tokens
 def test_an_engine_with_the_whole_checkpoint_keeps_its_tower(tmp_path):
     whole = save_audio(tmp_path / "audio")
     target = tmp_path / "seen.json"
@@ -115,6 +122,7 @@ def test_an_engine_with_the_whole_checkpoint_keeps_its_tower(tmp_path):
     assert seen["weights"] == [[[], []], [[], []]]  # none differs, none could not be compared
 
 
+@without_audio_tokens
 def test_servers_of_the_whole_checkpoint(tmp_path):
     whole = save_audio(tmp_path / "audio")
     servers = Servers([whole], tmp_path, more=[[]])

@@ -14,6 +14,8 @@ from support.once import once
 from support.ranks import WITH_SUPPORT, run_ranks
 from support.tiny import save_causal_lm, save_tokenizer
 
+from lightppo.version import release_of
+
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -29,6 +31,8 @@ WITH_ADAPTERS = (
 )
 # Whose checkpoints are unlike Llama's: no head beside the embedding, and recurrent layers.
 FAMILIES = ("gemma2", "granitemoehybrid")
+# without a GPU vLLM has no recurrent layers before 0.28, and 0.30 none in float32
+RUN = FAMILIES[:1] if (release_of("vllm") or ())[:2] in ((0, 26), (0, 27), (0, 30)) else FAMILIES
 # Experts one by one, layers the other way round, and one that vLLM runs by transformers' class.
 MORE_FAMILIES = ("mixtral", "gpt2", "smollm3")
 
@@ -107,7 +111,7 @@ def see_one_rank(folder: Path) -> list[dict]:
         {"model": "untied", "zero_stage": 0, "extras": True},
         {"model": "tied", "zero_stage": 0},
     ]
-    cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
+    cases += [{"model": name, "zero_stage": 0, "brief": True} for name in RUN]
     cases += [{"model": "untied", "zero_stage": 1, "bf16": True, "brief": True}]
     cases += [{"model": "gpt2", "zero_stage": 0, "adapters": True, "brief": True}]
     return launch(folder, cases)
@@ -177,7 +181,9 @@ def test_greedy_tokens_are_those_of_the_trainer_before_and_after_pushes(ranks):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(one_rank, family):
-    check_family(one_rank[2 + FAMILIES.index(family)])
+    if family not in RUN:
+        pytest.skip("this vLLM has no recurrent layers without a GPU in float32")
+    check_family(one_rank[2 + RUN.index(family)])
 
 
 @pytest.mark.long
@@ -199,7 +205,7 @@ def check_family(seen: dict) -> None:
 
 
 def test_weights_in_bf16_that_have_arrived_do_not_differ(one_rank):
-    seen = one_rank[2 + len(FAMILIES)]
+    seen = one_rank[2 + len(RUN)]
     assert seen["weights"] == [[], []]
     assert seen["pushes"][0]["vllm"] != seen["pushes"][2]["vllm"]
     assert seen["difference"] < 0.1
@@ -252,7 +258,7 @@ def test_the_check_looks_at_each_adapter(two_ranks):
 
 
 def test_adapters_that_vllm_cannot_take_are_merged(one_rank):
-    seen = one_rank[3 + len(FAMILIES)]
+    seen = one_rank[3 + len(RUN)]
     pushed = [push["vllm"] for push in seen["pushes"]]
     assert pushed == [push["hf"] for push in seen["pushes"]]
     assert pushed[0] != pushed[1]

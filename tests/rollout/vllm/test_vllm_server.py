@@ -47,7 +47,7 @@ STEPS = [
     "/finish_weight_update",
 ]
 PUSH = ["/pause?mode=abort", *STEPS[:3], "lightppo_problem", STEPS[3], "lightppo_problem"]
-PUSH += ["/update_weight_version", "/resume"]
+PUSH += ["/lightppo/weights", "/resume"]
 
 
 def beside(other):
@@ -94,6 +94,11 @@ def build(fakes, llama, tokenizer, tmp_path, monkeypatch):
 
 def completions(server):
     return server.bodies(GENERATE)
+
+
+def asked_for(server, adapter):
+    """Requests that name an adapter in their query."""
+    return [body for path, body in server.requests if path.endswith(f"&adapter={adapter}")]
 
 
 def failing(text=b"engine is dead", after=0):
@@ -369,21 +374,6 @@ class TestLostServers:
         engine.generate(prompts, GREEDY)
         assert len(completions(fakes[0])) > before
 
-    def test_weights_that_change_within_a_response_do_not_count(self, build, fakes, prompts):
-        engine = build(requests_per_server=1)
-
-        def reply(body, n):
-            choice = fakes[0].choice(body)
-            choice["weight_versions"] = [
-                *choice["weight_versions"],
-                {"version": "other", "start": 2, "end": 3},
-            ]
-            return 200, json.dumps({"choices": [choice]}).encode()
-
-        fakes[0].replies[GENERATE] = reply
-        assert len(engine.generate(prompts, GREEDY)) == len(prompts)
-        assert list(engine.lost) == [0]
-
     def test_with_none_left_all_are_named(self, build, fakes, prompts, llama):
         engine = build()
         fakes[0].replies[GENERATE] = failing()
@@ -490,9 +480,9 @@ class TestAdaptersAlone:
         assert all(
             body["model"] == engine.adapter
             for server in fakes
-            for body in server.bodies(f"{GENERATE}?adapter={engine.adapter}")
+            for body in asked_for(server, engine.adapter)
         )
-        assert sum(map(len, (s.bodies(f"{GENERATE}?adapter={engine.adapter}") for s in fakes)))
+        assert sum(map(len, (asked_for(s, engine.adapter) for s in fakes)))
 
     def test_a_server_that_was_started_anew_gets_the_frozen_weights_again(
         self, build, fakes, prompts, adapted
@@ -559,7 +549,7 @@ class TestWeights:
             # tied, under both names
             assert torch.equal(second["model.embed_tokens.weight"], second["lm_head.weight"])
             assert torch.equal(first["lm_head.weight"] + 1.0, second["lm_head.weight"])
-        versions = [body["new_version"] for body in fakes[0].bodies("/update_weight_version")]
+        versions = [body["version"] for body in fakes[0].bodies("/lightppo/weights")]
         assert len(set(versions)) == 2
         assert engine.version == versions[-1]
         assert list(tmp_path.iterdir()) == []
@@ -896,7 +886,7 @@ class TestSleep:
         engine.sleep()
         engine.generate(prompts, GREEDY)
         for server in fakes:
-            routes = server.routes()
+            routes = [route.partition("?weights=")[0] for route in server.routes()]
             assert routes.count(f"/sleep?level={level}") == 1
             assert routes.count("/wake_up") == 1
             assert routes.index("/wake_up") < routes.index(GENERATE)
@@ -1074,7 +1064,6 @@ class TestOneServer:
         "token_ids": [1],
         "finish_reason": "stop",
         "logprobs": {"content": [{"logprob": -1.0}]},
-        "weight_versions": [{"version": "v1", "start": 0, "end": 1}],
     }
     LIES = {
         "no_choices": {"text": "abc"},
@@ -1091,7 +1080,6 @@ class TestOneServer:
         "text_as_ids": {"choices": [GOOD | {"token_ids": "abc"}]},
         "fewer_log_probs": {"choices": [GOOD | {"token_ids": [1, 2]}]},
         "text_log_probs": {"choices": [GOOD | {"logprobs": {"content": ["x"]}}]},
-        "no_version": {"choices": [GOOD | {"weight_versions": None}]},
     }
 
     @pytest.mark.parametrize("lie", LIES)

@@ -248,10 +248,11 @@ def missing_of_two_names():
 
 def main(path):
     with ExitStack() as stack:
-        try:
-            NCCLGroup.new_id()
-        except RuntimeError as error:
-            seen = {"without NCCL": str(error)}
+        with mock.patch.dict(os.environ, {"VLLM_NCCL_SO_PATH": "/no/such/libnccl.so"}):
+            try:
+                NCCLGroup.new_id()
+            except RuntimeError as error:
+                seen = {"without NCCL": str(error)}
         nccl = installed(stack)
         stack.enter_context(mock.patch.object(weights, "gpu_of", return_value="of the trainer"))
         seen |= pushes(nccl) | {
