@@ -260,7 +260,7 @@ def test_the_docs_stay_short():
     prose = {name: _CODE.sub("", _GENERATED.sub("", text)) for name, text in by_hand.items()}
     words = {name: len(text.split()) for name, text in prose.items()}
     assert {"flags.md", "metrics.md"}.isdisjoint(words)
-    assert sum(words.values()) <= 34_950, sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= 35_000, sorted(words.items(), key=lambda item: -item[1])[:5]
 
 
 def test_ruff_before_a_commit_is_the_pinned_one():
