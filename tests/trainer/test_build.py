@@ -236,10 +236,8 @@ def test_critic_starts_from_the_reward_model_or_from_the_actor(make_config, rewa
 
     models = models_of(make_config(**options, init_critic_from_actor=True))
     assert same_weights(models.critic.hf_model.base_model, models.actor.hf_model.base_model)
-    head = models.critic.hf_model.score.weight
-    assert not torch.equal(head, models.reward_models[0].hf_model.score.weight)
-    again = models_of(make_config(**options, init_critic_from_actor=True, seed=7))
-    assert not torch.equal(head, again.critic.hf_model.score.weight)  # new, drawn by --seed
+    assert models.critic.hf_model.score.weight.count_nonzero() == 0  # a new one
+    assert models.reward_models[0].hf_model.score.weight.count_nonzero() > 0
 
 
 def test_random_weights_are_for_models_without_a_checkpoint_of_their_own(make_config, tmp_path):
