@@ -136,9 +136,8 @@ class AdapterRoutes:
         loaded = await models.load_lora_adapter(
             LoadLoRAAdapterRequest(lora_name=adapter_name, lora_path=adapter_name)
         )
-        if not isinstance(
-            loaded, str
-        ):  # vLLM's ErrorResponse, whose module is another one in each release
+        # else vLLM's ErrorResponse, whose module is another one in each release
+        if not isinstance(loaded, str):
             return loaded.error.message
         self._served[adapter_name] = models.lora_requests[adapter_name]
         self._newest = adapter_name
