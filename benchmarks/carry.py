@@ -99,12 +99,11 @@ def bring(options: argparse.Namespace, there: Mapping[str, str]) -> None:
     given = dict(path.name.split("-")[:2] for path in wheels.glob("*.whl"))
     kept |= {plain(name): release for name, release in given.items()}
     pins.write_text("".join(f"{name}=={release}\n" for name, release in kept.items() if release))
-    report = pip(
-        *("install", "--dry-run", "--ignore-installed", "--report", "-", "-r", needs, "-c", pins)
-    )
+    report = options.folder / "resolved.json"
+    pip("install", "--dry-run", "--ignore-installed", "--report", report, "-r", needs, "-c", pins)
     resolved = {
         plain(part["metadata"]["name"]): part["metadata"]["version"]
-        for part in json.loads(report)["install"]
+        for part in json.loads(report.read_text())["install"]
     }
     left = {*kept, *map(plain, options.leave)}
     further = [f"{name}=={release}" for name, release in resolved.items() if name not in left]
@@ -130,13 +129,13 @@ def needed(wheels: Iterable[Path], kept: Mapping[str, str]) -> Iterator[str]:
                 yield requirement
 
 
-def pip(*words: object) -> str:
-    """Return what pip prints; the script ends where pip fails."""
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*command, *map(str, words)], stdout=subprocess.PIPE, text=True)
+def pip(*words: object) -> None:
+    """Run pip; where it fails, the script ends with what pip says, which with --quiet leaves out what is in conflict."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", words[0]]
+    further = ["--progress-bar", "off", *map(str, words[1:])]
+    done = subprocess.run([*command, *further], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        sys.exit(f"pip {words[0]} failed with {done.returncode}: see above")
-    return done.stdout
+        sys.exit(f"{done.stdout[-1500:]}pip {words[0]} failed with {done.returncode}: see above")
 
 
 def cut(folder: Path, size: int) -> list[Path]:

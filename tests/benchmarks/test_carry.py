@@ -63,9 +63,9 @@ def test_what_is_missing_is_downloaded(carry, tmp_path, monkeypatch):
         if words[0] == "install":
             names = {"tokens": "2.0", "torch": "2.11.0", "numpy": "2.3", "torch-vision": "1"}
             install = [{"metadata": {"name": n, "version": v}} for n, v in names.items()]
-            return json.dumps({"install": install})
+            Path(words[words.index("--report") + 1]).write_text(json.dumps({"install": install}))
+            return
         wheel(tmp_path / "out/wheels", "engine" if len(asked) == 1 else "tokens", "tokens", "torch")
-        return ""
 
     monkeypatch.setattr(carry, "pip", pip)
     options = argparse.Namespace(
@@ -79,6 +79,16 @@ def test_what_is_missing_is_downloaded(carry, tmp_path, monkeypatch):
     assert (tmp_path / "out/needs.txt").read_text() == "tokens\n"
     assert (tmp_path / "out/there.txt").read_text() == "torch==2.11.0\nengine==1.0\n"
     assert asked[-1][-3:] == ["tokens==2.0", "numpy==2.3", "model==3"]
+
+
+def test_what_pip_says_of_a_conflict_is_shown(carry, tmp_path):
+    """Pip's own resolver, offline: what is wanted needs another release of what is there."""
+    path = wheel(tmp_path, "engine", "tokens<1")
+    wheel(tmp_path, "tokens")
+    (tmp_path / "there.txt").write_text("tokens==1.0\n")
+    pins = ("-c", tmp_path / "there.txt")
+    with pytest.raises(SystemExit, match=r"tokens==1\.0(?s:.*)pip install failed with 1"):
+        carry.pip("install", "--dry-run", "--no-index", "--find-links", tmp_path, path, *pins)
 
 
 def test_pieces_travel_and_are_put_together(carry, tmp_path):
