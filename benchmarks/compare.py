@@ -73,10 +73,12 @@ def run_trl(
     workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path
 ) -> Run:
     """One run of TRL, in its own environment or in this one with an unpacked TRL before all else."""
-    output = folder / f"{workload.name}-trl.json"
+    name = workload.title.replace(" ", "-")
+    output = folder / f"{name}-trl.json"
     python = sys.executable if options.trl else folder / "trl" / "bin" / "python"
     command = [python, "benchmarks/trl_side.py", "--workload", workload.name, "--scale", scale, "--assets", assets,
-               "--iterations", options.iterations + 1, "--output", output]  # fmt: skip
+               "--iterations", options.iterations + 1, "--output", output,
+               *(["--vllm"] if workload.vllm else [])]  # fmt: skip
     first = options.trl
     if workload.critic:
         first = options.trl_of_ppo if options.trl else folder / "trl_ppo"
@@ -84,7 +86,7 @@ def run_trl(
     variables = {"PYTHONPATH": os.pathsep.join(map(str, filter(None, path)))} | environment(options)
     done = run(
         command,
-        log=folder / "logs" / f"{workload.name}-trl.log",
+        log=folder / "logs" / f"{name}-trl.log",
         timeout=options.timeout,
         **variables,
     )
@@ -96,10 +98,11 @@ def run_lightppo(
     workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path
 ) -> Run:
     """One run of ``examples/train_ppo.py``, in this environment."""
-    output = folder / f"{workload.name}-lightppo"
+    name = workload.title.replace(" ", "-")
+    output = folder / f"{name}-lightppo"
     shutil.rmtree(output, ignore_errors=True)
     flags = lightppo_flags(workload, SCALES[scale], assets, output, options.iterations + 1)
-    done = run([sys.executable, "examples/train_ppo.py", *flags], log=folder / "logs" / f"{workload.name}-lightppo.log",
+    done = run([sys.executable, "examples/train_ppo.py", *flags], log=folder / "logs" / f"{name}-lightppo.log",
                timeout=options.timeout, **environment(options))  # fmt: skip
     return Run(lightppo_iterations(output / "metrics.jsonl"), done, versions())
 

