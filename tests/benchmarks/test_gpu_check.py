@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).parents[2]
+FOLDERS = dict.fromkeys(("out", "trl", "trl_of_ppo", "gsm8k", "real_model"))
 
 
 @pytest.fixture
@@ -25,9 +26,7 @@ def gpu_check(benchmark_script):
 
 @pytest.fixture
 def rows_of(gpu_check, tmp_path):
-    options = argparse.Namespace(
-        device="cpu", run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None
-    )
+    options = argparse.Namespace(device="cpu", run_dir=tmp_path, **FOLDERS)
     return lambda: gpu_check.Rows(tmp_path / "part.json", options)
 
 
@@ -142,9 +141,7 @@ def test_parts_take_turns_until_the_call_is_over(gpu_check, monkeypatch, tmp_pat
 
     monkeypatch.setattr(gpu_check, "run", turn)
     monkeypatch.setattr(gpu_check, "begin", lambda *_: None)
-    options = argparse.Namespace(
-        device="cuda", run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None, minutes=9
-    )
+    options = argparse.Namespace(device="cuda", run_dir=tmp_path, minutes=9, **FOLDERS)
     options.parts, options.write = ["kernels", "head"], False
     (tmp_path / "gpu_check").mkdir()
     machine = {
@@ -172,35 +169,88 @@ def test_an_error_of_the_gpu_itself_ends_the_process_for_a_new_one(rows_of):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_run_has_a_command_line_that_is_accepted(gpu_check, monkeypatch, tmp_path, device):
+def test_every_run_has_a_command_line_that_is_accepted(
+    benchmark_script, gpu_check, monkeypatch, tmp_path, device
+):
     from lightppo.config import parse_args
 
     commands = []
 
-    def note(words: list[object], **_: Any) -> None:
+    def note(words: list[object], **variables: Any) -> None:
         commands.append([str(word) for word in words])
-        raise SystemExit("not run")
+        if "real_assets.py" not in commands[-1][1]:
+            raise SystemExit("not run")
 
     assets = tmp_path / "assets"
     (assets / "reward").mkdir(parents=True)
-    monkeypatch.setattr(gpu_check, "run", note)
-    monkeypatch.setattr(gpu_check, "lacks", lambda *_: "")
+    for module in ("gpu_runs", "gpu_real", "compare"):
+        monkeypatch.setattr(benchmark_script(module), "run", note)
+    for module in ("gpu_runs", "gpu_real"):
+        monkeypatch.setattr(benchmark_script(module), "lacks", lambda *_: "")
     monkeypatch.setattr(gpu_check.Rows, "assets", lambda *_: assets)
-    options = argparse.Namespace(
-        device=device, run_dir=tmp_path, out=None, trl=None, trl_of_ppo=None
-    )
-    for part in ("zero", "adapters", "vllm"):
+    folders = FOLDERS | {"gsm8k": gsm8k(tmp_path), "trl": tmp_path}
+    options = argparse.Namespace(device=device, run_dir=tmp_path, minutes=8, **folders)
+    for part in ("zero", "adapters", "vllm", "bench_vllm", "real"):
         rows = gpu_check.Rows(tmp_path / f"{part}.json", options)
         rows.data["rows"]["CPU"] = {"by_step": []}
         gpu_check.PARTS[part][1](rows)
     runs = [words[2:] for words in commands if "examples/train_ppo.py" in words]
-    assert len(runs) == 8 + 4 + 4
+    assert len(runs) == 8 + 4 + 4 + 1 + 1
     for words in runs:
         parse_args(words)
+    (trl,) = [words for words in commands if "benchmarks/trl_side.py" in words]
+    assert "--vllm" in trl
 
 
-def test_all_parts_but_vllm_take_thirty_minutes_at_most(gpu_check):
-    assert sum(minutes for name, (minutes, _) in gpu_check.PARTS.items() if name != "vllm") <= 30
+def gsm8k(folder: Path) -> Path:
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    return folder
+
+
+def test_the_real_model_needs_questions(benchmark_script, rows_of, tmp_path, monkeypatch):
+    module = benchmark_script("gpu_real")
+    monkeypatch.setattr(module, "lacks", lambda *_: "")
+    for given, reason in ((None, "--gsm8k names no folder"), (tmp_path, "has no test.jsonl")):
+        (tmp_path / "train.jsonl").touch()
+        rows = rows_of()
+        rows.data["rows"].clear()
+        rows.options.gsm8k = given
+        module.real(rows)
+        assert reason in rows.data["rows"]["GRPO with vllm"]["skipped"]
+
+
+def test_the_curve_of_a_real_run(benchmark_script):
+    found = [
+        {"step": 0, "time": 60.0, "eval/accuracy": 0.1},
+        {"step": 1, "time": 70.0, "perf/time_step": 9.0, "rollout/samples": 8},
+        {"step": 2, "time": 80.0, "perf/time_step": 9.0, "rollout/samples": 8},
+        {"step": 2, "time": 90.0, "eval/accuracy": 0.5},
+    ]
+    row = benchmark_script("gpu_real").outcome(found, 100)
+    assert row.pop("standard_error") == pytest.approx(((0.09 + 0.25) / 100) ** 0.5)
+    curve = [[0, 0.1, 0.0], [2, 0.5, 0.5]]
+    assert row == {"steps": 2, "answers": 16, "before": 0.1, "after": 0.5, "curve": curve}
+
+
+def test_a_run_ends_when_its_time_is_over(benchmark_script, monkeypatch):
+    module = benchmark_script("stop_after")
+    now = [5.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("STOP_AFTER_SECONDS", "300")
+    module.callback.on_start(None)
+    now[0] = 304.0
+    assert module.callback.votes(None) == {"stop": 0.0}
+    now[0] = 306.0
+    assert module.callback.votes(None) == {"stop": 1.0}
+
+
+def test_all_parts_but_those_of_vllm_take_thirty_minutes_at_most(gpu_check):
+    vllm = ["vllm", "bench_vllm", "real"]
+    assert list(gpu_check.PARTS)[:3] == vllm
+    minutes = {name: minutes for name, (minutes, _) in gpu_check.PARTS.items()}
+    assert sum(minutes.pop(name) for name in vllm) <= 21
+    assert sum(minutes.values()) <= 30
 
 
 def test_goals_stand_beside_what_was_measured(gpu_check):

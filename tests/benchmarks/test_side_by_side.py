@@ -167,6 +167,22 @@ def test_w4_is_w2_with_a_real_model(benchmark_script, workloads):
     assert sum(numbers) == questions[0][1]
 
 
+@pytest.mark.parametrize("scale", ["tiny", "gpu"])
+def test_both_sides_sample_with_vllm_of_the_same_size(workloads, scale):
+    work, sizes = replace(workloads.WORKLOADS["W2"], vllm=True), workloads.SCALES[scale]
+    config = parse_args(workloads.lightppo_flags(work, sizes, Path("assets"), Path("run"), 2))
+    trl = workloads.trl_settings(work, sizes, 2, cpu=False)
+    assert config.engine.rollout_engine == "vllm"
+    assert (trl["use_vllm"], trl["vllm_mode"]) == (True, "colocate")
+    assert config.engine.gpu_memory_utilization == trl["vllm_gpu_memory_utilization"]
+    assert not config.engine.free_cache_engine  # nor does TRL's engine sleep by default
+    assert config.engine.max_num_seqs == 128  # TRL's default is that of a generation batch
+    longest = config.data.prompt_max_len + config.rollout.generate_max_len
+    assert trl["vllm_max_model_length"] == longest
+    plain = workloads.trl_settings(workloads.WORKLOADS["W2"], sizes, 2, cpu=False)
+    assert trl.items() > plain.items()
+
+
 def test_w4_is_left_out_without_its_model(benchmark_script, monkeypatch, tmp_path, capsys):
     compare = benchmark_script("compare")
 
@@ -286,12 +302,18 @@ def test_other_work_is_refused(benchmark_script, workloads):
 def test_lightppo_iterations_leave_out_the_warm_up_and_evaluations(benchmark_script, tmp_path):
     perf = {f"perf/time_{phase}": seconds for phase, seconds in
             {"step": 9, "rollout": 1.0, "reward": 0.5, "experience": 1.5, "train": 4.0}.items()}  # fmt: skip
-    perf |= {"rollout/samples": 4, "rollout/total_length": 7.25, "rollout/response_length": 3.0}
+    perf |= {
+        "perf/time_sync": 0.25,
+        "rollout/samples": 4,
+        "rollout/total_length": 7.25,
+        "rollout/response_length": 3.0,
+    }
     perf["train/optimizer_steps"] = 8.0
     rows = [{"time": 99.0, "eval/reward": 1}, {"time": 100.0, **perf}, {"time": 107.5, **perf}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (only,) = benchmark_script("results").lightppo_iterations(tmp_path / "metrics.jsonl")
     assert (only["seconds"], only["experience"], only["training"]) == (7.5, 2.0, 4.0)
+    assert only["generation"] == 1.25  # with the push, as TRL's
     assert (only["prompt_tokens"], only["generated_tokens"], only["optimizer_steps"]) == (17, 12, 8)
 
 
