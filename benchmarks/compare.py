@@ -60,6 +60,14 @@ def install_trl(folder: Path, logs: Path, timeout: float) -> None:
     done.write_text(wanted)
 
 
+def unpack_trl(target: Path, logs: Path, timeout: float) -> dict[str, bool]:
+    """TRL alone in a folder, for runs in this environment, which has vLLM."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    words = [*pip, "--no-deps", "--upgrade", "--target", target, TRL]
+    run(words, log=logs / "unpack_trl.log", timeout=timeout)
+    return {"there": True}
+
+
 @dataclass(frozen=True)
 class Run:
     """Attributes: the measured iterations, the command that made them, versions of what ran."""

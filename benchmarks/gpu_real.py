@@ -87,6 +87,8 @@ def flags_of(data: Path, model: Path, folder: Path, engine: str, device: str) ->
         "temperature": 0.7,  # at 1 a model this small rambles
         "advantage_estimator": "grpo",
         "init_kl_coef": 0,
+        # answers of a few tokens are all wrong: something to learn for a trial
+        "entropy_coef": 0 if device == "cuda" else 0.001,
         "rollout_batch_size": size.prompts,
         "n_samples_per_prompt": size.samples,
         "train_batch_size": size.minibatch,
@@ -121,19 +123,18 @@ def train(rows: Rows, engine: str) -> dict[str, Any]:
     run([sys.executable, "examples/train_ppo.py", *flags], log=rows.logs / "real.log", timeout=turn,
         STOP_AFTER_SECONDS=str(seconds), TOKENIZERS_PARALLELISM="false", **on(rows.device))  # fmt: skip
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    keep_page(
-        folder, [rows.file.parent / "real", *([rows.options.out] if rows.options.out else [])]
-    )
+    for place in filter(None, (rows.file.parent, rows.options.out)):
+        keep_page(folder, place / "real")
     shutil.rmtree(folder)
     return outcome(metrics, SIZES[rows.device].held_out)
 
 
-def keep_page(folder: Path, places: list[Path]) -> None:
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-        for name in PAGE:
-            if (folder / name).is_file():  # the page needs the extra ``plots``
-                shutil.copy(folder / name, place / f"real-{name}")
+def keep_page(folder: Path, place: Path) -> None:
+    """Keep what ``lightppo report`` reads, and its page, which the run itself writes with the extra ``plots``."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name in PAGE:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, place)
 
 
 def outcome(metrics: list[dict[str, Any]], held_out: int) -> dict[str, Any]:

@@ -195,11 +195,13 @@ def both_sides(rows: Rows, works: list[Workload], reason: str) -> None:
         trl=rows.options.trl, trl_of_ppo=rows.options.trl_of_ppo,
     )  # fmt: skip
     folder, logs = rows.options.run_dir.resolve(), rows.logs
-    needs_vllm = any(work.vllm for work in works)
     at_hand = rows.options.trl or (folder / "trl" / ".installed").is_file() or not rows.small
     without = "" if at_hand else "TRL not there"
-    if needs_vllm:  # TRL's own environment has none
-        without = reason or ("" if rows.options.trl else "--trl names no unpacked TRL")
+    if any(work.vllm for work in works):  # TRL's own environment has no vLLM: TRL runs in this one
+        without = reason or without
+        options.trl = options.trl or folder / "trl_beside_vllm"
+        if not without and not (options.trl / "trl").is_dir():
+            rows("TRL", lambda: compare.unpack_trl(options.trl, logs, 300))
     elif at_hand and not rows.options.trl and lacks("deepspeed") == "":
         rows(
             "TRL's environment",

@@ -189,6 +189,7 @@ def test_every_run_has_a_command_line_that_is_accepted(
         monkeypatch.setattr(benchmark_script(module), "lacks", lambda *_: "")
     monkeypatch.setattr(gpu_check.Rows, "assets", lambda *_: assets)
     folders = FOLDERS | {"gsm8k": gsm8k(tmp_path), "trl": tmp_path}
+    (tmp_path / "trl").mkdir()
     options = argparse.Namespace(device=device, run_dir=tmp_path, minutes=8, **folders)
     for part in ("zero", "adapters", "vllm", "bench_vllm", "real"):
         rows = gpu_check.Rows(tmp_path / f"{part}.json", options)

