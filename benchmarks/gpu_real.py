@@ -87,8 +87,6 @@ def flags_of(data: Path, model: Path, folder: Path, engine: str, device: str) ->
         "temperature": 0.7,  # at 1 a model this small rambles
         "advantage_estimator": "grpo",
         "init_kl_coef": 0,
-        # answers of a few tokens are all wrong: something to learn for a trial
-        "entropy_coef": 0 if device == "cuda" else 0.001,
         "rollout_batch_size": size.prompts,
         "n_samples_per_prompt": size.samples,
         "train_batch_size": size.minibatch,
