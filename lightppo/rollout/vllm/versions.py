@@ -61,6 +61,11 @@ def load_below_adapters() -> None:
         BaseLayerWithLoRA.load_weights = load_weights
 
 
+def reported_name(name: str) -> str:
+    """Return how vLLM before 0.32 names a loaded parameter: without the module that has the experts of a mixture."""
+    return name.replace(".routed_experts.", ".")
+
+
 def pack_tied_heads(model: Any) -> None:
     """Have heads whose weight is the embedding's use the one that has come, after a push. On a CPU they multiply by a
     packed copy, which vLLM before 0.30 makes at their first loading only."""

@@ -37,6 +37,7 @@ from lightppo.rollout.vllm.routed_experts import (
 from lightppo.rollout.vllm.versions import (
     load_below_adapters,
     pack_tied_heads,
+    reported_name,
     reset_lora_state,
 )
 from lightppo.rollout.vllm.weights import (
@@ -194,10 +195,11 @@ class Reload:
     def _names_of_the_same(self) -> dict[str, str]:
         """Map a parameter's name to its first name; a layer of shared experts has several."""
         first_names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return {
+        names = {
             name.replace(_WRAPPED, "."): first_names[id(parameter)].replace(_WRAPPED, ".")
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
         }
+        return {reported_name(name): first for name, first in names.items()} | names
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self._model.load_weights(

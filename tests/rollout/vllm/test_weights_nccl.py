@@ -65,3 +65,7 @@ def test_weights_that_vllm_computes_itself_are_not_missed(seen):
 
 def test_a_weight_with_two_names_is_not_missed(seen):
     assert seen["missing of two names"] == []
+
+
+def test_experts_are_not_missed_where_vllm_leaves_out_a_part_of_their_names(seen):
+    assert seen["missing of a mixture"] == [[], ["experts.routed_experts.first.weight"]]

@@ -246,6 +246,27 @@ def missing_of_two_names():
     return reload.finish()
 
 
+def missing_of_a_mixture():
+    """As vLLM before 0.32 says which weights it has loaded: without the module that has a mixture's experts."""
+
+    class Mixture(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.Module()
+            self.experts.routed_experts = Model()
+
+        def load_weights(self, pairs):
+            loaded = self.experts.routed_experts.load_weights(pairs)
+            return {f"experts.{name}" for name in loaded}
+
+    seen = []
+    for leave_out in (None, "first.weight"):
+        reload = Reload(Mixture(), config())
+        reload.load((name, weight) for name, weight in some_weights(5).items() if name != leave_out)
+        seen.append(reload.finish())
+    return seen
+
+
 def main(path):
     with ExitStack() as stack:
         with mock.patch.dict(os.environ, {"VLLM_NCCL_SO_PATH": "/no/such/libnccl.so"}):
@@ -262,6 +283,7 @@ def main(path):
         }
         seen["missing"] = missing_weights()
         seen["missing of two names"] = missing_of_two_names()
+        seen["missing of a mixture"] = missing_of_a_mixture()
     with open(path, "w") as file:
         json.dump(seen, file)
 
