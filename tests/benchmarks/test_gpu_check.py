@@ -203,6 +203,27 @@ def test_every_run_has_a_command_line_that_is_accepted(
     assert "--vllm" in trl
 
 
+def test_trl_is_unpacked_beside_vllm_where_none_is_named(
+    benchmark_script, gpu_check, monkeypatch, tmp_path
+):
+    commands = []
+
+    def note(words: list[object], **variables: Any) -> None:
+        commands.append(([str(word) for word in words], variables.get("PYTHONPATH", "")))
+        raise SystemExit("not run")
+
+    monkeypatch.setattr(benchmark_script("compare"), "run", note)
+    monkeypatch.setattr(benchmark_script("gpu_runs"), "lacks", lambda *_: "")
+    monkeypatch.setattr(gpu_check.Rows, "assets", lambda *_: tmp_path)
+    options = argparse.Namespace(device="cuda", run_dir=tmp_path, **FOLDERS)
+    gpu_check.PARTS["bench_vllm"][1](gpu_check.Rows(tmp_path / "bench_vllm.json", options))
+    (pip, _), (trl, path), _ = commands
+    folder = str(tmp_path / "trl_beside_vllm")
+    assert pip[pip.index("--target") + 1] == folder
+    assert trl[0] == sys.executable
+    assert path.split(os.pathsep)[0] == folder
+
+
 def gsm8k(folder: Path) -> Path:
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
