@@ -338,6 +338,31 @@ class _GatedSiLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(gradient * up, gate), to_up
 
 
+class _GatedProjection(torch.autograd.Function):
+    """silu(gate) · up, times a weight: of three tensors as large as the MLP is wide two are kept."""
+
+    @staticmethod
+    def forward(
+        context: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        context.save_for_backward(gate, up, weight)
+        output = linear(functional.silu(gate).mul_(up), weight, bias)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # see _Linear
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = context.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])  # (T, H)
+        gated = functional.silu(gate)
+        weight_gradient = weight_product(rows, (gated * up).view(-1, up.shape[-1]))
+        bias_gradient = rows.sum(0) if context.needs_input_grad[3] else None
+        to_gated_up = product(rows, weight).view(up.shape)
+        to_up = gated.mul_(to_gated_up)
+        to_gate = torch.ops.aten.silu_backward(to_gated_up.mul_(up), gate)
+        return to_gate, to_up, weight_gradient, bias_gradient
+
+
 # -- norms, MLPs and rotary embeddings in a model ---------------------------------------------------------------------
 
 
@@ -430,7 +455,18 @@ class _FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return super().forward(x)
-        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_grad_enabled() and _is_bare(self.down_proj, gate):
+            return _GatedProjection.apply(gate, up, self.down_proj.weight, self.down_proj.bias)
+        return self.down_proj(gated_silu(gate, up))
+
+
+def _is_bare(layer: nn.Module, hidden: Tensor) -> bool:
+    """Tell whether a linear layer's call is its product with a trained weight: no adapter, no hook (of ZeRO-3)."""
+    hooks = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks
+    if not is_plain_linear(layer) or any((*hooks, layer._backward_hooks)):
+        return False
+    return layer.weight.requires_grad and layer.weight.dtype is hidden.dtype
 
 
 @cache
