@@ -22,32 +22,33 @@ logger = logging.getLogger(__name__)
 _COPIED_ELEMENTS = 1 << 26
 
 
+# of DeepSpeed's optimizers, what is replaced and what that reads
+_NEEDED = {
+    "BF16_Optimizer": "update_hp_grads get_grads_for_norm bf16_groups fp32_groups_gradients fp32_groups_gradients_flat",
+    "DeepSpeedZeroOptimizer": "_add_to_grad_partition_buffer get_grad_norm_direct has_overflow cpu_offload "
+    "reduce_independent_p_g_buckets_and_remove_grads dp_process_group partition_gradients get_param_id "
+    "_use_compact_grad_partition_buffer _get_compact_grad_partition_slice",
+}
+
+
 def fuse_gradient_calls(optimizer: Any) -> None:
-    """Replace the loops of this optimizer of DeepSpeed's; if it lacks what they read, warn and leave it as it is."""
+    """Replace the loops of this optimizer of DeepSpeed's; if it lacks what they need, warn and leave it as it is."""
     kind = type(optimizer).__name__
-    if kind == "BF16_Optimizer":  # ZeRO 1 in bf16: each rank has the fp32 sums of all gradients
-        methods = {"update_hp_grads": _add_all, "get_grads_for_norm": _for_norm}
-        fields = ["bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat"]
+    needed = _NEEDED.get(kind, "").split()
+    if missing := [name for name in needed if not hasattr(optimizer, name)]:
+        text = "DeepSpeed's %s has no %s: a step launches more kernels than with deepspeed 0.19.8"
+        logger.warning(text, kind, ", ".join(missing))
+    elif kind == "BF16_Optimizer":  # ZeRO 1 in bf16: each rank has the fp32 sums of all gradients
+        optimizer.update_hp_grads = partial(_add_all, optimizer)
+        optimizer.get_grads_for_norm = partial(_for_norm, optimizer)
     elif kind == "DeepSpeedZeroOptimizer" and not optimizer.cpu_offload:
-        methods = {
-            "_add_to_grad_partition_buffer": _add_cast,
-            "get_grad_norm_direct": _norm_over_ranks,
-            "has_overflow": _left_to_the_norm,
-        }
-        if dist.get_world_size(optimizer.dp_process_group) == 1:
-            methods["reduce_independent_p_g_buckets_and_remove_grads"] = _add_alone
-        fields = ["_use_compact_grad_partition_buffer", "_get_compact_grad_partition_slice"]
-    else:
-        return
-    if missing := [name for name in (*methods, *fields) if not hasattr(optimizer, name)]:
-        logger.warning(
-            "DeepSpeed's %s has no %s: steps take more kernels than with deepspeed 0.19.8",
-            kind,
-            ", ".join(missing),
-        )
-        return
-    for name, method in methods.items():
-        setattr(optimizer, name, partial(method, optimizer))
+        optimizer._add_to_grad_partition_buffer = _add_cast
+        optimizer.get_grad_norm_direct = partial(_norm_over_ranks, optimizer)
+        optimizer.has_overflow = _left_to_the_norm
+        is_alone = dist.get_world_size(optimizer.dp_process_group) == 1
+        if is_alone and optimizer.partition_gradients:  # ZeRO 2
+            add_alone = partial(_add_alone, optimizer)
+            optimizer.reduce_independent_p_g_buckets_and_remove_grads = add_alone
 
 
 def _square_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -98,7 +99,7 @@ def _for_norm(optimizer: Any, for_clipping: bool = False) -> Any:
 # -- ZeRO 1 and 2, each rank with its shard of the sums ----------------------------------------------------------------
 
 
-def _add_cast(optimizer: Any, gradient_sum: Tensor | None, gradient: Tensor) -> None:
+def _add_cast(gradient_sum: Tensor | None, gradient: Tensor) -> None:
     """Add to a sum of another type, without a copy in between; None: the sum is another rank's."""
     if gradient_sum is not None:
         gradient_sum.add_(gradient)
@@ -123,6 +124,6 @@ def _norm_over_ranks(
     return square.sqrt()
 
 
-def _left_to_the_norm(optimizer: Any, partition_gradients: bool = True) -> bool:
+def _left_to_the_norm(partition_gradients: bool = True) -> bool:
     """Return False: DeepSpeed also skips a step if the norm, which it takes next, is not finite."""
     return False

@@ -200,11 +200,12 @@ EVERY_FUSED: dict[str, dict] = {
     "2, bf16": {"zero_stage": 2, "bf16": True},
     "1": {"zero_stage": 1},
     "2": {"zero_stage": 2},
+    "1, fp16": {"zero_stage": 1, "fp16": True},
     "2, fp16": {"zero_stage": 2, "fp16": True},
     "2, bf16, overlapping": {"zero_stage": 2, "bf16": True, "overlap_comm": True},
     "2, gradients in bf16": {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"},
 }
-FUSED = usual(EVERY_FUSED, "1, bf16", "2, bf16", "2")
+FUSED = usual(EVERY_FUSED, "1, bf16", "2, bf16", "1, fp16", "2")
 
 
 def check_fused_calls_change_no_weight(_: DeepspeedStrategy, work_dir: Path) -> None:
