@@ -259,8 +259,9 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def has_norm_kernels(hidden: Tensor) -> bool:
     """Tell whether torch has one kernel for each pass of a norm: since 2.9 on NVIDIA's GPUs."""
-    has_backward = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-    return hidden.is_cuda and torch.version.hip is None and has_backward
+    if not hidden.is_cuda or torch.version.hip is not None:
+        return False
+    return hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 
 def _normed(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
