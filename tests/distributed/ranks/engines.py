@@ -193,6 +193,14 @@ def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> Non
     assert len(seen) == len(gradients)
     decay = optimizer.param_groups[0]["weight_decay"]
     torch.testing.assert_close(unused, before * (1 - LR * decay))
+    # in bf16 at stage 1, too, where DeepSpeed would round the fp32 sum to bf16 meanwhile
+    role = make_strategy(zero_stage=1, bf16=True)
+    actor, optimizer, scheduler = trained_actor(role)
+    role.backward(nll_sum(actor(batch(0)), batch(0)), actor)
+    with mock.patch(
+        "deepspeed.comm.all_reduce", side_effect=AssertionError("nobody to average with")
+    ):
+        assert not role.optimizer_step(optimizer, actor, scheduler).skipped
 
 
 EVERY_FUSED: dict[str, dict] = {
