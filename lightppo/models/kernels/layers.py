@@ -257,8 +257,19 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def has_norm_kernels(hidden: Tensor) -> bool:
+    """Tell whether torch has one kernel for each pass of a norm: since 2.9 on NVIDIA's GPUs."""
+    if not hidden.is_cuda or torch.version.hip is not None:
+        return False
+    return hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
 def _normed(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return it normalised, and 1 / √(mean x² + ε), (..., 1), at least float32."""
+    if has_norm_kernels(hidden):
+        # without the weight, by which the model's own code and vLLM's multiply what is already rounded
+        normed, scale = torch.ops.aten._fused_rms_norm(hidden, weight.shape, None, eps)
+        return normed.mul_(weight), scale
     wide_type = torch.promote_types(hidden.dtype, torch.float32)
     norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide_type)
     scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
@@ -277,6 +288,10 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, scale = context.saved_tensors
+        if has_norm_kernels(hidden):
+            tensors = gradient, hidden, weight.shape, scale, weight
+            needed = context.needs_input_grad[:2]
+            return (*torch.ops.aten._fused_rms_norm_backward(*tensors, needed), None)
         rows, gradients, factors = (
             at_least_float32(tensor.reshape(-1, tensor.shape[-1]))
             for tensor in (hidden, gradient, scale)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.launches import norm_kernels
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
@@ -85,6 +86,18 @@ def test_in_bfloat16_as_near_to_the_truth(name: str, device: str) -> None:
     for mine, its, true in zip(*of_both, truth):
         assert mine.dtype is torch.bfloat16
         off, its_off = ((x.double() - true).square().mean().sqrt().item() for x in (mine, its))
+        assert off <= 1.2 * its_off
+
+
+def test_a_kernel_of_torchs_rounds_where_transformers_does() -> None:
+    ours, theirs, shapes = CALLS["rms_norm"]
+    truth = results(theirs, shapes, torch.bfloat16, wide=True)
+    with norm_kernels():
+        by_kernel = results(ours, shapes, torch.bfloat16)
+    its = results(theirs, shapes, torch.bfloat16)
+    assert torch.equal(by_kernel[0], its[0])
+    for mine, other, true in zip(by_kernel, its, truth):
+        off, its_off = ((x.double() - true).square().mean().sqrt().item() for x in (mine, other))
         assert off <= 1.2 * its_off
 
 
