@@ -1,11 +1,12 @@
-"""What `lightppo what-if` finds on the quickstart's task: 20 known effects and 20 changes without one.
+"""What `lightppo what-if` finds on the quickstart's task: 20 known effects, 8 large ones, 20 changes without one.
 
     python benchmarks/what_if.py [--quick] [--resume]
 
 One run of the two-digit sums is forked once. Each question has branches with the same seeds; they share the base
 branches. All branches are trained in this process, which gives the numbers of processes. For each question: the variance
-of a pair's difference beside that of runs with different seeds, whether the interval of so many pairs excludes 0, and how
-many steps pairs and runs with different seeds need to see an effect of that size. Writes ``runs/bench/what_if.json``.
+of a pair's difference beside that of runs with different seeds, whether the interval of so many pairs excludes 0, and in
+how many steps, the branches times their steps, pairs and runs with different seeds see an effect of that size. Writes
+``runs/bench/what_if.json``.
 """
 
 from __future__ import annotations
@@ -34,19 +35,27 @@ SEEDS = 20  # of base branches, for the noise of seeds alone
 RATE = 3e-4
 
 # What each does to the reward or the length within a few steps is known: larger or smaller steps, or more of them, other
-# tokens, another aim. They are of the size that one would ask about: after large changes no token is the same.
+# tokens, another aim. They are of the size that one would ask about: a few runs with other seeds do not show them.
 EFFECTS = {
     **{f"rate × {factor}": [f"actor_learning_rate={RATE * factor:g}"]
-       for factor in (0, 0.5, 0.7, 0.8, 1.25, 1.5)},
-    **{f"temperature {value}": [f"temperature={value}"] for value in (0.9, 0.95, 1.05, 1.1)},
-    **{f"top_p {value}": [f"top_p={value}"] for value in (0.95, 0.98)},
-    **{f"top_k {value}": [f"top_k={value}"] for value in (5, 8)},
-    **{f"entropy bonus {value}": [f"entropy_coef={value}"] for value in (0.02, 0.05)},
-    "reward turned": ["reward_scaling=-1"],
-    "2 epochs": ["max_epochs=2"],
+       for factor in (0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5)},
+    **{f"temperature {value}": [f"temperature={value}"] for value in (0.95, 0.98, 1.02, 1.05)},
+    **{f"top_p {value}": [f"top_p={value}"] for value in (0.98, 0.99)},
+    "top_k 10": ["top_k=10"],
+    **{f"entropy bonus {value}": [f"entropy_coef={value}"] for value in (0.02, 0.05, 0.1)},
+    "betas 0.9": ["adam_betas=0.9 0.9"],
     "2 optimizer steps": ["ppo_n_minibatches=2"],
     "8 optimizer steps": ["ppo_n_minibatches=8", "micro_train_batch_size=16"],
 }  # fmt: skip
+# After these, few tokens are the same, and a few runs show them: what pairs cannot save.
+LARGE = {
+    "rate × 0": ["actor_learning_rate=0"],
+    **{f"temperature {value}": [f"temperature={value}"] for value in (0.9, 1.1)},
+    "top_p 0.95": ["top_p=0.95"],
+    **{f"top_k {value}": [f"top_k={value}"] for value in (5, 8)},
+    "reward turned": ["reward_scaling=-1"],
+    "2 epochs": ["max_epochs=2"],
+}
 # Changes of rounding, or so small that what they do is far below what any number of pairs here could see.
 NULLS = {
     **{f"rate × {factor}": [f"actor_learning_rate={RATE * factor:.8g}"]
@@ -65,7 +74,7 @@ NULLS = {
 }  # fmt: skip
 
 Rows = dict[int, dict[str, Any]]
-Curves = dict[str, list[float]]  # measure → its mean over the steps, by seed
+Curves = dict[str, list[list[float]]]  # measure → by seed its values at the steps
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -127,36 +136,57 @@ def branches(run: Path, out: Path, changes: Sequence[str], kind: str, seeds: int
             train(fork.options(branch))
         rows: Rows = recorded_rows(branch.run)
         for measure, metric in MEASURES.items():
-            curves[measure].append(mean(rows[step][metric] for step in fork.steps))
+            curves[measure].append([rows[step][metric] for step in fork.steps])
     return curves
 
 
 # -- what is found -----------------------------------------------------------------------------------------------------
 
 
-def question(base: Sequence[float], changed: Sequence[float]) -> dict[str, Any]:
+def question(base: Sequence[Sequence[float]], changed: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Return what pairs and runs with different seeds say of one measure; ``base`` may have more seeds."""
-    from lightppo.experiments.intervals import count_for_width, mean_of, unpaired_difference
+    from lightppo.experiments.intervals import mean_of, unpaired_difference
 
-    differences = [new - old for new, old in zip(changed, base)]
-    paired, unpaired = mean_of(differences), unpaired_difference(changed, base[: len(changed)])
-    noise = math.hypot(stdev(base), stdev(changed))
-    effect = abs(paired.value)
-    counts: list[int | None] = [None, None]
-    if effect:
-        counts = [
-            count_for_width(stdev(differences), 2 * effect),
-            count_for_width(noise, 2 * effect, 2),
-        ]
+    old, new = means(base), means(changed)
+    differences = [after - before for after, before in zip(new, old)]
+    paired, unpaired = mean_of(differences), unpaired_difference(new, old[: len(new)])
+    noise = math.hypot(stdev(old), stdev(new))
+    needed = [fewest_steps(base, changed, groups) for groups in (1, 2)]
     return {
         "effect": paired.value,
         "interval": [paired.low, paired.high],
         "found": paired.excludes_zero,
         "found_unpaired": unpaired.excludes_zero,
         "variance_ratio": variance(differences) / noise**2 if noise else None,
-        "pairs_needed": counts[0],
-        "runs_needed": counts[1],  # of each side
+        "steps_in_pairs": needed[0],
+        "steps_in_unlike_seeds": needed[1],
     }
+
+
+def means(curves: Sequence[Sequence[float]], steps: int | None = None) -> list[float]:
+    """Return the mean over the first steps (all) for each seed."""
+    return [mean(values[:steps]) for values in curves]
+
+
+def fewest_steps(
+    base: Sequence[Sequence[float]], changed: Sequence[Sequence[float]], groups: int
+) -> int | None:
+    """Return the fewest steps of changed branches whose interval would exclude 0: runs × steps of each.
+
+    Long branches have a larger effect, short ones are cheap: each length is tried. ``groups`` is 1 for pairs and 2 for
+    runs with different seeds; None where no length shows an effect.
+    """
+    from lightppo.experiments.intervals import count_for_width
+
+    needed = []
+    for steps in range(1, len(base[0]) + 1):
+        old, new = means(base, steps), means(changed, steps)
+        differences = [after - before for after, before in zip(new, old)]
+        effect = abs(mean(differences))
+        deviation = stdev(differences) if groups == 1 else math.hypot(stdev(old), stdev(new))
+        if effect and (count := count_for_width(deviation, 2 * effect, groups)):
+            needed.append(count * steps)
+    return min(needed, default=None)
 
 
 def false_positives(base: Sequence[float], size: int, draws: int = 2000) -> float:
@@ -189,35 +219,38 @@ def binomial_interval(found: int, count: int) -> list[float]:
     return [low, high]
 
 
-def summary(effects: Mapping[str, Any], nulls: Mapping[str, Any], measure: str) -> dict[str, Any]:
-    """Return the three aims for one measure."""
-    known = [each[measure] for each in effects.values()]
-    small = [each[measure] for each in nulls.values()]
-    counts = [(each["pairs_needed"], each["runs_needed"]) for each in known]
-    counts = [(pairs, runs) for pairs, runs in counts if pairs and runs]
-    shares = [pairs / runs for pairs, runs in counts] or [math.nan]
-    found = sum(each["found"] for each in small)
-    of_effects, of_nulls = (
-        [each["variance_ratio"] for each in some if each["variance_ratio"] is not None]
-        for some in (known, small)
-    )
-    ratios = [*of_effects, *of_nulls]
+def of_effects(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the answers to questions with an effect say of one measure."""
+    steps = [(each["steps_in_pairs"], each["steps_in_unlike_seeds"]) for each in known]
+    steps = [(pairs, unlike) for pairs, unlike in steps if pairs and unlike]
+    shares = [pairs / unlike for pairs, unlike in steps] or [math.nan]
+    in_pairs, in_unlike_seeds = map(sum, zip(*steps)) if steps else (math.nan, math.nan)
     return {
-        "questions": len(ratios),
-        "variance_ratio_median": median(ratios or [math.nan]),
-        "variance_at_most_a_fifth": sum(ratio <= 0.2 for ratio in ratios),
-        "variance_ratio_median_of_effects": median(of_effects or [math.nan]),
-        "variance_at_most_a_fifth_of_effects": sum(ratio <= 0.2 for ratio in of_effects),
+        "effects": len(known),
         "effects_found": sum(each["found"] for each in known),
         "effects_found_unpaired": sum(each["found_unpaired"] for each in known),
-        "false_positives": found,
-        "nulls": len(small),
-        "false_positives_interval": binomial_interval(found, len(small)),
         "share_of_steps_median": median(shares),
-        "share_of_steps_in_all": sum(pairs for pairs, _ in counts)
-        / (sum(runs for _, runs in counts) or math.nan),
+        "share_of_steps_in_all": in_pairs / in_unlike_seeds,
         "at_most_a_third_of_the_steps": sum(share <= 1 / 3 for share in shares),
+    } | of_variances(known)
+
+
+def of_variances(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ratios = [each["variance_ratio"] for each in answers if each["variance_ratio"] is not None]
+    return {
+        "variance_ratio_median": median(ratios or [math.nan]),
+        "variance_at_most_a_fifth": sum(ratio <= 0.2 for ratio in ratios),
     }
+
+
+def of_nulls(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the answers to questions without an effect say of one measure."""
+    found = sum(each["found"] for each in answers)
+    return {
+        "nulls": len(answers),
+        "false_positives": found,
+        "false_positives_interval": binomial_interval(found, len(answers)),
+    } | of_variances(answers)
 
 
 def results(curves: Mapping[str, Mapping[str, Curves]], base: Curves) -> dict[str, Any]:
@@ -230,10 +263,15 @@ def results(curves: Mapping[str, Mapping[str, Curves]], base: Curves) -> dict[st
         for kind, questions in curves.items()
     }
     size = min(PAIRS, len(base["reward"]) // 2)
+    of_kind = {"effects": of_effects, "large": of_effects, "nulls": of_nulls}
     return {
         "summary": {
-            measure: summary(answers["effects"], answers["nulls"], measure)
-            | {"false_positives_of_unlike_seeds": false_positives(base[measure], size)}
+            measure: {
+                kind: of_kind[kind]([each[measure] for each in of.values()])
+                for kind, of in answers.items()
+                if of
+            }
+            | {"false_positives_of_unlike_seeds": false_positives(means(base[measure]), size)}
             for measure in MEASURES
         },
         **answers,
@@ -252,7 +290,7 @@ def main() -> None:
         "--quick", action="store_true", help="2 questions of a kind, 3 pairs: does it work?"
     )
     options = parser.parse_args()
-    kinds = {"effects": EFFECTS, "nulls": NULLS}
+    kinds = {"effects": EFFECTS, "large": LARGE, "nulls": NULLS}
     if options.quick:
         options.pairs, options.seeds = 3, 6
         kinds = {kind: dict(itertools.islice(of.items(), 2, 4)) for kind, of in kinds.items()}

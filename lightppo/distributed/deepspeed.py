@@ -30,6 +30,7 @@ from lightppo.distributed.device import (
     report_memory,
 )
 from lightppo.distributed.distributed import DistributedStrategy
+from lightppo.distributed.fused_zero import fuse_gradient_calls
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.zero3 import (
@@ -357,21 +358,32 @@ class DeepspeedStrategy(DistributedStrategy):
             self.trained_engines.add(engine)
         if optimizer is None:
             engine.eval()
-        elif engine.fp16_enabled():
-            # At the lowest scale an overflow means a broken step, and optimizer_step reports that.
-            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        elif gradient_clip is not None:
-            optimizer.register_step_pre_hook(gradient_clip)
-            self._clips[engine] = gradient_clip
-            # DeepSpeed did not put an optimizer with fp32 copies around ours.
-            if self.world_size == 1 and engine.optimizer is optimizer:
-                # There is nobody to average with. This spares two copies of the whole gradient.
-                engine.allreduce_no_retain = lambda gradients, **_: None
+        else:
+            self._change_steps(engine, optimizer, gradient_clip)
         attribute = getattr(type(model), "engine_attribute", None)
         if attribute is None:
             return engine
         setattr(model, attribute, engine)
         return model
+
+    def _change_steps(
+        self, engine: Any, optimizer: torch.optim.Optimizer, gradient_clip: _ClipAndCheck | None
+    ) -> None:
+        """Change what DeepSpeed does in a step, in this engine alone."""
+        if engine.fp16_enabled():
+            # At the lowest scale an overflow means a broken step, and optimizer_step reports that.
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        if gradient_clip is not None:
+            optimizer.register_step_pre_hook(gradient_clip)
+            self._clips[engine] = gradient_clip
+        fuse_gradient_calls(engine.optimizer)
+        # at stage 0, and in bf16 at stage 1, where DeepSpeed would also round the fp32 sum to bf16
+        averages_whole = engine.optimizer is optimizer or hasattr(
+            engine.optimizer, "get_grads_for_reduction"
+        )
+        if self.world_size == 1 and averages_whole:
+            # There is nobody to average with. This spares two copies of the whole gradient.
+            engine.allreduce_no_retain = lambda gradients, **_: None
 
     def get_ds_train_config(
         self,

@@ -125,6 +125,7 @@ def test_two_ranks(run_checks):
         "engines.py",
         "check_collectives",
         "check_zero_equals_plain_torch",
+        "check_fused_calls_change_no_weight",
         "check_bf16_stays_near_fp32",
         "check_fp16_finds_its_loss_scale",
         "check_fp16_loss_scale_moves",
@@ -148,6 +149,7 @@ def test_two_ranks_with_every_option(run_checks):
     run_checks(
         "engines.py",
         "check_zero_equals_plain_torch",
+        "check_fused_calls_change_no_weight",
         "check_bf16_stays_near_fp32",
         "check_fp16_finds_its_loss_scale",
         "check_moving_average",
@@ -164,6 +166,7 @@ def test_skipped_steps_in_every_configuration(run_checks):
 def test_one_process_without_a_launcher(run_checks):
     checks = (
         "check_zero_equals_plain_torch",
+        "check_fused_calls_change_no_weight",
         "check_one_rank_averages_nothing",
         "check_late_copies",
     )

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 
 from lightppo.data.records import Prompt
 from lightppo.models.attention.slot_layers import (
+    SlotLayer,
     attention_to_slots,
     can_attend_to_slots,
     slot_attention,
@@ -141,6 +143,25 @@ def test_room_is_made_and_dead_columns_are_cut_off(tight):
     for layer, expected in zip(cache.layers, in_use):
         assert torch.equal(layer.buffers[0][:, :, : 2 + more], expected)
         assert not layer.buffers[0][:, :, 2 + more :].any()
+
+
+def test_only_one_layer_is_held_twice_while_room_is_made(monkeypatch):
+    cache = slot_cache(config())
+    cache.append(prompts_cache(config(), 2, 5), [0, 1], width=5)
+    cache.span.first = 0
+    step(cache, 7.0)
+    old_buffers = [weakref.ref(buffer) for layer in cache.layers for buffer in layer.buffers]
+    assert len(old_buffers) == 4
+    assert all(old() is not None for old in old_buffers)
+    held, make_room = [], SlotLayer.make_room
+
+    def watched(layer, *sizes):
+        make_room(layer, *sizes)
+        held.append(sum(old() is not None for old in old_buffers))
+
+    monkeypatch.setattr(SlotLayer, "make_room", watched)
+    cache.make_room(2, 0)
+    assert held == [2, 0]
 
 
 def test_room_before_the_rows_for_a_longer_prompt():

@@ -188,6 +188,7 @@ class SlotLayer(DynamicLayer):
     def make_room(self, slots: int, columns: int, first: int, end: int, in_place: bool) -> None:
         """Make buffers of this size, in which the columns in use are ``first … end-1``; or reuse the old ones."""
         span = self.span
+        self.keys = self.values = None  # views of the last update, which hold the old buffers
         for i, old_buffer in enumerate(self.buffers):
             _, heads, _, head_width = old_buffer.shape
             new_buffer = old_buffer.new_empty(slots, heads, columns, head_width)

@@ -257,8 +257,19 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def has_norm_kernels(hidden: Tensor) -> bool:
+    """Tell whether torch has one kernel for each pass of a norm: since 2.9 on NVIDIA's GPUs."""
+    if not hidden.is_cuda or torch.version.hip is not None:
+        return False
+    return hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
 def _normed(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return it normalised, and 1 / √(mean x² + ε), (..., 1), at least float32."""
+    if has_norm_kernels(hidden):
+        # without the weight, by which the model's own code and vLLM's multiply what is already rounded
+        normed, scale = torch.ops.aten._fused_rms_norm(hidden, weight.shape, None, eps)
+        return normed.mul_(weight), scale
     wide_type = torch.promote_types(hidden.dtype, torch.float32)
     norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=wide_type)
     scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
@@ -277,6 +288,10 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, scale = context.saved_tensors
+        if has_norm_kernels(hidden):
+            tensors = gradient, hidden, weight.shape, scale, weight
+            needed = context.needs_input_grad[:2]
+            return (*torch.ops.aten._fused_rms_norm_backward(*tensors, needed), None)
         rows, gradients, factors = (
             at_least_float32(tensor.reshape(-1, tensor.shape[-1]))
             for tensor in (hidden, gradient, scale)
@@ -336,6 +351,31 @@ class _GatedSiLU(torch.autograd.Function):
         gate, up = context.saved_tensors
         to_up = functional.silu(gate).mul_(gradient)
         return torch.ops.aten.silu_backward(gradient * up, gate), to_up
+
+
+class _GatedProjection(torch.autograd.Function):
+    """silu(gate) · up, times a weight: of three tensors as large as the MLP is wide two are kept."""
+
+    @staticmethod
+    def forward(
+        context: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        context.save_for_backward(gate, up, weight)
+        output = linear(functional.silu(gate).mul_(up), weight, bias)
+        return torch.ops.aten._unsafe_view(output, output.shape)  # see _Linear
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = context.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])  # (T, H)
+        gated = functional.silu(gate)
+        weight_gradient = weight_product(rows, (gated * up).view(-1, up.shape[-1]))
+        bias_gradient = rows.sum(0) if context.needs_input_grad[3] else None
+        to_gated_up = product(rows, weight).view(up.shape)
+        to_up = gated.mul_(to_gated_up)
+        to_gate = torch.ops.aten.silu_backward(to_gated_up.mul_(up), gate)
+        return to_gate, to_up, weight_gradient, bias_gradient
 
 
 # -- norms, MLPs and rotary embeddings in a model ---------------------------------------------------------------------
@@ -430,7 +470,18 @@ class _FusedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return super().forward(x)
-        return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_grad_enabled() and _is_bare(self.down_proj, gate):
+            return _GatedProjection.apply(gate, up, self.down_proj.weight, self.down_proj.bias)
+        return self.down_proj(gated_silu(gate, up))
+
+
+def _is_bare(layer: nn.Module, hidden: Tensor) -> bool:
+    """Tell whether a linear layer's call is its product with a trained weight: no adapter, no hook (of ZeRO-3)."""
+    hooks = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks
+    if not is_plain_linear(layer) or any((*hooks, layer._backward_hooks)):
+        return False
+    return layer.weight.requires_grad and layer.weight.dtype is hidden.dtype
 
 
 @cache

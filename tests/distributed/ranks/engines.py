@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -192,6 +193,55 @@ def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> Non
     assert len(seen) == len(gradients)
     decay = optimizer.param_groups[0]["weight_decay"]
     torch.testing.assert_close(unused, before * (1 - LR * decay))
+    # in bf16 at stage 1, too, where DeepSpeed would round the fp32 sum to bf16 meanwhile
+    role = make_strategy(zero_stage=1, bf16=True)
+    actor, optimizer, scheduler = trained_actor(role)
+    role.backward(nll_sum(actor(batch(0)), batch(0)), actor)
+    with mock.patch(
+        "deepspeed.comm.all_reduce", side_effect=AssertionError("nobody to average with")
+    ):
+        assert not role.optimizer_step(optimizer, actor, scheduler).skipped
+
+
+EVERY_FUSED: dict[str, dict] = {
+    "1, bf16": {"zero_stage": 1, "bf16": True},
+    "2, bf16": {"zero_stage": 2, "bf16": True},
+    "1": {"zero_stage": 1},
+    "2": {"zero_stage": 2},
+    "1, fp16": {"zero_stage": 1, "fp16": True},
+    "2, fp16": {"zero_stage": 2, "fp16": True},
+    "2, bf16, overlapping": {"zero_stage": 2, "bf16": True, "overlap_comm": True},
+    "2, gradients in bf16": {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"},
+}
+FUSED = usual(EVERY_FUSED, "1, bf16", "2, bf16", "1, fp16", "2")
+
+
+def check_fused_calls_change_no_weight(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """With and without them, weights are the same to the last bit, norms to rounding; poisoned steps are skipped."""
+    for variant, options in FUSED.items():
+        runs = []
+        for is_fused in (False, True):
+            role = make_strategy(**options)
+            role.max_norm = 0.0  # a norm that rounds otherwise would clip otherwise
+            with contextlib.ExitStack() as stack:
+                if not is_fused:
+                    nothing = mock.patch("lightppo.distributed.deepspeed.fuse_gradient_calls")
+                    stack.enter_context(nothing)
+                actor, optimizer, scheduler = trained_actor(role)
+            # a layer without a gradient, between others
+            actor.model.module.model.layers[0].mlp.forward = torch.zeros_like
+            outcomes = [
+                # of the last rank the gradient overflows, and not the loss
+                train_step(role, actor, optimizer, scheduler, step, poison=1e38 * (step == 1))[1]
+                for step in range(3)
+            ]
+            assert [outcome.skipped for outcome in outcomes] == [False, True, False], variant
+            norms = [outcome.grad_norm for outcome in outcomes if not outcome.skipped]
+            runs.append((norms, whole_weights(role, actor)))
+        (norms, weights), (fused_norms, fused_weights) = runs
+        assert fused_norms == pytest.approx(norms, rel=1e-6), variant
+        for name, weight in weights.items():
+            assert torch.equal(fused_weights[name], weight), (variant, name)
 
 
 def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:

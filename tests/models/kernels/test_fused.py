@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.launches import norm_kernels
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.utils.deprecation import deprecate_kwarg
@@ -17,6 +18,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.kernels.layers import (
+    accelerate_on_cpu,
     fuse,
     gated_silu,
     own_code,
@@ -84,6 +86,18 @@ def test_in_bfloat16_as_near_to_the_truth(name: str, device: str) -> None:
     for mine, its, true in zip(*of_both, truth):
         assert mine.dtype is torch.bfloat16
         off, its_off = ((x.double() - true).square().mean().sqrt().item() for x in (mine, its))
+        assert off <= 1.2 * its_off
+
+
+def test_a_kernel_of_torchs_rounds_where_transformers_does() -> None:
+    ours, theirs, shapes = CALLS["rms_norm"]
+    truth = results(theirs, shapes, torch.bfloat16, wide=True)
+    with norm_kernels():
+        by_kernel = results(ours, shapes, torch.bfloat16)
+    its = results(theirs, shapes, torch.bfloat16)
+    assert torch.equal(by_kernel[0], its[0])
+    for mine, other, true in zip(by_kernel, its, truth):
+        off, its_off = ((x.double() - true).square().mean().sqrt().item() for x in (mine, other))
         assert off <= 1.2 * its_off
 
 
@@ -297,23 +311,69 @@ def test_other_types_and_copies(causal_lm: Callable[..., PreTrainedModel]) -> No
     assert norm(torch.ones(1, 32, dtype=torch.bfloat16)).dtype is torch.float32
 
 
+def kept(call: Callable[[], object]) -> int:
+    """Bytes of the storages that a backward pass would find."""
+    storages: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        output = call()
+    del output
+    return sum(storages.values())
+
+
 def test_only_inputs_are_kept() -> None:
     x, up = (torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
+    assert kept(lambda: rms_norm(x, weight, EPS)) // x.numel() == 2
+    assert kept(lambda: llama_norm(x, weight)) // x.numel() == 6
+    assert kept(lambda: gated_silu(x, up)) // x.numel() == 2 * 2
+    assert kept(lambda: nn.functional.silu(x) * up) // x.numel() == 3 * 2
 
-    def kept(call: Callable[[], object]) -> int:
-        storages: dict[int, int] = {}
 
-        def pack(saved: Tensor) -> Tensor:
-            storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
-            return saved
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_mlp_keeps_two_of_its_wide_tensors(bias: bool, dtype: torch.dtype) -> None:
+    """With a hook before its last layer, as ZeRO-3's, it keeps three; the numbers are the same."""
+    config = LlamaConfig(hidden_size=32, intermediate_size=96, mlp_bias=bias)
+    mlp, x = modeling_llama.LlamaMLP(config).to(dtype), torch.randn(2, 5, 32, dtype=dtype)
+    plain = copy.deepcopy(mlp)
+    fuse(mlp)
+    accelerate_on_cpu(mlp)
+    hooked = copy.deepcopy(mlp)
+    hooked.down_proj.register_forward_pre_hook(lambda *_: None)
+    gradients, sizes = [], []
+    for module in (mlp, hooked, plain):
+        learns = [x.clone().requires_grad_(), *module.parameters()]
+        output = module(learns[0])
+        to_output = torch.linspace(-1, 1, output.numel(), dtype=dtype).view_as(output)
+        gradients.append([output, *torch.autograd.grad(output, learns, to_output)])
+        sizes.append(kept(lambda: module(learns[0])))  # noqa: B023
+    for ours, in_three, theirs in zip(*gradients):
+        assert torch.equal(ours, in_three)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    wide = 2 * 5 * 96 * x.element_size()
+    assert sizes[1] - sizes[0] == wide
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-            output = call()
-        del output
-        return sum(storages.values()) // x.numel()
 
-    assert kept(lambda: rms_norm(x, weight, EPS)) == 2
-    assert kept(lambda: llama_norm(x, weight)) == 6
-    assert kept(lambda: gated_silu(x, up)) == 2 * 2
-    assert kept(lambda: nn.functional.silu(x) * up) == 3 * 2
+@pytest.mark.parametrize("last_layer", ["frozen", "with an adapter"])
+def test_an_mlp_whose_last_layer_is(last_layer: str) -> None:
+    class Adapted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + input.sum(-1, keepdim=True)
+
+    mlp = modeling_llama.LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=96))
+    if last_layer == "frozen":
+        mlp.down_proj.weight.requires_grad_(False)
+    else:
+        mlp.down_proj.__class__ = Adapted
+    fused = copy.deepcopy(mlp)
+    fuse(fused)
+    x = torch.randn(2, 5, 32)
+    for module in (mlp, fused):
+        module(x).square().sum().backward()
+    for ours, its in zip(fused.parameters(), mlp.parameters()):
+        torch.testing.assert_close(ours.grad, its.grad, rtol=1e-5, atol=1e-6)
