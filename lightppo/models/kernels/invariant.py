@@ -213,9 +213,10 @@ HANDLED: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: mm,
     _aten.addmm.default: addmm,
     _aten.bmm.default: bmm,
-    _aten._grouped_mm.default: grouped_mm,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
 }
+if hasattr(_aten, "_grouped_mm"):  # torch 2.6 lacks it
+    HANDLED[_aten._grouped_mm.default] = grouped_mm
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     HANDLED[torch.ops.mkldnn._linear_pointwise.default] = onednn_linear
 # Exact, whatever code computes them: one rounding.
