@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import transformers
 from transformers import (
@@ -22,6 +23,11 @@ from transformers import (
     Zamba2Config,
 )
 
+from lightppo.models.attention.recurrent import before_known_code
+
+IN_ROWS = pytest.mark.skipif(
+    bool(before_known_code()), reason="recurrent layers of this transformers are not packed"
+)
 VOCAB = 48
 COMMON = {
     "vocab_size": VOCAB,
