@@ -11,6 +11,8 @@ from families import measure, table
 from families.zoo import FAMILIES, families_here
 from support.ranks import run_ranks
 
+from lightppo.models.attention.recurrent import before_known_code
+
 ROWS = measure.stored()["families"]
 # One of each kind: full attention, fused experts, recurrent layers, one that is refused.
 FEW = ("llama", "deepseek_v3", "jamba", "phimoe")

@@ -13,12 +13,10 @@ from torch import Tensor
 from lightppo.errors import ConfigError
 from lightppo.models.actor import Actor
 from lightppo.models.router_replay import ReplayPass, RouterReplay, find_routers, unknown
+from lightppo.version import release_of
 
-FORMS = [
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-]  # softmax before the choice, after it; sigmoid, groups
+# softmax before the choice, after it; sigmoid, groups, whose routers before transformers 5.14 do not choose themselves
+FORMS = ["qwen3_moe", "gpt_oss", *["deepseek_v3"] * (release_of("transformers") >= (5, 14, 0))]
 ACTIONS = 4
 
 
