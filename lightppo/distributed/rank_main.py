@@ -61,7 +61,8 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
         reason = "" if owner else _newer_release(error)
         if debug or not (owner or reason):
             raise
-        tell(f"{name}: error: {owner}{error_text(error)}{reason}; --debug shows all calls")
+        text = error_text(error) if owner else " ".join(error_text(error).split())  # of one line
+        tell(f"{name}: error: {owner}{text}{reason}; --debug shows all calls")
         raise SystemExit(1) from error
 
 

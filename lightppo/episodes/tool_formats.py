@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,8 +97,13 @@ def read_by_template(
     text: str, *, tools: Sequence[dict], tokenizer: Any, end: str, **_: Any
 ) -> tuple[str, list[Call]]:
     """Read a turn with the tokenizer's ``response_template``."""
+    options: dict[str, Any] = {"prefix": ""}
+    if (
+        "tools" in inspect.signature(tokenizer.parse_response).parameters
+    ):  # from transformers 5.15 on
+        options["tools"] = list(tools) or None
     try:
-        message = tokenizer.parse_response(text + end, prefix="", tools=list(tools) or None)
+        message = tokenizer.parse_response(text + end, **options)
     except Exception as error:
         return "", [_unreadable(" ".join(str(error).split())[:_MAX_REASON])]
     tool_calls = [

@@ -270,6 +270,11 @@ def without_references(schema: Any, definitions: Mapping[str, Any], depth: int =
         return [without_references(item, definitions, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    parts = schema.get("allOf")
+    if (
+        isinstance(parts, list) and len(parts) == 1
+    ):  # pydantic before 2.9: a reference with a default
+        schema = parts[0] | {name: member for name, member in schema.items() if name != "allOf"}
     if "$ref" in schema:
         other_members = {
             member_name: member for member_name, member in schema.items() if member_name != "$ref"

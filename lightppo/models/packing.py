@@ -24,7 +24,7 @@ from lightppo.distributed.sequence_parallel import SequenceGroup
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.attention.chunks import PACKED_CHUNKS, attends_in_chunks, why_no_chunks
 from lightppo.models.attention.eager import PACKED_EAGER, attends_by_own_code
-from lightppo.models.attention.recurrent import has_mixers, why_not_by_segment
+from lightppo.models.attention.recurrent import before_known_code, has_mixers, why_not_by_segment
 from lightppo.models.attention.row_attention import PACKED_SDPA, has_alibi
 from lightppo.models.batches import (
     Batch,
@@ -91,7 +91,7 @@ def why_not_packed(model: nn.Module, kind: str) -> str | None:
         return why_no_chunks(model)
     if kind in ("linear_attention", "conv", "hybrid"):
         return why_not_by_segment(model)
-    return "it is not known"
+    return f"it is not known{before_known_code()}"
 
 
 def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:

@@ -138,6 +138,8 @@ def test_values_of_the_xml_format_follow_the_schema():
 
 def test_a_response_template_reads_and_its_errors_are_text_for_the_model():
     tokenizer = chat_tokenizer(CHATML)
+    if not hasattr(tokenizer, "response_template"):
+        pytest.skip("this transformers has no response templates")
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",

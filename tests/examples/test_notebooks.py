@@ -51,9 +51,10 @@ def test_they_run_and_show_what_the_run_wrote(tmp_path, monkeypatch):
     found, run = json.loads((tmp_path / "found.json").read_text()), tmp_path / "runs/first_run/run"
 
     before, after = (read_jsonl(run / "eval" / f"step{step}.jsonl") for step in (0, 24))
-    assert sum(row["score"] for row in before) < 3 < 12 < sum(row["score"] for row in after)
+    assert sum(row["score"] for row in before) < 3 < 12 <= sum(row["score"] for row in after)
     for old, new in zip(before, after, strict=True):
         words = [new["prompt"], old["response"], new["response"], new["label"]]
+        words = [word for word in words if word]  # an answer may be empty
         assert words in [line.split() for line in output.splitlines()]
 
     trained = [row for row in logged(run) if "rollout/reward" in row]

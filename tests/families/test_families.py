@@ -11,6 +11,8 @@ from families import measure, table
 from families.zoo import FAMILIES, families_here
 from support.ranks import run_ranks
 
+from lightppo.models.attention.recurrent import before_known_code
+
 ROWS = measure.stored()["families"]
 # One of each kind: full attention, fused experts, recurrent layers, one that is refused.
 FEW = ("llama", "deepseek_v3", "jamba", "phimoe")
@@ -63,7 +65,10 @@ def test_every_family_has_every_column_and_nothing_is_wrong():
 
 @pytest.mark.slow
 def test_a_few_families_are_as_the_page_says(tmp_path):
-    assert measured(FEW, tmp_path) == expected(FEW)
+    rows = expected(FEW)
+    if before_known_code():
+        rows["jamba"] |= dict.fromkeys(("packs", "shares prompts", "decodes"), "other way")
+    assert measured(FEW, tmp_path) == rows
 
 
 @pytest.mark.long

@@ -14,9 +14,11 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.models.actor import Actor
 from lightppo.models.packing import settle_pieces
 from lightppo.models.router_replay import RouterReplay
+from lightppo.version import release_of
 
 ACTIONS = 4
 # seven tokens, five and four; two ranks do not divide what is left when the first two share their prompt
+FAMILIES = ("qwen3_moe", *["deepseek_v3"] * (release_of("transformers") >= (5, 14, 0)))
 SEQUENCES = torch.tensor(
     [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 12, 13, 14, 15], [0, 20, 21, 22, 23, 0, 0]]
 )
@@ -65,7 +67,7 @@ def main(folder: Path) -> None:
         (family, checkpoints): [
             scores_of(family, strategy, divided, checkpoints) for divided in (False, True)
         ]
-        for family in ("qwen3_moe", "deepseek_v3")
+        for family in FAMILIES
         for checkpoints in (False, True)
     }
     torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")

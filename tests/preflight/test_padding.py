@@ -31,6 +31,7 @@ from lightppo.preflight.probes import (
     padding_problem,
     training_problem,
 )
+from lightppo.version import release_of
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -74,6 +75,8 @@ def random_model(
 def test_a_family_that_is_wrong_is_told_and_by_how_much(kind):
     found = padding_problem(Actor(random_model(WRONG[kind]())), CPU)
     assert found is not None
+    if kind == "doge" and release_of("transformers") < (5, 19, 0):
+        pytest.skip("this transformers' Doge fails before that")
     assert "log probs differ by up to " in found
     assert " nats between a padded batch and its rows alone" in found
 

@@ -31,10 +31,15 @@ from lightppo.ranks import Alone
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.supervised.trainer import SupervisedTrainer
+from lightppo.version import release_of
 
 pytestmark = pytest.mark.usefixtures("world")
 
 CPU = torch.device("cpu")
+DOGE = pytest.mark.skipif(
+    release_of("transformers") < (5, 19, 0),
+    reason="this transformers decodes Doge wrongly, and it is refused",
+)
 TOKENS = {
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -171,6 +176,7 @@ def decoding(config: Any, tokenizer: Any) -> tuple[HFRolloutEngine, Actor]:
     return HFRolloutEngine(actor, tokenizer, micro_rollout_batch_size=2), actor
 
 
+@DOGE
 def test_a_mask_with_a_row_for_each_head_is_decoded(tiny_tokenizer):
     """Doge's; a forward pass and decoding agree."""
     engine, actor = decoding(DogeConfig(**SIZES, num_key_value_heads=2), tiny_tokenizer)
@@ -186,6 +192,7 @@ def test_a_family_without_a_cache_for_decoding_is_refused_at_the_start(tiny_toke
         probes.check_decoding(engine, actor, Alone(CPU))
 
 
+@DOGE
 def test_a_cache_of_the_last_loop_alone_is_refused(tiny_tokenizer):
     """Dory's, with which bfloat16 would hide that answers come from other numbers."""
     engine, actor = decoding(DogeConfig(**SIZES, num_key_value_heads=2), tiny_tokenizer)
@@ -211,6 +218,7 @@ def test_layers_that_run_several_times_are_decoded(tiny_tokenizer):
         )
 
 
+@DOGE
 def test_other_log_probs_while_decoding_are_refused(tiny_tokenizer):
     engine, actor = decoding(DogeConfig(**SIZES), tiny_tokenizer)
     actor.train()

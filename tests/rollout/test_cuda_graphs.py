@@ -22,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from lightppo.models.attention.recurrent import RECURRENT_LAYERS
 from lightppo.models.batches import cache_argument
 from lightppo.rollout.decoding import SlotCache
 from lightppo.rollout.decoding_runners import LOOK_EVERY, CUDAGraphs, rounded
@@ -189,7 +190,7 @@ MISTRAL = {**SIZES, "num_key_value_heads": 1}
                 Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
             ),
             {},
-            "recurrent states",
+            "recurrent states" if RECURRENT_LAYERS else "more than keys and values",
         ),
     ],
     ids=["asks", "eager attention", "window", "recurrent"],

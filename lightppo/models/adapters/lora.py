@@ -333,7 +333,12 @@ def load_merged(
             weight.data = weight.data.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")
-        return peft_model.merge_and_unload()
+        merged = peft_model.merge_and_unload()
+    head = merged.get_output_embeddings()
+    # a head of `modules_to_save`: peft 0.18 leaves the config as it was
+    if head is not None and head.weight is not merged.get_input_embeddings().weight:
+        _say_untied(merged)
+    return merged
 
 
 def _untie(model: PreTrainedModel, adapted_layers: list[Any], message_start: str) -> None:
@@ -355,9 +360,14 @@ def _untie(model: PreTrainedModel, adapted_layers: list[Any], message_start: str
     for module, name in shared_weights:
         setattr(module, name, nn.Parameter(module.get_parameter(name).detach().clone()))
     if shared_weights:
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
-        model.all_tied_weights_keys = {}
+        _say_untied(model)
+
+
+def _say_untied(model: PreTrainedModel) -> None:
+    """Write into its config that a model's head and embedding are two weights."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
 
 
 def _names_inside(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> dict[str, str] | None:

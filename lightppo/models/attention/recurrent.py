@@ -33,7 +33,9 @@ from lightppo.models.batches import (
     to_device,
 )
 from lightppo.models.kernels.layers import is_mixer, with_globals
+from lightppo.version import release_of
 
+KNOWN_FROM = (5, 16, 0)  # the release of transformers whose recurrent layers are written as here
 NO_STEP = -1e4  # softplus of it is 0: a step that takes no time changes no state
 
 
@@ -364,7 +366,15 @@ def run_by_segment(model: PreTrainedModel) -> None:
 
 def why_not_by_segment(model: PreTrainedModel) -> str | None:
     """Return why layers of this model cannot be packed; None: they can, and the first packed row is looked at."""
-    return None if has_mixers(model) else "their code is not known"
+    return None if has_mixers(model) else f"their code is not known{before_known_code()}"
+
+
+def before_known_code() -> str:
+    """Return what to say of a transformers whose recurrent layers are written otherwise; empty: of none."""
+    installed = release_of("transformers")
+    if installed is None or installed >= KNOWN_FROM:
+        return ""
+    return f" before transformers {KNOWN_FROM[0]}.{KNOWN_FROM[1]}"
 
 
 def has_mixers(model: PreTrainedModel) -> bool:
@@ -447,7 +457,9 @@ def _tell_segments(
 # -- in decoding slots ------------------------------------------------------------------------------------------------
 
 KINDS = ("conv_states", "recurrent_states")
-RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)  # of its cache
+RECURRENT_LAYERS: tuple[type, ...] = ()  # of transformers' cache; older ones are decoded in batches
+if "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters:
+    RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class RecurrentSlots(LinearAttentionLayer):

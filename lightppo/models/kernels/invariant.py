@@ -10,12 +10,14 @@ number of slots and any micro batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightppo.errors import ConfigError
@@ -213,9 +215,10 @@ HANDLED: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: mm,
     _aten.addmm.default: addmm,
     _aten.bmm.default: bmm,
-    _aten._grouped_mm.default: grouped_mm,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
 }
+if hasattr(_aten, "_grouped_mm"):  # torch 2.6 lacks it
+    HANDLED[_aten._grouped_mm.default] = grouped_mm
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     HANDLED[torch.ops.mkldnn._linear_pointwise.default] = onednn_linear
 # Exact, whatever code computes them: one rounding.
@@ -224,10 +227,46 @@ _EXACT |= {"clone", "fill", "masked_fill", "where", "zero", "bitwise_not", "logi
 _EXACT |= {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "ceil", "floor", "round", "square"}
 # Sums whose order is not known here.
 _UNKNOWN = {"convolution", "baddbmm", "addbmm", "_scaled_grouped_mm", "_fused_sdp_choice"}
+_UNKNOWN |= {"_safe_softmax"}  # of attention that is not the kernel above
+
+
+@cache
+def takes_grouped_keys() -> bool:
+    """Tell whether torch's kernel for CPUs takes fewer heads of keys than of queries; 2.6 computes these otherwise."""
+    query, key = torch.zeros(1, 2, 8, 8), torch.zeros(1, 1, 8, 8)
+    return bool(torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True))
+
+
+class RepeatedKeys(TorchFunctionMode):
+    """While it is entered, attention gets as many heads of keys as of queries."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple = (),
+        options: dict[str, Any] | None = None,
+    ) -> Any:
+        options = dict(options or {})
+        if function is scaled_dot_product_attention and options.pop("enable_gqa", False):
+            query, *keys_and_values = arguments[:3]
+            repeats = query.shape[1] // keys_and_values[0].shape[1]
+            repeated = [tensor.repeat_interleave(repeats, 1) for tensor in keys_and_values]
+            arguments = (query, *repeated, *arguments[3:])
+        return function(*arguments, **options)
 
 
 class BatchInvariant(TorchDispatchMode):
     """While it is entered, operators give each row what they give it in any other batch."""
+
+    def __enter__(self) -> BatchInvariant:
+        self.repeated_keys = nullcontext() if takes_grouped_keys() else RepeatedKeys()
+        self.repeated_keys.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.repeated_keys.__exit__(*error)
 
     def __torch_dispatch__(
         self,
@@ -259,7 +298,7 @@ def of_each_number(operator: Any, arguments: tuple, options: dict[str, Any]) -> 
     tensors = [value for value in (*arguments, *options.values()) if isinstance(value, Tensor)]
     if len(tensors) > 1 or not arguments[0].is_floating_point():
         return operator(*arguments, **options)
-    if torch.Tag.inplace not in operator.tags:
+    if not operator._schema.is_mutable:
         return in_vectors(lambda part: operator(part, *arguments[1:], **options), arguments[0])
     new_values = in_vectors(
         lambda part: operator(part.clone(), *arguments[1:], **options), arguments[0]

@@ -194,7 +194,10 @@ def widest(text_config: Any, name: str) -> Any:
     values = text_config.to_dict()
     layer_configs = (values.get("per_layer_config") or {}).values()
     # such an entry cannot be read as an attribute
-    if layer_values := [layer[name] for layer in layer_configs if name in layer]:
+    layer_values = [layer[name] for layer in layer_configs if name in layer]
+    if (of_others := values.get(f"global_{name}")) is not None:  # transformers before 5.16
+        layer_values.append(of_others)
+    if layer_values:
         return max([*layer_values, values[name]])
     return getattr(text_config, name, None)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.far_device import FarDevice
 from support.fixtures.families import Batch, batch_of
-from support.hybrids import HYBRIDS, hybrid
+from support.hybrids import HYBRIDS, IN_ROWS, hybrid
 from support.ranks import run_ranks
 from torch import Tensor
 from transformers import (
@@ -70,6 +70,7 @@ def assert_same(found: tuple[Tensor, dict], expected: tuple[Tensor, dict]) -> No
         torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@IN_ROWS
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_is_padded(family: str, groups: Batch) -> None:
     """Log probs and all gradients, with shared prompts and without."""
@@ -80,6 +81,7 @@ def test_packed_is_padded(family: str, groups: Batch) -> None:
         assert_same(scores_and_gradients(actor, groups), expected)
 
 
+@IN_ROWS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_gradient_checkpointing(reentrant: bool, groups: Batch) -> None:
     """Layers run again in the backward pass, when another row may have been through the model."""
@@ -96,6 +98,7 @@ def test_with_gradient_checkpointing(reentrant: bool, groups: Batch) -> None:
     assert_same((scores.detach(), gradients), expected)
 
 
+@IN_ROWS
 def test_a_critic_and_a_copy(groups: Batch) -> None:
     model = hybrid("qwen3_next", AutoModelForSequenceClassification, num_labels=1)
     expected = scores_and_gradients(Critic(copy.deepcopy(model)), groups)
@@ -103,6 +106,7 @@ def test_a_critic_and_a_copy(groups: Batch) -> None:
     assert_same(scores_and_gradients(copy.deepcopy(critic), groups), expected)
 
 
+@IN_ROWS
 def test_with_adapters(groups: Batch) -> None:
     """On the projections of recurrent layers, too."""
     found = []
@@ -119,6 +123,7 @@ def test_with_adapters(groups: Batch) -> None:
     assert_same(found[1], found[0])
 
 
+@IN_ROWS
 @pytest.mark.parametrize("shares", [False, True])
 def test_no_layer_waits_for_a_gpu(shares: bool, groups: Batch) -> None:
     """However many layers there are."""
@@ -139,6 +144,7 @@ def test_no_layer_waits_for_a_gpu(shares: bool, groups: Batch) -> None:
     assert 0 < waits[0].total() <= 6
 
 
+@IN_ROWS
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "jamba"])
 def test_no_neighbour_is_seen(family: str) -> None:
     """Other tokens in a sequence change nothing in another, to the last bit; in the prompt they change its responses."""
@@ -179,6 +185,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel, str],
     recurrent._packed.cache_clear()
 
 
+@IN_ROWS
 def test_a_prompts_state_is_computed_once(scanned: Callable) -> None:
     model = hybrid("qwen3_5")
     positions = scanned(model, "torch_chunk_gated_delta_rule")
@@ -208,6 +215,7 @@ def test_layers_are_transformers_elsewhere() -> None:
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
+@IN_ROWS
 def test_with_flash_attn_the_borders_say_the_segments() -> None:
     """Attention layers get no mask then."""
     model = hybrid("lfm2")
@@ -242,8 +250,12 @@ def test_layers_whose_code_is_not_known_are_refused(monkeypatch: pytest.MonkeyPa
     assert "\n" not in str(caught.value)
     reason = Actor(hybrid("lfm2"), packing_samples=None).layout.try_packing(CPU)
     assert "layers of type conv: their code is not known" in reason
+    monkeypatch.setattr(recurrent, "release_of", lambda package: (5, 15, 1))
+    reason = Actor(hybrid("lfm2"), packing_samples=None).layout.try_packing(CPU)
+    assert "layers of type conv: their code is not known before transformers 5.16" in reason
 
 
+@IN_ROWS
 def test_a_scan_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state would go on into the next sequence."""
     monkeypatch.delitem(FUNCTIONS, "torch_chunk_gated_delta_rule")
@@ -341,6 +353,7 @@ def test_kernels_begin_with_the_state_of_a_parent() -> None:
 WORKER = Path(__file__).with_name("sharded_mixers_worker.py")
 
 
+@IN_ROWS
 def test_gradients_under_zero3(tmp_path: Path) -> None:
     """Two ranks whose rows differ in everything: neither waits for the other, and weights are there where they are
     read."""

@@ -15,6 +15,10 @@ from lightppo.rollout.decoding import can_use_slots
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 
+pytestmark = pytest.mark.skipif(
+    not slots_module.RECURRENT_LAYERS,
+    reason="this transformers decodes recurrent layers in batches",
+)
 DECODED = [name for name in HYBRIDS if name != "bamba_slow"]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.errors import ConfigError
@@ -88,6 +89,24 @@ def test_sampling_and_training_give_the_same_log_probs(kind, dtype, causal_lm, s
     ):
         for rows in (30, 7):
             assert differences(actor_of(model, **options), rollouts, rows) == 0
+
+
+def test_keys_are_repeated_for_a_torch_that_takes_no_groups(causal_lm, sampled, monkeypatch):
+    model = causal_lm("llama").to(torch.bfloat16)
+    rollouts = sampled(model, slots=4)
+    monkeypatch.setattr(invariant, "takes_grouped_keys", lambda: False)
+    heads: set[tuple[int, int]] = set()
+
+    def attention(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        heads.add((query.shape[1], key.shape[1]))
+        return invariant.attention(query, key, *rest, **options)
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    monkeypatch.setitem(invariant.HANDLED, kernel, attention)
+    again = sampled(model, slots=4)
+    assert [r.log_probs for r in again] == [r.log_probs for r in rollouts]
+    assert heads
+    assert all(of_queries == of_keys for of_queries, of_keys in heads)
 
 
 def test_without_it_they_differ(causal_lm, sampled):

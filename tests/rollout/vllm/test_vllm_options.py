@@ -104,7 +104,9 @@ def test_heads_that_differ_by_layer_count_by_the_largest():
         num_key_value_heads=2,
         head_dim=8,
     )
-    assert {layer["head_dim"] for layer in config.to_dict()["per_layer_config"].values()} == {512}
+    values = config.to_dict()
+    layers = values.get("per_layer_config") or {"global": {"head_dim": values["global_head_dim"]}}
+    assert {layer["head_dim"] for layer in layers.values()} == {512}
     assert cpu_kv_cache_bytes(config, 1, 128) == 2 * 128 * 2 * 6 * 2 * 512 * 4
     assert architecture(config)["head_dim"] == 512
     mamba = MambaConfig(hidden_size=32, num_hidden_layers=2)
