@@ -35,6 +35,8 @@ from lightppo.algorithms.masking import at_least_float32
 # batch has another shape. These numbers are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
+# For a smaller right factor such a kernel takes longer to compile than it saves.
+_COMPILED_ELEMENTS = 1 << 14
 # a larger result is not in the processor's cache, and takes longer to transpose than a factor
 _TRANSPOSED_BYTES = 2 << 20
 # row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
@@ -88,8 +90,8 @@ def linear_packed(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def by_onednn(hidden: Tensor, weight: Tensor) -> bool:
     """Tell whether oneDNN multiplies these two."""
     has_type = hidden.dtype is weight.dtype is torch.float32
-    is_filled = hidden.numel() > 0 and weight.numel() > 0
-    return has_type and hidden.is_cpu and weight.is_cpu and is_filled and onednn_is_faster()
+    is_large = hidden.numel() > 0 and weight.numel() > _COMPILED_ELEMENTS
+    return has_type and hidden.is_cpu and weight.is_cpu and is_large and onednn_is_faster()
 
 
 def onednn_is_faster() -> bool:
