@@ -123,13 +123,22 @@ def test_a_slurm_array_has_a_task_for_each_run(file, capsys, tmp_path):
     [
         ({"sedes": [1]}, "unknown key 'sedes' (did you mean 'seeds'?)"),
         ({"seeds": None}, "the key 'seeds' is missing"),
-        ({"seeds": [1, 1]}, "seeds: must be a list of different whole numbers, not [1, 1]"),
-        ({"seeds": 3}, "seeds: must be a list of different whole numbers, not 3"),
+        ({"seeds": [1, 1]}, "seeds: must be a list of different whole numbers from 0, not [1, 1]"),
+        ({"seeds": [-1]}, "seeds: must be a list of different whole numbers from 0, not [-1]"),
+        ({"seeds": 3}, "seeds: must be a list of different whole numbers from 0, not 3"),
         ({"settings": ["a"]}, "settings: must be a mapping"),
         ({"settings": {"a": {"gama": 1}}}, "settings: a: unknown option 'gama'"),
         ({"settings": {"a": {"gamma": 2}}}, "settings: a: --gamma must be"),
         ({"settings": {"a": {"seed": 2}}}, "settings: a: seed is the sweep's own"),
         ({"settings": {"a/b": {}}}, "settings: 'a/b' cannot be the name of a folder"),
+        ({"settings": {"a" * 256: {}}}, "cannot be the name of a folder"),
+        ({"settings": {"a": 0}}, "settings: a: must be a mapping of options to values"),
+        ({"options": False}, "options: must be a mapping of options to values"),
+        ({"options": {3: 1}}, "options: unknown option '3'"),
+        ({"save_path": 5}, "save_path: must be text, not 5"),
+        ({"save_path": "s3://bucket/x"}, "save_path: s3://bucket/x is a URL"),
+        ({"score": ["a"]}, "score: must be text, not ['a']"),
+        ({"config": ["a"]}, "config: must be text, not ['a']"),
         ({"options": {"save_path": "x"}}, "options: save_path is the sweep's own"),
         ({"options": {"lambd": 0.5}}, "settings: slow: --lambd needs"),
         ({"config": "gone.yaml"}, "gone.yaml: cannot be read"),
@@ -153,6 +162,27 @@ def test_a_file_that_is_no_sweep(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main([str(tmp_path / "sweep.yaml")])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("twice", ["seeds: [3]", "settings: {1: {}, '1': {}}"])
+def test_a_key_that_is_given_twice(file, capsys, twice):
+    """YAML keeps the last one: the others would not run."""
+    text = file.read_text()
+    if twice.startswith("settings"):
+        text = "\n".join(line for line in text.splitlines() if line.startswith(("config", "save")))
+        text += "\nseeds: [1]"
+    file.write_text(f"{text}\n{twice}\n")
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 2
+    assert "is given twice" in capsys.readouterr().err
+
+
+def test_a_home_folder_is_the_one_of_the_runs(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sweep = read_sweep(write(tmp_path, {"save_path": "~/below"}))
+    assert sweep.save_path == tmp_path / "below"
+    assert sweep.members("slow")[0].folder == tmp_path / "below" / "slow" / "seed1"
 
 
 def test_the_score_is_that_of_evaluations_if_there_are_any(file, tmp_path):
