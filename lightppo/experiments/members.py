@@ -20,7 +20,7 @@ import yaml
 from lightppo.config.options import OptionSet, public_options
 from lightppo.errors import ConfigError
 from lightppo.files import write_text
-from lightppo.logging.report_page import read_jsonl
+from lightppo.logging.report_page import options_of, read_jsonl
 from lightppo.redaction import plain
 
 _LOOK_EVERY = 0.1  # seconds
@@ -68,15 +68,38 @@ def recorded_rows(run: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def options_text(config: OptionSet) -> str:
-    """Return a file for ``--config``, with the options that are not the default."""
-    defaults = public_options(type(config)())
-    values = {
+def plain_options(config: OptionSet) -> dict[str, Any]:
+    """Return all options as YAML has them."""
+    return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in public_options(config).items()
-        if name != "config" and value != defaults[name]
+        if name != "config"
+    }
+
+
+def options_text(config: OptionSet) -> str:
+    """Return a file for ``--config``, with the options that are not the default."""
+    defaults = plain_options(type(config)())
+    values = {
+        name: value for name, value in plain_options(config).items() if value != defaults[name]
     }
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def had_options(run: Path, config: OptionSet) -> bool:
+    """Tell whether a run was started with these options; what it did not know had its default."""
+    had = options_of(run, "run_config.yaml")
+    defaults = plain_options(type(config)())
+    names = defaults.keys() - {"local_rank"}
+    wanted = yaml.safe_load(yaml.safe_dump(plain_options(config)))
+    return all(had.get(name, defaults[name]) == wanted[name] for name in names)
+
+
+def check_place(flag: str, path: Path | None) -> None:
+    """Raise ConfigError where a file that is written at the end could not be."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{flag} {path}: {reason}: name a file in a folder that is there")
 
 
 def write_options(path: Path, config: OptionSet) -> None:

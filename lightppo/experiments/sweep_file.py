@@ -13,7 +13,7 @@ import yaml
 from lightppo.config import PPOConfig
 from lightppo.config.cli import UniqueKeyLoader, with_file
 from lightppo.errors import ConfigError
-from lightppo.experiments.members import Member, options_text, recorded_rows, write_options
+from lightppo.experiments.members import Member, had_options, recorded_rows, write_options
 from lightppo.files import facts_of
 from lightppo.storage import is_url
 from lightppo.suggestions import nearest
@@ -61,21 +61,27 @@ class Sweep:
         """
         members = []
         for (number, seed), setting in itertools.product(enumerate(self.seeds), self.settings):
-            member = self.members(setting)[number]
-            config = self.options(setting, seed)
-            if not (is_complete(member.folder) and _is_as_written(member.config_file, config)):
-                write_options(member.config_file, config)
+            if not self.is_done(setting, seed):
+                member = self.members(setting)[number]
+                write_options(member.config_file, self.options(setting, seed))
                 members.append(member)
         return members
+
+    def is_done(self, setting: str, seed: int) -> bool:
+        """Tell whether a run has ended, with the options that the file has now."""
+        config = self.options(setting, seed)
+        run = Path(config.checkpoint.save_path)
+        return is_complete(run) and had_options(run, config)
+
+    def done(self, setting: str) -> list[Member]:
+        """Return the runs of a setting that are done."""
+        pairs = zip(self.members(setting), self.seeds)
+        return [member for member, seed in pairs if self.is_done(setting, seed)]
 
 
 def is_complete(run: Path) -> bool:
     """Tell whether a run has ended and written its model."""
     return "step" in facts_of(run) if run.is_dir() else False
-
-
-def _is_as_written(path: Path, config: PPOConfig) -> bool:
-    return path.is_file() and path.read_text(encoding="utf-8") == options_text(config)
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
@@ -191,8 +197,8 @@ def scores_of(sweep: Sweep, metric: str) -> dict[str, list[float]]:
     return {
         setting: [
             score_of(curve)
-            for member in sweep.members(setting)
-            if is_complete(member.folder) and (curve := curve_of(member.folder, metric))
+            for member in sweep.done(setting)
+            if (curve := curve_of(member.folder, metric))
         ]
         for setting in sweep.settings
     }

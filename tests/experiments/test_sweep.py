@@ -78,11 +78,44 @@ def test_a_sweep_and_its_report(file, started, capsys, tmp_path):
     assert started[4:] == ["slow, seed 3", "fast, seed 3"]
 
 
+def test_runs_of_other_options_are_neither_compared_nor_done(file, started, capsys, tmp_path):
+    """Also after their new options were written for Slurm, or the sweep was stopped before it began them."""
+    main([str(file)])
+    write(tmp_path, {"options": {"total_training_steps": 2, "temperature": 0.5}, "seeds": [1]})
+    for _ in range(2):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(file), "--report"])
+        assert end.value.code == 1
+        main([str(file), "--slurm", str(tmp_path / "job.sh")])
+        assert "2 runs: sbatch" in capsys.readouterr().out
+    write(tmp_path, {"settings": SETTINGS | {"fast": {"actor_learning_rate": 2e-2}}})
+    main([str(file), "--report"])
+    out = capsys.readouterr().out
+    assert "of other options, not compared: fast, seed 1\n" in out
+    assert "fast  0 of 2" in out
+    main([str(file)])
+    assert started[4:] == ["fast, seed 1", "fast, seed 2"]
+    assert "not compared" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--picture", "--slurm"])
+def test_a_file_that_could_not_be_written_is_said_before_anything_runs(
+    file, capsys, tmp_path, flag
+):
+    for path, message in (("gone/x", "there is no folder"), ("", "is a folder")):
+        with pytest.raises(SystemExit) as end:
+            main([str(file), flag, str(tmp_path / path)])
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_failed_member_is_named_and_the_others_are_compared(file, started, capsys, monkeypatch):
     run_here = command.run_members
 
     def run_all_but_one(members: Any, at_once: int) -> dict[str, int]:
         failed, *others = members
+        failed.log.touch()
         return run_here(others, at_once) | {failed.name: 1}
 
     monkeypatch.setattr(command, "run_members", run_all_but_one)

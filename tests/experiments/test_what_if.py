@@ -138,6 +138,7 @@ def test_a_run_that_ended_at_the_step_has_both_branches_run(run, started, tmp_pa
         (("--set", "actor_learning_rate=1e-2"), 2, 2, "had this value: nothing changes"),
         (("--set", "policy_loss=ppo"), 2, 2, "had this value: nothing changes"),
         (("--set", "reward_fn='x"), 2, 2, "no closing quotation: close the quotation mark"),
+        (("--picture", "gone/x.png"), 2, 2, "--picture gone/x.png: there is no folder gone"),
         (("--pairs", "0"), 2, 2, "--pairs 0: must be at least 1"),
         (("--width", "score=1"), 2, 2, "--width score=1: give one of reward, KL, length"),
     ],
