@@ -147,7 +147,7 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
     running: dict[int, tuple[Member, subprocess.Popen]] = {}
     codes: dict[str, int] = {}
     devices = visible_devices()
-    with _ended_by_sigterm():
+    with _ended_by_signals():
         try:
             while waiting or running:
                 for slot in range(at_once):
@@ -161,6 +161,11 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
                         codes[member.name] = process.returncode
                         _tell(member, process.returncode, len(codes), len(members))
         finally:
+            if running:
+                print(
+                    f"stopping {len(running)} runs, which may save a checkpoint; the same command continues",
+                    flush=True,
+                )
             for _, process in running.values():
                 process.terminate()
             for _, process in running.values():
@@ -172,13 +177,22 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, so that the members are stopped."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end this process without a traceback, so that the members are stopped."""
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as of a command in the background
+    ]
+    previous = {
+        number: signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        for number in numbers
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _started(member: Member, slot: int, devices: Sequence[str]) -> subprocess.Popen:
