@@ -219,7 +219,10 @@ class Fork:
             )
 
     def claim(self) -> None:
-        """Make the folder; refuse one with the branches of another question."""
+        """Make the folder and keep others out; refuse one with the branches of another question."""
+        from lightppo.logging.run_folder import claim_folder
+
+        claim_folder("--out", str(self.out), "--out")
         question = {"run": str(self.run.resolve()), "step": self.step, "set": self.request.set}
         path = self.out / REQUEST
         contents = contents_of(self.changed, self.names)
@@ -230,7 +233,6 @@ class Fork:
                     f"--out {self.out}: holds another what-if ({path}): name another folder"
                 )
             self._check_contents(known.get("contents", {}), contents)
-        self.out.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(question | {"contents": contents}, indent=1))
         link_checkpoint(self.checkpoints, self.step, self.out / "fork")
 

@@ -63,6 +63,10 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
         check_place("--picture", request.picture)
         check_place("--slurm", request.slurm)
         sweep = read_sweep(request.file)
+        if not request.report and request.slurm is None:
+            from lightppo.logging.run_folder import claim_folder
+
+            claim_folder("save_path", str(sweep.save_path), "save_path")
         members = [] if request.report else sweep.missing()
         total = len(sweep.settings) * len(sweep.seeds)
         if request.slurm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -97,6 +98,19 @@ def test_runs_of_other_options_are_neither_compared_nor_done(file, started, caps
     main([str(file)])
     assert started[4:] == ["fast, seed 1", "fast, seed 2"]
     assert "not compared" not in capsys.readouterr().out
+
+
+def test_a_second_sweep_waits_for_its_turn(file, started, capsys, tmp_path):
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as end:
+            main([str(file)])
+        assert end.value.code == 2
+        main([str(file), "--slurm", str(tmp_path / "job.sh")])  # which runs nothing
+    error = capsys.readouterr().err
+    assert "out is in use by another process: wait for it, or choose another save_path" in error
+    assert started == []
 
 
 @pytest.mark.parametrize("flag", ["--picture", "--slurm"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -197,6 +198,22 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
     reward.write_text(reward.read_text().replace("3.0", "2.0"))
     main(words(run, *change, "--pairs", "2"))
     assert started[1:] == ["base_seed43", "changed_seed43"]
+
+
+def test_a_second_command_waits_for_its_turn(run, started, tmp_path, capsys):
+    """Both would copy the checkpoint to the same place, and run the same branches."""
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as file:
+        file.write("process 7 on host")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as end:
+            main(words(run, "--out", str(tmp_path / "out")))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "out is in use by process 7 on host: wait for it, or choose another --out\n" in error
+    assert len(error.splitlines()) == 1
+    assert started == []
 
 
 def test_a_stopped_branch_goes_on_from_its_own_checkpoint(run, started, tmp_path):
