@@ -150,12 +150,21 @@ def _hints(check: Check, dumps: Sequence[Dump], formula: SimpleNamespace) -> Ite
 def need(dump: Dump, *names: str) -> list[Tensor]:
     """Return columns; MissingError names all that are not there."""
     if missing := [name for name in names if name not in dump.columns]:
+        _in_all_rows(dump, *missing)
         raise MissingError(f"needs {', '.join(missing)}")
     return [dump.columns[name].values for name in names]
 
 
+def _in_all_rows(dump: Dump, *names: str) -> None:
+    """MissingError for a column that some rows have and others have not."""
+    for name in names:
+        if name in dump.lacking:
+            raise MissingError(dump.lacking[name])
+
+
 def _found(dump: Dump, name: str) -> Column:
     if name not in dump.columns:
+        _in_all_rows(dump, name)
         raise MissingError(f"the dump has no {name}")
     return dump.columns[name]
 
@@ -431,6 +440,7 @@ def _of_tokens(dump: Dump, formula: SimpleNamespace) -> tuple[Tensor, Mapping[st
         *masked, action_mask=dump.mask, eps_low=loss.clip_eps_low, eps_high=loss.clip_eps_high
     )
     token_loss, metrics = loss.of_tokens(inputs, **loss.options)
+    _in_all_rows(dump, "loss_weights")
     if "loss_weights" in dump.columns:
         token_loss = token_loss * dump.columns["loss_weights"].values
     return token_loss, metrics

@@ -68,6 +68,8 @@ class Dump:
     logged: dict[str, Column] = field(default_factory=dict)  # () each, see LOGGED_NAMES
     has_tokens: bool = True
     is_whole: bool = True  # it holds all samples of a step
+    # columns that some rows have and others have not, with what is said of each
+    lacking: dict[str, str] = field(default_factory=dict)
 
     def nudged(self, seed: int, times: float) -> Dump:
         """Return a dump whose numbers are off by so many times their rounding, up or down at random."""
@@ -101,7 +103,14 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
         )
     try:
         dump = READERS[form](content, weights)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
             f"{path} is no dump of {form} ({reason}): name its form by --form, or write it again"
@@ -230,9 +239,10 @@ def _described(content: Any) -> str:
 def column(values: Any, source: str, digits: float = 0.0) -> Column:
     """Return numbers as a column: a tensor, or a list of numbers, of lists or of tensors, which are padded with 0."""
     if isinstance(values, Tensor):
+        _check_real(values, source)
         eps = torch.finfo(values.dtype).eps if values.is_floating_point() else FLOAT32
         return Column(values.double(), source, eps, digits)
-    parts = [_row(value) for value in values]
+    parts = [_row(value, f"{source} of sample {n}") for n, value in enumerate(values)]
     eps = max(
         [torch.finfo(each.dtype).eps for each in parts if each.is_floating_point()], default=FLOAT32
     )
@@ -247,11 +257,19 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
-def _row(value: Any) -> Tensor:
+def _check_real(values: Tensor, place: str) -> None:
+    if values.is_complex():
+        raise TypeError(f"{place} is complex, where real numbers should be")
+
+
+def _row(value: Any, place: str) -> Tensor:
     """Return a row's numbers (A,); None, which stands for what is not finite, is NaN."""
     if isinstance(value, Tensor):
+        _check_real(value, place)
         return value.reshape(-1)
     numbers = value if isinstance(value, list | tuple) else [value]
+    if texts := [number for number in numbers if isinstance(number, str)]:
+        raise TypeError(f"{place} has the text {texts[0][:20]!r}, where a number should be")
     numbers = [float("nan") if number is None else float(number) for number in numbers]
     return torch.tensor(numbers, dtype=torch.float64)
 
@@ -275,6 +293,28 @@ def taken(
         if source is not None and values[source] is not None:
             columns[common] = column(values[source], source, digits)
     return columns
+
+
+def common_names(rows: Sequence[Mapping[str, Any]]) -> tuple[set[str], dict[str, int]]:
+    """Return the names that all rows have, and for each of the others the number of the first row without it."""
+    names = set().union(*rows)
+    firsts = {
+        name: next((n for n, row in enumerate(rows) if name not in row), None) for name in names
+    }
+    without = {name: n for name, n in firsts.items() if n is not None}
+    return names - without.keys(), without
+
+
+def lacking_columns(
+    without: Mapping[str, int], rows: Sequence[str], names: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what is said of each column that some rows do not have, by common name."""
+    sources = {common: names.get(common, common) for common in (*TOKEN_COLUMNS, *ROW_COLUMNS)}
+    return {
+        common: f"{rows[without[source]]} has no {source}, which other rows have"
+        for common, source in sources.items()
+        if source in without
+    }
 
 
 def logged_numbers(values: Mapping[str, Any]) -> dict[str, Column]:
@@ -369,8 +409,10 @@ def _verl(content: Any, _: Any) -> Dump:
 
 def _texts(form: str, content: list[dict], groups: Tensor | None) -> Dump:
     """Return a dump of texts and scores, which has no tokens."""
-    columns = {"scores": column([row["score"] for row in content], "score")}
     rows = [f"line {number}" for number in range(1, len(content) + 1)]
+    if without := [name for name, row in zip(rows, content) if "score" not in row]:
+        raise KeyError(f"{without[0]} has no score")
+    columns = {"scores": column([row["score"] for row in content], "score")}
     mask = torch.ones(len(rows), 1, dtype=torch.bool)
     return Dump(form, rows, mask, columns, groups, has_tokens=False)
 
@@ -388,7 +430,7 @@ _PRIME_RL = {
 
 
 def _prime_rl(content: Any, _: Any) -> Dump:
-    names = set.intersection(*(set(row) for row in content))
+    names, without = common_names(content)
     values = {name: [row[name] for row in content] for name in names}
     empty = {  # columns that the loss does not have
         name
@@ -398,7 +440,8 @@ def _prime_rl(content: Any, _: Any) -> Dump:
     columns = taken({name: values[name] for name in names - empty}, _PRIME_RL)
     columns["old_log_probs"] = columns["rollout_log_probs"]  # its ratio is to the engine
     rows = [f"line {number}" for number in range(1, len(content) + 1)]
-    return Dump("prime-rl", rows, _mask_of(columns), columns)
+    lacking = lacking_columns(without, rows, _PRIME_RL)
+    return Dump("prime-rl", rows, _mask_of(columns), columns, lacking=lacking)
 
 
 def _trl(content: Any, weights: Mapping[str, float]) -> Dump:
@@ -410,6 +453,10 @@ def _trl(content: Any, weights: Mapping[str, float]) -> Dump:
     if unknown := [name for name in weights if name not in numeric]:
         raise DataError(
             f"--reward_columns {unknown[0]}: the columns of numbers are {', '.join(numeric)}"
+        )
+    if not weights:
+        raise ValueError(
+            "no column between completion and advantage has numbers, which would be rewards"
         )
     parts = torch.stack([column(content[name], name).values for name in weights])  # (K, B)
     factors = torch.tensor(list(weights.values()), dtype=torch.float64)
@@ -440,13 +487,17 @@ _EXPERIENCE = {
 def _experiences(form: str, batches: Sequence[Mapping[str, Any]]) -> Dump:
     """Return the rows of Experiences, one of them per micro batch; those of lightppo have nearly the same names."""
     common = {*TOKEN_COLUMNS, *ROW_COLUMNS, *_EXPERIENCE.values()} - {"attention_mask"}
-    names = [name for name in common if all(batch.get(name) is not None for batch in batches)]
+    known = [
+        {name: batch[name] for name in common if batch.get(name) is not None} for batch in batches
+    ]
+    names, without = common_names(known)
     values = {name: [row for batch in batches for row in batch[name]] for name in names}
     columns = taken(values, _EXPERIENCE)
     sizes = torch.tensor([len(batch["action_mask"]) for batch in batches])
     groups = [number for batch in batches for number in batch.get("group_ids", ())]
     order = [number for batch in batches for number in batch.get("index") or ()]
     rows = [f"[{n}] row {r}" for n, size in enumerate(sizes.tolist()) for r in range(size)]
+    lacking = lacking_columns(without, [f"[{n}]" for n in range(len(batches))], _EXPERIENCE)
     if len(batches) == 1:
         rows = [row.removeprefix("[0] ") for row in rows]
     return Dump(
@@ -458,6 +509,7 @@ def _experiences(form: str, batches: Sequence[Mapping[str, Any]]) -> Dump:
         torch.tensor(order) if len(order) == len(rows) else None,
         torch.repeat_interleave(torch.arange(len(sizes)), sizes),
         logged_numbers(batches[0]),
+        lacking=lacking,
     )
 
 
@@ -490,9 +542,14 @@ def _lightppo(content: Any, _: Any) -> Dump:
         return replace(dump, is_whole="facts" not in content)
     groups = number_ids((row["step"], row["index"]) for row in content)
     texts = _texts("lightppo", content, groups)
-    if "tokens" not in content[0]:
+    has_tokens = ["tokens" in row for row in content]
+    if not any(has_tokens):
         return texts
-    names = set.intersection(*(set(row["tokens"]) for row in content)) - {"text"}
+    if not all(has_tokens):
+        raise KeyError(
+            f"{texts.rows[has_tokens.index(False)]} has no tokens, which other lines have"
+        )
+    names, without = common_names([row["tokens"] for row in content])
     values = {name: [row["tokens"][name] for row in content] for name in names}
     if "trained" not in names:
         lengths = [row["response_length"] for row in content]
@@ -500,7 +557,16 @@ def _lightppo(content: Any, _: Any) -> Dump:
             row["tokens"].get("trained", [1] * length) for row, length in zip(content, lengths)
         ]
     columns = taken(values, _TOKENS, digits=5e-5) | texts.columns
-    return replace(texts, mask=_mask_of(columns), columns=columns, has_tokens=True, is_whole=False)
+    without.pop("trained", None)  # where all are
+    lacking = lacking_columns(without, texts.rows, _TOKENS)
+    return replace(
+        texts,
+        mask=_mask_of(columns),
+        columns=columns,
+        has_tokens=True,
+        is_whole=False,
+        lacking=lacking,
+    )
 
 
 READERS: dict[str, Callable[[Any, Mapping[str, float]], Dump]] = {

@@ -177,13 +177,19 @@ def _described(dump: Dump) -> str:
             text += f", {untrained} samples without any"
     if dump.groups is None:
         return text
-    sizes = dump.groups.unique(return_counts=True)[1].unique().tolist()
-    text += f", {len(dump.groups.unique())} prompts of {' or '.join(map(str, sizes))} samples"
+    sizes_of = dump.groups.unique(return_counts=True)[1]
+    sizes = sizes_of.unique().tolist()
+    text += f", {len(sizes_of)} prompts of {' or '.join(map(str, sizes))} samples"
     if "scores" in dump.columns:
         scores = dump.columns["scores"].values
-        same = sum(
-            len(scores[dump.groups == group].unique()) == 1 for group in dump.groups.unique()
+        groups = dump.groups.unique(return_inverse=True)[1]
+        low, high = (
+            scores.new_zeros(len(sizes_of)).scatter_reduce(
+                0, groups, scores, end, include_self=False
+            )
+            for end in ("amin", "amax")
         )
+        same = int((low == high).sum())
         text += f", {same} of them with equal scores"
     return text
 

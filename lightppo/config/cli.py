@@ -247,7 +247,7 @@ _MOST = 8  # lines about a file of another trainer, which may have hundreds of k
 
 def _read_yaml(path: str, sections: Mapping[str, type[Section]]) -> dict[str, Any]:
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -278,14 +278,14 @@ def dotted(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain YAML, but an option that is given twice is a mistake."""
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Plain YAML, but a key that is given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for i, key in enumerate(keys):
             if key.value in {earlier.value for earlier in keys[:i]}:
-                problem = f"option {key.value!r} is given twice"
+                problem = f"{key.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(
                     problem=problem, problem_mark=key.start_mark
                 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +48,32 @@ def words_of(changes: Sequence[str]) -> dict[str, list[str]]:
         if value.lower() in ("true", "false"):
             flags[name] = [f"--{name}" if value.lower() == "true" else f"--no_{name}"]
         else:
-            flags[name] = [f"--{name}", *shlex.split(value)]
+            flags[name] = [f"--{name}", *_split(value, change)]
     return flags
+
+
+def _split(value: str, change: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {change}: {str(error).lower()}: close the quotation mark, or put \\ before it"
+        ) from error
+
+
+def contents_of(config: PPOConfig, names: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the files that options name, as a reward function; none of one that names no file."""
+    contents = {}
+    for name in names:
+        value = config.flat()[name]
+        words = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
+        texts = [word for word in words if isinstance(word, str)]
+        paths = [Path(f"{text.rpartition('.py')[0]}.py" if ".py" in text else text).expanduser()
+                 for text in texts]  # fmt: skip
+        files = [path.read_bytes() for path in paths if path.is_file()]
+        if files:
+            contents[name] = hashlib.sha256(b"".join(files)).hexdigest()
+    return contents
 
 
 def branch_options(config: PPOConfig) -> dict[str, Any]:
@@ -110,6 +135,7 @@ class Fork:
         self.step: int = request.step
         self.checkpoints = self._checkpoints()
         flags = words_of(request.set)
+        self.names = list(flags)
         run_flags = ["--config", str(self.run / "run_config.yaml")]
         self.config = parse_args(run_flags, program)
         words = [word for words in flags.values() for word in words]
@@ -123,7 +149,8 @@ class Fork:
         )
         self.title = ", ".join(request.set)
         folder = re.sub(r"[^\w=.,+-]+", "_", f"step{self.step}_{text}")[:120]
-        self.out: Path = request.out or self.run.with_name(f"{self.run.name}_what_if") / folder
+        out = request.out and request.out.expanduser()
+        self.out: Path = out or self.run.with_name(f"{self.run.name}_what_if") / folder
 
     @property
     def last_step(self) -> int:
@@ -165,7 +192,7 @@ class Fork:
 
     def _check_changes(self, flags: Mapping[str, Any]) -> None:
         """Refuse changes that a checkpoint does not allow, that a fork makes itself, or that are none."""
-        before, after = self.config.flat(), self.changed.flat()
+        before, after = self.config.resolved().flat(), self.changed.resolved().flat()
         declared = {option.name: option for option in self.config.all_options()}
         for name in flags:
             if makes_model(declared[name], self.config.sections()):
@@ -192,16 +219,31 @@ class Fork:
             )
 
     def claim(self) -> None:
-        """Make the folder; refuse one with the branches of another question."""
+        """Make the folder and keep others out; refuse one with the branches of another question."""
+        from lightppo.logging.run_folder import claim_folder
+
+        claim_folder("--out", str(self.out), "--out")
         question = {"run": str(self.run.resolve()), "step": self.step, "set": self.request.set}
         path = self.out / REQUEST
-        if path.is_file() and json.loads(path.read_text()) != question:
-            raise ConfigError(
-                f"--out {self.out}: holds another what-if ({path}): name another folder"
-            )
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(question, indent=1))
+        contents = contents_of(self.changed, self.names)
+        if path.is_file():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if {key: known.get(key) for key in question} != question:
+                raise ConfigError(
+                    f"--out {self.out}: holds another what-if ({path}): name another folder"
+                )
+            self._check_contents(known.get("contents", {}), contents)
+        write_text(path, json.dumps(question | {"contents": contents}, indent=1))
         link_checkpoint(self.checkpoints, self.step, self.out / "fork")
+
+    def _check_contents(self, known: Mapping[str, str], contents: Mapping[str, str]) -> None:
+        """Refuse a file that is not what branches were run with: a resume allows every change of these options."""
+        others = [name for name in contents if known.get(name, contents[name]) != contents[name]]
+        if others and any(map(recorded_rows, self.out.glob(f"{CHANGED}_seed*/"))):
+            raise ConfigError(
+                f"--set {others[0]}: its file has changed since branches in {self.out} were run: set it back, name "
+                "another folder by --out, or remove that one"
+            )
 
     # -- branches ------------------------------------------------------------------------------------------------
 

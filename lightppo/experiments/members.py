@@ -20,7 +20,7 @@ import yaml
 from lightppo.config.options import OptionSet, public_options
 from lightppo.errors import ConfigError
 from lightppo.files import write_text
-from lightppo.logging.report_page import read_jsonl
+from lightppo.logging.report_page import options_of, read_jsonl
 from lightppo.redaction import plain
 
 _LOOK_EVERY = 0.1  # seconds
@@ -68,15 +68,38 @@ def recorded_rows(run: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def options_text(config: OptionSet) -> str:
-    """Return a file for ``--config``, with the options that are not the default."""
-    defaults = public_options(type(config)())
-    values = {
+def plain_options(config: OptionSet) -> dict[str, Any]:
+    """Return all options as YAML has them."""
+    return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in public_options(config).items()
-        if name != "config" and value != defaults[name]
+        if name != "config"
+    }
+
+
+def options_text(config: OptionSet) -> str:
+    """Return a file for ``--config``, with the options that are not the default."""
+    defaults = plain_options(type(config)())
+    values = {
+        name: value for name, value in plain_options(config).items() if value != defaults[name]
     }
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def had_options(run: Path, config: OptionSet) -> bool:
+    """Tell whether a run was started with these options; what it did not know had its default."""
+    had = options_of(run, "run_config.yaml")
+    defaults = plain_options(type(config)())
+    names = defaults.keys() - {"local_rank"}
+    wanted = yaml.safe_load(yaml.safe_dump(plain_options(config)))
+    return all(had.get(name, defaults[name]) == wanted[name] for name in names)
+
+
+def check_place(flag: str, path: Path | None) -> None:
+    """Raise ConfigError where a file that is written at the end could not be."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{flag} {path}: {reason}: name a file in a folder that is there")
 
 
 def write_options(path: Path, config: OptionSet) -> None:
@@ -124,7 +147,7 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
     running: dict[int, tuple[Member, subprocess.Popen]] = {}
     codes: dict[str, int] = {}
     devices = visible_devices()
-    with _ended_by_sigterm():
+    with _ended_by_signals():
         try:
             while waiting or running:
                 for slot in range(at_once):
@@ -138,6 +161,11 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
                         codes[member.name] = process.returncode
                         _tell(member, process.returncode, len(codes), len(members))
         finally:
+            if running:
+                print(
+                    f"stopping {len(running)} runs, which may save a checkpoint; the same command continues",
+                    flush=True,
+                )
             for _, process in running.values():
                 process.terminate()
             for _, process in running.values():
@@ -149,13 +177,22 @@ def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, so that the members are stopped."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end this process without a traceback, so that the members are stopped."""
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as of a command in the background
+    ]
+    previous = {
+        number: signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        for number in numbers
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _started(member: Member, slot: int, devices: Sequence[str]) -> subprocess.Popen:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ReportError
-from lightppo.experiments.members import Member, check_scipy, places, run_members
+from lightppo.experiments.members import Member, check_place, check_scipy, places, run_members
 from lightppo.experiments.sweep_file import Sweep, read_sweep
 from lightppo.files import write_text
 
@@ -60,7 +60,13 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
             "--slurm runs nothing, so there is nothing to report: leave out --report, --picture"
         )
     with exit_on_mistakes(program):
+        check_place("--picture", request.picture)
+        check_place("--slurm", request.slurm)
         sweep = read_sweep(request.file)
+        if not request.report and request.slurm is None:
+            from lightppo.logging.run_folder import claim_folder
+
+            claim_folder("save_path", str(sweep.save_path), "save_path")
         members = [] if request.report else sweep.missing()
         total = len(sweep.settings) * len(sweep.seeds)
         if request.slurm is not None:

@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 
 from lightppo.config import PPOConfig
-from lightppo.config.cli import with_file
+from lightppo.config.cli import UniqueKeyLoader, with_file
 from lightppo.errors import ConfigError
-from lightppo.experiments.members import Member, options_text, recorded_rows, write_options
+from lightppo.experiments.members import Member, had_options, recorded_rows, write_options
 from lightppo.files import facts_of
+from lightppo.storage import is_url
 from lightppo.suggestions import nearest
 
 KEYS = ("settings", "seeds", "config", "options", "save_path", "score", "ranks")
@@ -26,6 +27,7 @@ OWN = (
     "config",
 )  # options of each run that the sweep sets
 _SCORES = ("eval/reward", "rollout/reward")
+_LONGEST_NAME = 255  # bytes of a folder's name
 _SHARE = 10  # a run's score is the mean of the last tenth of its values
 
 
@@ -59,21 +61,27 @@ class Sweep:
         """
         members = []
         for (number, seed), setting in itertools.product(enumerate(self.seeds), self.settings):
-            member = self.members(setting)[number]
-            config = self.options(setting, seed)
-            if not (is_complete(member.folder) and _is_as_written(member.config_file, config)):
-                write_options(member.config_file, config)
+            if not self.is_done(setting, seed):
+                member = self.members(setting)[number]
+                write_options(member.config_file, self.options(setting, seed))
                 members.append(member)
         return members
+
+    def is_done(self, setting: str, seed: int) -> bool:
+        """Tell whether a run has ended, with the options that the file has now."""
+        config = self.options(setting, seed)
+        run = Path(config.checkpoint.save_path)
+        return is_complete(run) and had_options(run, config)
+
+    def done(self, setting: str) -> list[Member]:
+        """Return the runs of a setting that are done."""
+        pairs = zip(self.members(setting), self.seeds)
+        return [member for member, seed in pairs if self.is_done(setting, seed)]
 
 
 def is_complete(run: Path) -> bool:
     """Tell whether a run has ended and written its model."""
     return "step" in facts_of(run) if run.is_dir() else False
-
-
-def _is_as_written(path: Path, config: PPOConfig) -> bool:
-    return path.is_file() and path.read_text(encoding="utf-8") == options_text(config)
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
@@ -86,7 +94,7 @@ def read_sweep(path: Path) -> Sweep:
         ConfigError: it cannot be read, or asks for what there is not; a line names the file and the key.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -111,33 +119,44 @@ def _checked(values: Mapping[str, Any], path: Path) -> Sweep:
     settings, seeds = values["settings"], values["seeds"]
     if not isinstance(settings, dict):
         raise ConfigError("settings: must be a mapping of a name to options")
-    is_list = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+    is_list = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
     if not is_list or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds: must be a list of different whole numbers, not {seeds!r}")
+        raise ConfigError(f"seeds: must be a list of different whole numbers from 0, not {seeds!r}")
     if type(ranks := values.get("ranks", 1)) is not int or ranks < 1:
         raise ConfigError(f"ranks: must be a whole number of at least 1, not {ranks!r}")
+    for key in ("save_path", "config", "score"):
+        if not isinstance(values.get(key), str | None):
+            raise ConfigError(f"{key}: must be text, not {values[key]!r}")
+    if is_url(values["save_path"]):
+        raise ConfigError(
+            f"save_path: {values['save_path']} is a URL: a sweep needs a folder of this machine"
+        )
     config = PPOConfig()
     if values.get("config") is not None:
-        config = with_file(config, str(path.parent / str(values["config"])))
+        config = with_file(config, str(path.parent / values["config"]))
     config = _with(config, values.get("options"), "options")
     configs = {
         str(name): _valid(_with(config, options, f"settings: {name}"), f"settings: {name}", ranks)
         for name, options in settings.items()
     }
     for name in configs:
-        if not name.strip(".") or "/" in name:
+        is_writable = name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+        if not name.strip(".") or "/" in name or not is_writable:
             raise ConfigError(f"settings: {name!r} cannot be the name of a folder")
-    return Sweep(configs, seeds, Path(values["save_path"]), values.get("score"), ranks)
+    folder = Path(values["save_path"]).expanduser()  # as lightppo ppo does
+    return Sweep(configs, seeds, folder, values.get("score"), ranks)
 
 
 def _with(config: PPOConfig, options: Any, key: str) -> PPOConfig:
     """Return the config with the options of a key of the file."""
-    if not isinstance(options or {}, dict):
+    options = {} if options is None else options
+    if not isinstance(options, dict):
         raise ConfigError(f"{key}: must be a mapping of options to values")
-    if own := [name for name in options or {} if name in OWN]:
+    options = {str(name): value for name, value in options.items()}
+    if own := [name for name in options if name in OWN]:
         raise ConfigError(f"{key}: {own[0]} is the sweep's own: leave it out")
     try:
-        return config.with_options(**(options or {}))
+        return config.with_options(**options)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{key}: {line}" for line in str(error).split("\n"))) from error
 
@@ -178,8 +197,8 @@ def scores_of(sweep: Sweep, metric: str) -> dict[str, list[float]]:
     return {
         setting: [
             score_of(curve)
-            for member in sweep.members(setting)
-            if is_complete(member.folder) and (curve := curve_of(member.folder, metric))
+            for member in sweep.done(setting)
+            if (curve := curve_of(member.folder, metric))
         ]
         for setting in sweep.settings
     }

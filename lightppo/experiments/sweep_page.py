@@ -16,6 +16,7 @@ from lightppo.experiments.intervals import (
     performance_profile,
     probability_of_improvement,
 )
+from lightppo.experiments.members import Member
 from lightppo.experiments.page import bounds, save_figure, table, write_page
 from lightppo.experiments.sweep_file import Sweep, curve_of, is_complete, score_name, scores_of
 
@@ -46,6 +47,11 @@ def rows_of(scores: Mapping[str, Sequence[float]], total: int) -> list[list[str]
     return rows
 
 
+def _log_of(member: Member) -> str:
+    """Name a log that there is; of a run by Slurm its job has it."""
+    return f" (its log: {member.log})" if member.log.is_file() else ""
+
+
 def report(sweep: Sweep, picture: Path | None = None) -> None:
     """Print the table, write the page.
 
@@ -65,10 +71,13 @@ def report(sweep: Sweep, picture: Path | None = None) -> None:
         f"{metric}, the mean of the last tenth of each run; IQM: the mean of the middle half of the runs"
     ]
     for setting in sweep.settings:
+        done = sweep.done(setting)
         lines += [
-            f"not there: {member.name} (its log: {member.log})"
+            f"of other options, not compared: {member.name}"
+            if is_complete(member.folder)
+            else f"not there: {member.name}{_log_of(member)}"
             for member in sweep.members(setting)
-            if not is_complete(member.folder)
+            if member not in done
         ]
     print("\n".join([*lines, "", table(header, rows)]))
     try:
@@ -95,7 +104,9 @@ def draw(sweep: Sweep, metric: str, scores: Mapping[str, Sequence[float]]) -> Fi
     thresholds = np.linspace(min(every), max(every), _POINTS)
     for number, (setting, values) in enumerate(known.items()):
         color = f"C{number}"
-        for member in sweep.members(setting):
+        done = sweep.done(setting)
+        running = [each for each in sweep.members(setting) if not is_complete(each.folder)]
+        for member in (*done, *running):
             curve = curve_of(member.folder, metric)
             curves.plot(list(curve), list(curve.values()), color=color, linewidth=0.8, alpha=0.6)
         profile = performance_profile(values, thresholds)

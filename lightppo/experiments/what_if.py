@@ -19,7 +19,7 @@ from pathlib import Path
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, ReportError
 from lightppo.experiments.fork import MEASURES, PROGRAM, Fork
-from lightppo.experiments.members import check_scipy, places, run_members
+from lightppo.experiments.members import check_place, check_scipy, places, run_members
 from lightppo.logging.report_page import named_run
 
 _CHANGES = "NAME=VALUE"
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> None:
     request = arguments_of(arguments, program)
     with exit_on_mistakes(program, (ConfigError, ReportError)):
         check_scipy()
+        check_place("--picture", request.picture)
         fork = Fork(request, program)
         fork.claim()
         at_once = places(request.jobs, fork.ranks)

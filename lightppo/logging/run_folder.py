@@ -88,7 +88,7 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     def claim_on_rank_0() -> None:
         _warn_of_memory(folders)
         for folder_flag, folder in folders.items():
-            _claim(folder_flag, folder)
+            claim_folder(folder_flag, folder)
         for folder_flag, folder in folders.items():
             _download(folder_flag, folder)
 
@@ -136,13 +136,13 @@ def _warn_of_memory(folders: Mapping[str, str]) -> None:
             )
 
 
-def _claim(flag: str, folder: str) -> None:
-    """Make a folder and lock it; ConfigError says what is in the way."""
+def claim_folder(flag: str, folder: str, other: str = "--save_path") -> None:
+    """Make a folder and lock it; ConfigError says what is in the way, and which option chooses an ``other`` folder."""
     local = local_folder(folder)
     new_folders = [path for path in (local, *local.parents) if not path.exists()]
     try:
         local.mkdir(parents=True, exist_ok=True)
-        _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
+        _lock((local / _LOCK).open("a+"), f"{flag} {folder}", other)
     except OSError as error:
         raise ConfigError(f"{flag} {folder}: cannot be written ({error.strerror})") from error
     if new_folders:
@@ -186,7 +186,7 @@ def _download(flag: str, folder: str) -> None:
         raise ConfigError(f"{flag} {folder}: cannot be written ({reason})") from error
 
 
-def _lock(file: IO[str], folder_name: str) -> None:
+def _lock(file: IO[str], folder_name: str, other: str) -> None:
     import fcntl
 
     lock_path = Path(file.name).resolve()
@@ -198,7 +198,7 @@ def _lock(file: IO[str], folder_name: str) -> None:
         file.seek(0)
         holder = file.read() or "another process"
         raise ConfigError(
-            f"{folder_name} is in use by {holder}: wait for it, or choose another --save_path"
+            f"{folder_name} is in use by {holder}: wait for it, or choose another {other}"
         ) from None
     except OSError as error:
         logger.warning(
@@ -228,7 +228,7 @@ def lock_again(lock_path: Path, folder: str) -> None:
         "%s was removed while the run goes on: it is made again, what was in it is lost", folder
     )
     held_locks.pop(lock_path).close()
-    _claim("the folder", folder)
+    claim_folder("the folder", folder)
 
 
 def release(folders: Iterable[str]) -> None:

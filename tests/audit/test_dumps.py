@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -211,6 +212,67 @@ def test_columns_of_another_batch(change, message, tmp_path, audit):
     batch = torch.load(RIGHT / "verl_grpo.pt", weights_only=True)
     torch.save(batch | change(batch), tmp_path / "x.pt")
     assert f"x.pt: {message}" in one_line(audit(tmp_path / "x.pt"))
+
+
+def recorded(**changes: Any) -> list[dict[str, Any]]:
+    """Return two lines of lightppo's recorded samples; the second with changes."""
+    tokens = {"text": ["x"], "log_prob": [-0.5], "advantage": [1.0]}
+    row = {
+        "step": 1,
+        "index": 0,
+        "input": "a",
+        "output": "b",
+        "score": 1.0,
+        "response_length": 1,
+        "tokens": tokens,
+    }
+    second = row | {"sample_index": 1} | changes
+    return [row | {"sample_index": 0}, {name: each for name, each in second.items() if each != "gone"}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"score": "0.5"}, "score of sample 1 has the text '0.5', where a number should be"),
+        ({"score": 10**400}, "int too large to convert to float"),
+        ({"score": "gone"}, "line 2 has no score"),
+        ({"tokens": "gone"}, "line 2 has no tokens, which other lines have"),
+    ],
+)
+def test_a_line_unlike_the_others(changes, message, tmp_path, audit):
+    lines = recorded(**changes)
+    assert message in one_line(audit(write_jsonl(tmp_path / "x.jsonl", lines)))
+    if changes == {"tokens": "gone"}:
+        assert "line 1 has no tokens" in one_line(audit(write_jsonl(tmp_path / "y.jsonl", lines[::-1])))  # fmt: skip
+
+
+def test_a_column_that_some_rows_lack_is_named(tmp_path, audit):
+    rows = recorded(tokens={"text": ["x"], "log_prob": [-0.5]})
+    code, out = audit(write_jsonl(tmp_path / "x.jsonl", rows))
+    assert code == 0
+    assert "not judged: advantages: line 2 has no advantage, which other rows have\n" in out
+    batches = torch.load(RIGHT / "openrlhf_gae.pt", weights_only=True)
+    batches[1]["advantages"] = None
+    torch.save(batches, tmp_path / "x.pt")
+    _, out = audit(tmp_path / "x.pt", RIGHT_DUMPS["openrlhf_gae.pt"])
+    assert "not judged: advantages: [1] has no advantages, which other rows have\n" in out
+    rows = [json.loads(line) for line in (RIGHT / "prime_rl.jsonl").read_text().splitlines()]
+    del rows[2]["importance_ratio"]
+    _, out = audit(write_jsonl(tmp_path / "rank_0.jsonl", rows))
+    assert "not judged: ratio: line 3 has no importance_ratio, which other rows have\n" in out
+
+
+def test_columns_that_hold_no_numbers(tmp_path, audit):
+    columns = {"prompt": ["a"] * 2, "completion": ["x"] * 2, "advantage": ["0.7", "-0.7"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert "no column between completion and advantage has numbers" in one_line(
+        audit(tmp_path / "a.parquet")
+    )
+    columns = {"prompt": ["a"] * 2, "completion": ["x"] * 2, "r": [1.0, 0.0], "advantage": ["0.7", "-0.7"]}  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
+    assert "advantage of sample 0 has the text '0.7'" in one_line(audit(tmp_path / "b.parquet"))
+    torch.save({"action_mask": torch.ones(2, 3, dtype=torch.complex64)}, tmp_path / "c.pt")
+    assert "is complex, where real numbers should be" in one_line(audit(tmp_path / "c.pt"))
 
 
 def test_a_row_with_too_few_numbers(tmp_path, departures):

@@ -65,10 +65,12 @@ def test_no_more_run_at_once_than_asked_for(tmp_path):
     assert set(run_members(scripts, at_once=1).values()) == {0}
 
 
-def test_stopping_the_command_stops_its_members(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopping_the_command_stops_its_members(tmp_path, number):
     """As SIGTERM asks a run to: it may save a checkpoint before it ends."""
     code = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
 sys.path.insert(0, {str(REPO / "tests")!r})
 from pathlib import Path
 from experiments.test_members import Script, run_members
@@ -76,14 +78,18 @@ wait = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(print
 wait += "print('up', flush=True); time.sleep(60)"
 run_members([Script("one", Path({str(tmp_path / "one")!r}), code=wait)], 1)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, **pipes)
     log = tmp_path / "one.log"
     end = time.monotonic() + 60
     while not (log.is_file() and "up" in log.read_text()):
         assert time.monotonic() < end
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert out == "stopping 1 runs, which may save a checkpoint; the same command continues\n"
+    assert "Traceback" not in err
     assert log.read_text().split() == ["up", "saved"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -78,11 +79,57 @@ def test_a_sweep_and_its_report(file, started, capsys, tmp_path):
     assert started[4:] == ["slow, seed 3", "fast, seed 3"]
 
 
+def test_runs_of_other_options_are_neither_compared_nor_done(file, started, capsys, tmp_path):
+    """Also after their new options were written for Slurm, or the sweep was stopped before it began them."""
+    main([str(file)])
+    write(tmp_path, {"options": {"total_training_steps": 2, "temperature": 0.5}, "seeds": [1]})
+    for _ in range(2):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(file), "--report"])
+        assert end.value.code == 1
+        main([str(file), "--slurm", str(tmp_path / "job.sh")])
+        assert "2 runs: sbatch" in capsys.readouterr().out
+    write(tmp_path, {"settings": SETTINGS | {"fast": {"actor_learning_rate": 2e-2}}})
+    main([str(file), "--report"])
+    out = capsys.readouterr().out
+    assert "of other options, not compared: fast, seed 1\n" in out
+    assert "fast  0 of 2" in out
+    main([str(file)])
+    assert started[4:] == ["fast, seed 1", "fast, seed 2"]
+    assert "not compared" not in capsys.readouterr().out
+
+
+def test_a_second_sweep_waits_for_its_turn(file, started, capsys, tmp_path):
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as end:
+            main([str(file)])
+        assert end.value.code == 2
+        main([str(file), "--slurm", str(tmp_path / "job.sh")])  # which runs nothing
+    error = capsys.readouterr().err
+    assert "out is in use by another process: wait for it, or choose another save_path" in error
+    assert started == []
+
+
+@pytest.mark.parametrize("flag", ["--picture", "--slurm"])
+def test_a_file_that_could_not_be_written_is_said_before_anything_runs(
+    file, capsys, tmp_path, flag
+):
+    for path, message in (("gone/x", "there is no folder"), ("", "is a folder")):
+        with pytest.raises(SystemExit) as end:
+            main([str(file), flag, str(tmp_path / path)])
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_failed_member_is_named_and_the_others_are_compared(file, started, capsys, monkeypatch):
     run_here = command.run_members
 
     def run_all_but_one(members: Any, at_once: int) -> dict[str, int]:
         failed, *others = members
+        failed.log.touch()
         return run_here(others, at_once) | {failed.name: 1}
 
     monkeypatch.setattr(command, "run_members", run_all_but_one)
@@ -123,13 +170,22 @@ def test_a_slurm_array_has_a_task_for_each_run(file, capsys, tmp_path):
     [
         ({"sedes": [1]}, "unknown key 'sedes' (did you mean 'seeds'?)"),
         ({"seeds": None}, "the key 'seeds' is missing"),
-        ({"seeds": [1, 1]}, "seeds: must be a list of different whole numbers, not [1, 1]"),
-        ({"seeds": 3}, "seeds: must be a list of different whole numbers, not 3"),
+        ({"seeds": [1, 1]}, "seeds: must be a list of different whole numbers from 0, not [1, 1]"),
+        ({"seeds": [-1]}, "seeds: must be a list of different whole numbers from 0, not [-1]"),
+        ({"seeds": 3}, "seeds: must be a list of different whole numbers from 0, not 3"),
         ({"settings": ["a"]}, "settings: must be a mapping"),
         ({"settings": {"a": {"gama": 1}}}, "settings: a: unknown option 'gama'"),
         ({"settings": {"a": {"gamma": 2}}}, "settings: a: --gamma must be"),
         ({"settings": {"a": {"seed": 2}}}, "settings: a: seed is the sweep's own"),
         ({"settings": {"a/b": {}}}, "settings: 'a/b' cannot be the name of a folder"),
+        ({"settings": {"a" * 256: {}}}, "cannot be the name of a folder"),
+        ({"settings": {"a": 0}}, "settings: a: must be a mapping of options to values"),
+        ({"options": False}, "options: must be a mapping of options to values"),
+        ({"options": {3: 1}}, "options: unknown option '3'"),
+        ({"save_path": 5}, "save_path: must be text, not 5"),
+        ({"save_path": "s3://bucket/x"}, "save_path: s3://bucket/x is a URL"),
+        ({"score": ["a"]}, "score: must be text, not ['a']"),
+        ({"config": ["a"]}, "config: must be text, not ['a']"),
         ({"options": {"save_path": "x"}}, "options: save_path is the sweep's own"),
         ({"options": {"lambd": 0.5}}, "settings: slow: --lambd needs"),
         ({"config": "gone.yaml"}, "gone.yaml: cannot be read"),
@@ -153,6 +209,27 @@ def test_a_file_that_is_no_sweep(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main([str(tmp_path / "sweep.yaml")])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("twice", ["seeds: [3]", "settings: {1: {}, '1': {}}"])
+def test_a_key_that_is_given_twice(file, capsys, twice):
+    """YAML keeps the last one: the others would not run."""
+    text = file.read_text()
+    if twice.startswith("settings"):
+        text = "\n".join(line for line in text.splitlines() if line.startswith(("config", "save")))
+        text += "\nseeds: [1]"
+    file.write_text(f"{text}\n{twice}\n")
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 2
+    assert "is given twice" in capsys.readouterr().err
+
+
+def test_a_home_folder_is_the_one_of_the_runs(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sweep = read_sweep(write(tmp_path, {"save_path": "~/below"}))
+    assert sweep.save_path == tmp_path / "below"
+    assert sweep.members("slow")[0].folder == tmp_path / "below" / "slow" / "seed1"
 
 
 def test_the_score_is_that_of_evaluations_if_there_are_any(file, tmp_path):

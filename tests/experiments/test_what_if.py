@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -136,6 +137,9 @@ def test_a_run_that_ended_at_the_step_has_both_branches_run(run, started, tmp_pa
         (("--set", "seed=3"), 2, 2, "--set seed: --pairs takes other seeds"),
         (("--set", "save_path=x"), 2, 2, "--set save_path: branches have their own"),
         (("--set", "actor_learning_rate=1e-2"), 2, 2, "had this value: nothing changes"),
+        (("--set", "policy_loss=ppo"), 2, 2, "had this value: nothing changes"),
+        (("--set", "reward_fn='x"), 2, 2, "no closing quotation: close the quotation mark"),
+        (("--picture", "gone/x.png"), 2, 2, "--picture gone/x.png: there is no folder gone"),
         (("--pairs", "0"), 2, 2, "--pairs 0: must be at least 1"),
         (("--width", "score=1"), 2, 2, "--width score=1: give one of reward, KL, length"),
     ],
@@ -166,6 +170,50 @@ def test_a_failed_branch_is_said(run, monkeypatch, capsys):
         main(words(run))
     assert end.value.code == 1
     assert "no pair of branches has all steps yet: their logs are in" in capsys.readouterr().err
+
+
+def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path, capsys):
+    """A resume allows every change of the changed options, and finished branches stay: the numbers would be of both."""
+    reward = tmp_path / "longer.py"
+    reward.write_text(
+        "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
+    )
+    change = ("--set", f"reward_fn={reward}", "--out", str(tmp_path / "out"))
+    with pytest.MonkeyPatch.context() as patch:  # one that failed at its start may be mended
+        patch.setattr(what_if, "run_members", lambda members, at_once: {members[0].name: 1})
+        with pytest.raises(SystemExit):
+            main(words(run, *change))
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    main(words(run, *change))
+    main(words(run, *change))
+    assert started == ["changed_seed42"]
+    reward.write_text(reward.read_text().replace("2.0", "3.0"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(words(run, *change, "--pairs", "2"))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "--set reward_fn: its file has changed since branches in" in error
+    assert len(error.splitlines()) == 1
+    reward.write_text(reward.read_text().replace("3.0", "2.0"))
+    main(words(run, *change, "--pairs", "2"))
+    assert started[1:] == ["base_seed43", "changed_seed43"]
+
+
+def test_a_second_command_waits_for_its_turn(run, started, tmp_path, capsys):
+    """Both would copy the checkpoint to the same place, and run the same branches."""
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as file:
+        file.write("process 7 on host")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as end:
+            main(words(run, "--out", str(tmp_path / "out")))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "out is in use by process 7 on host: wait for it, or choose another --out\n" in error
+    assert len(error.splitlines()) == 1
+    assert started == []
 
 
 def test_a_stopped_branch_goes_on_from_its_own_checkpoint(run, started, tmp_path):
