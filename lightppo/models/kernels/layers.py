@@ -35,8 +35,8 @@ from lightppo.algorithms.masking import at_least_float32
 # batch has another shape. These numbers are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
-# For a smaller right factor such a kernel takes longer to compile than it saves.
-_COMPILED_ELEMENTS = 1 << 14
+# For a product of fewer multiplications such a kernel takes longer to compile than it saves.
+_COMPILED_PRODUCTS = 1 << 23
 # a larger result is not in the processor's cache, and takes longer to transpose than a factor
 _TRANSPOSED_BYTES = 2 << 20
 # row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
@@ -45,7 +45,7 @@ _ROWS_STEP = 8
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply as ``torch.nn.functional.linear``: (..., K), (N, K), (N,) -> (..., N). Once differentiable."""
-    if not by_onednn(hidden, weight):
+    if not (by_onednn(hidden, weight) and _is_worth_a_kernel(hidden, weight)):
         return functional.linear(hidden, weight, bias)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _Linear.apply(hidden, weight, bias)
@@ -54,7 +54,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply ``left @ right``: (M, K), (K, N) -> (M, N), of any layout, without a graph."""
-    if not by_onednn(left, right):
+    if not (by_onednn(left, right) and _is_worth_a_kernel(left, right)):
         return left @ right
     # the left factor is copied: let it be the smaller one
     if not left.is_contiguous() and left.shape[0] > right.shape[1]:
@@ -90,8 +90,13 @@ def linear_packed(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def by_onednn(hidden: Tensor, weight: Tensor) -> bool:
     """Tell whether oneDNN multiplies these two."""
     has_type = hidden.dtype is weight.dtype is torch.float32
-    is_large = hidden.numel() > 0 and weight.numel() > _COMPILED_ELEMENTS
-    return has_type and hidden.is_cpu and weight.is_cpu and is_large and onednn_is_faster()
+    is_filled = hidden.numel() > 0 and weight.numel() > 0
+    return has_type and hidden.is_cpu and weight.is_cpu and is_filled and onednn_is_faster()
+
+
+def _is_worth_a_kernel(left: Tensor, right: Tensor) -> bool:
+    """Tell whether (M, K) times K·N numbers are so many multiplications that compiling for their shape pays."""
+    return left.numel() // left.shape[-1] * right.numel() >= _COMPILED_PRODUCTS
 
 
 def onednn_is_faster() -> bool:
