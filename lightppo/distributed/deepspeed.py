@@ -30,7 +30,7 @@ from lightppo.distributed.device import (
     report_memory,
 )
 from lightppo.distributed.distributed import DistributedStrategy
-from lightppo.distributed.fused_zero import fuse_gradient_calls
+from lightppo.distributed.fused_zero import fuse_gradient_calls, total_norm
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.zero3 import (
@@ -148,7 +148,7 @@ class _ClipAndCheck:
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = total_norm(p.grad for p in parameters)
         optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
         if optimizer.overflow:

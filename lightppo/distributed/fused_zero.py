@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 # gradients that are copied side by side to be added at once: 128 MiB in 16 bits
 _COPIED_ELEMENTS = 1 << 26
-
+# float32 squares that a CPU adds one after the other: of 2²⁶ the norm would be 0.5% too small
+_ADDED_ELEMENTS = 1 << 16
 
 # of DeepSpeed's optimizers, what is replaced and what that reads
 _NEEDED = {
@@ -51,9 +52,18 @@ def fuse_gradient_calls(optimizer: Any) -> None:
             optimizer.reduce_independent_p_g_buckets_and_remove_grads = add_alone
 
 
-def _square_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the square of the L2 norm of all, float64, as DeepSpeed's: float32 loses 0.5% of large ones on a CPU."""
-    return torch.stack(torch._foreach_norm(list(gradients), 2, torch.double)).square().sum()
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all, float64; on a CPU in pieces, which is faster than in float64."""
+    whole = list(gradients)
+    if not whole:
+        return torch.zeros((), dtype=torch.double)
+    if whole[0].is_cpu:
+        dtype = torch.promote_types(whole[0].dtype, torch.float32)
+        pieces = [piece for tensor in whole for piece in tensor.reshape(-1).split(_ADDED_ELEMENTS)]
+        norms = torch._foreach_norm(pieces, 2, dtype)
+    else:
+        norms = torch._foreach_norm(whole, 2, torch.double)
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.double)
 
 
 # -- ZeRO 1 in bf16 ----------------------------------------------------------------------------------------------------
@@ -93,7 +103,7 @@ def _for_norm(optimizer: Any, for_clipping: bool = False) -> Any:
     """Return what DeepSpeed clips, the sums, or what it takes the norm of: their norm, which is its own norm."""
     if for_clipping:
         return optimizer.fp32_groups_gradients_flat
-    return [_square_norm(chain.from_iterable(optimizer.fp32_groups_gradients)).sqrt()], {}
+    return [total_norm(chain.from_iterable(optimizer.fp32_groups_gradients))], {}
 
 
 # -- ZeRO 1 and 2, each rank with its shard of the sums ----------------------------------------------------------------
@@ -119,7 +129,7 @@ def _norm_over_ranks(
     optimizer: Any, gradients: Iterable[Tensor], parameters: Any, norm_type: float = 2
 ) -> Tensor:
     """Return the L2 norm of a group of parameters, of all shards; what fills a shard up is 0."""
-    square = _square_norm(gradients).float()
+    square = total_norm(gradients).square().float()
     dist.all_reduce(square, group=optimizer.dp_process_group)
     return square.sqrt()
 

@@ -98,9 +98,8 @@ def read_by_template(
 ) -> tuple[str, list[Call]]:
     """Read a turn with the tokenizer's ``response_template``."""
     options: dict[str, Any] = {"prefix": ""}
-    if (
-        "tools" in inspect.signature(tokenizer.parse_response).parameters
-    ):  # from transformers 5.15 on
+    # transformers 5.14 has none
+    if "tools" in inspect.signature(tokenizer.parse_response).parameters:
         options["tools"] = list(tools) or None
     try:
         message = tokenizer.parse_response(text + end, **options)

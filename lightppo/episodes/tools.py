@@ -271,9 +271,8 @@ def without_references(schema: Any, definitions: Mapping[str, Any], depth: int =
     if not isinstance(schema, dict):
         return schema
     parts = schema.get("allOf")
-    if (
-        isinstance(parts, list) and len(parts) == 1
-    ):  # pydantic before 2.9: a reference with a default
+    # as pydantic before 2.9 writes a reference with a default
+    if isinstance(parts, list) and len(parts) == 1:
         schema = parts[0] | {name: member for name, member in schema.items() if name != "allOf"}
     if "$ref" in schema:
         other_members = {

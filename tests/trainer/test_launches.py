@@ -18,7 +18,7 @@ from lightppo.trainer import build
 # of forward and backward depend on the processor.
 MOST: dict[str, dict[str, tuple[int, int]]] = {
     "0": {"step": (0, 15)},
-    "1 --bf16": {"forward": (44, 188), "backward": (66, 136), "step": (0, 44)},
+    "1 --bf16": {"forward": (44, 188), "backward": (66, 136), "step": (0, 42)},
     "2 --bf16": {"forward": (44, 188), "backward": (84, 142), "step": (0, 76)},
 }
 

@@ -93,9 +93,8 @@ class Whole:
         text_config.dtype = text_config.dtype or config.dtype
         if auto_class is AutoModelForSequenceClassification:
             text_config.num_labels = config.num_labels
-            config.get_text_config().num_labels = (
-                config.num_labels
-            )  # older transformers read it there
+            # where older transformers read it
+            config.get_text_config().num_labels = config.num_labels
         self.config = text_config
         self.requested = config.to_dict()
         self.as_it_came = AutoConfig.from_pretrained(path)
