@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,8 +72,10 @@ def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
             yield program
         finally:
             for process in psutil.process_iter():
-                if os.getsid(process.pid) == program.pid:
-                    process.kill()
+                # others' processes end meanwhile
+                with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    if os.getsid(process.pid) == program.pid:
+                        process.kill()
 
 
 def python(source: str, **options):
