@@ -88,11 +88,11 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
 
     Args:
         form: one of READERS; None: by its content.
-        group_size: samples of a prompt, which were sampled one after the other, for dumps that name no prompt.
+        group_size: samples of a prompt, which were sampled one after the other; only for dumps that name no prompt.
         weights: of columns that are rewards, for trl; none: each numeric column counts 1.
 
     Raises:
-        DataError: there is no such file, it is empty, damaged, or has another form.
+        DataError: there is no such file, it is empty, damaged, or has another form; or it names prompts itself.
     """
     content = _content(Path(path).expanduser())
     form = form or _form_of(content)
@@ -115,7 +115,11 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
         raise DataError(
             f"{path} is no dump of {form} ({reason}): name its form by --form, or write it again"
         ) from error
-    if group_size is not None and dump.groups is None:
+    if group_size is not None:
+        if dump.groups is not None:
+            raise DataError(
+                f"--n_samples_per_prompt {group_size}: {path} says which samples share a prompt: leave it out"
+            )
         order = torch.arange(len(dump.rows)) if dump.order is None else dump.order
         dump = replace(dump, groups=order // group_size)
     return _of_one_width(path, dump)

@@ -15,6 +15,7 @@ from lightppo.config.cli import UniqueKeyLoader, with_file
 from lightppo.errors import ConfigError
 from lightppo.experiments.members import Member, had_options, recorded_rows, write_options
 from lightppo.files import facts_of
+from lightppo.preflight.before_imports import preflight
 from lightppo.storage import is_url
 from lightppo.suggestions import nearest
 
@@ -60,12 +61,16 @@ class Sweep:
         So many runs of each setting are there whenever the sweep is stopped.
         """
         members = []
-        for (number, seed), setting in itertools.product(enumerate(self.seeds), self.settings):
-            if not self.is_done(setting, seed):
-                member = self.members(setting)[number]
-                write_options(member.config_file, self.options(setting, seed))
-                members.append(member)
+        for setting, seed in self.not_done():
+            member = self.members(setting)[self.seeds.index(seed)]
+            write_options(member.config_file, self.options(setting, seed))
+            members.append(member)
         return members
+
+    def not_done(self) -> list[tuple[str, int]]:
+        """Return setting and seed of each run that has not ended."""
+        pairs = itertools.product(self.seeds, self.settings)
+        return [(setting, seed) for seed, setting in pairs if not self.is_done(setting, seed)]
 
     def is_done(self, setting: str, seed: int) -> bool:
         """Tell whether a run has ended, with the options that the file has now."""
@@ -77,6 +82,10 @@ class Sweep:
         """Return the runs of a setting that are done."""
         pairs = zip(self.members(setting), self.seeds)
         return [member for member, seed in pairs if self.is_done(setting, seed)]
+
+    def all_done(self) -> list[Member]:
+        """Return all runs that are done."""
+        return [member for setting in self.settings for member in self.done(setting)]
 
 
 def is_complete(run: Path) -> bool:
@@ -145,6 +154,24 @@ def _checked(values: Mapping[str, Any], path: Path) -> Sweep:
             raise ConfigError(f"settings: {name!r} cannot be the name of a folder")
     folder = Path(values["save_path"]).expanduser()  # as lightppo ppo does
     return Sweep(configs, seeds, folder, values.get("score"), ranks)
+
+
+def check_files(sweep: Sweep, path: Path) -> None:
+    """Look at the files and folders that the options of runs name, before the first one starts.
+
+    Raises:
+        ConfigError: a line names the file of the sweep, the setting and the problem.
+    """
+    problems = []
+    for setting in dict.fromkeys(setting for setting, _ in sweep.not_done()):
+        config = sweep.options(setting, sweep.seeds[0])
+        try:
+            # a run looks at its own checkpoints itself
+            preflight(config.with_options(resume="never").resolved())
+        except ConfigError as error:
+            problems += [f"{path}: settings: {setting}: {line}" for line in str(error).split("\n")]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _with(config: PPOConfig, options: Any, key: str) -> PPOConfig:

@@ -106,7 +106,7 @@ def check_places(config: OptionSet) -> None:
     # --resume may name the run's own checkpoints, which it goes on with and replaces.
     checkpoints = _place_of(values["ckpt_path"])
     read_places = []
-    for written_flag, path_text in _read_paths(values):
+    for written_flag, path_text in read_paths(values):
         read_place = _place_of(path_text)
         is_own = (
             written_flag == "--resume"
@@ -164,7 +164,7 @@ def _place_of(text: str) -> Place | None:
         return None
 
 
-def _read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield flag and path of each file and folder that a run reads."""
     for flag in READ:
         paths = values.get(flag) or ()

@@ -55,6 +55,23 @@ def test_another_formula_departs_and_the_right_one_is_proposed(
     assert hint in found[quantity]["hints"]
 
 
+@pytest.mark.parametrize("name", ["verl_grpo.pt", "trl_group.parquet"])
+def test_a_size_of_groups_that_would_do_nothing_is_refused(name, audit):
+    code, out = audit(RIGHT / name, f"{RIGHT_DUMPS[name]} --n_samples_per_prompt 3")
+    assert code == 2
+    assert "--n_samples_per_prompt 3: " in out
+    assert out.endswith(f"{name} says which samples share a prompt: leave it out\n")
+    assert len(out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"), [("openrlhf_gae.pt", False), ("openrlhf_group_norm.pt", True)]
+)
+def test_the_formula_has_the_size_of_groups_where_the_estimator_reads_it(name, is_read, audit):
+    _, out = audit(RIGHT / name, RIGHT_DUMPS[name])
+    assert ("--n_samples_per_prompt 4" in " ".join(out.split())) == is_read
+
+
 def test_prime_rl_needs_scores(audit):
     _, out = audit(RIGHT / "prime_rl.jsonl")
     assert "not judged: advantages: needs scores\n" in out

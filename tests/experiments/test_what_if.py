@@ -165,7 +165,7 @@ def test_runs_that_cannot_be_forked(run, tmp_path, capsys):
 
 
 def test_a_failed_branch_is_said(run, monkeypatch, capsys):
-    monkeypatch.setattr(what_if, "run_members", lambda members, at_once: {members[0].name: 1})
+    monkeypatch.setattr(what_if, "run_members", lambda members, *_: {members[0].name: 1})
     with pytest.raises(SystemExit) as end:
         main(words(run))
     assert end.value.code == 1
@@ -180,7 +180,7 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
     )
     change = ("--set", f"reward_fn={reward}", "--out", str(tmp_path / "out"))
     with pytest.MonkeyPatch.context() as patch:  # one that failed at its start may be mended
-        patch.setattr(what_if, "run_members", lambda members, at_once: {members[0].name: 1})
+        patch.setattr(what_if, "run_members", lambda members, *_: {members[0].name: 1})
         with pytest.raises(SystemExit):
             main(words(run, *change))
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
@@ -193,11 +193,24 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
         main(words(run, *change, "--pairs", "2"))
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert "--set reward_fn: its file has changed since branches in" in error
+    assert f"changed_seed42: --reward_fn {reward} was edited after this run began" in error
     assert len(error.splitlines()) == 1
     reward.write_text(reward.read_text().replace("3.0", "2.0"))
     main(words(run, *change, "--pairs", "2"))
     assert started[1:] == ["base_seed43", "changed_seed43"]
+
+
+@pytest.mark.parametrize("change", ["reward_fn=gone.py", "ref_pretrain=gone init_kl_coef=0.1"])
+def test_a_file_that_is_not_there_is_said_before_any_branch_runs(run, started, capsys, change):
+    with pytest.raises(SystemExit) as end:
+        main(words(run, "--set", *change.split()))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "error: changed branch: --" in error
+    assert "gone" in error
+    assert len(error.splitlines()) == 1
+    assert started == []
+    assert not Path(f"{run}_what_if").exists()
 
 
 def test_a_second_command_waits_for_its_turn(run, started, tmp_path, capsys):
