@@ -19,10 +19,15 @@ from lightppo.config import CheckpointConfig, LoggingConfig, PPOConfig, parse_ar
 from lightppo.config.checkpoint_options import makes_model
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.errors import ConfigError
-from lightppo.experiments.members import Member, check_unedited, recorded_rows, write_options
+from lightppo.experiments.members import (
+    Member,
+    check_unedited,
+    problems_of,
+    recorded_rows,
+    write_options,
+)
 from lightppo.files import write_text
 from lightppo.logging.report_page import command_of, options_of, recorded_path, starts_of
-from lightppo.preflight.before_imports import preflight
 from lightppo.storage import is_url
 
 PROGRAM = "lightppo what-if"
@@ -234,14 +239,12 @@ class Fork:
         Raises:
             ConfigError: a line names the branch and the problem.
         """
-        problems: list[str] = []
+        problems = []
         for kind in dict.fromkeys(branch.kind for branch in self._not_done()):
             config = self.changed if kind == CHANGED else self.config
-            own = branch_options(config) | {"save_path": str(self.out / kind), "resume": "never"}
-            try:
-                preflight(config.with_options(**own).resolved())
-            except ConfigError as error:
-                problems += [f"{kind} branch: {line}" for line in str(error).split("\n")]
+            own = branch_options(config) | {"save_path": str(self.out / kind)}
+            found = problems_of(config.with_options(**own), self.ranks)
+            problems += [f"{kind} branch: {line}" for line in found]
         if problems:
             raise ConfigError("\n".join(problems))
 

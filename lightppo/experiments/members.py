@@ -18,11 +18,14 @@ from typing import Any
 
 import yaml
 
+from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet, public_options
+from lightppo.episodes.tape_files import check_folder
 from lightppo.errors import ConfigError
 from lightppo.experiments.contents import mark_now, marks_of
 from lightppo.files import write_text
 from lightppo.logging.report_page import options_of, read_jsonl
+from lightppo.preflight.before_imports import preflight
 from lightppo.redaction import plain
 
 _LOOK_EVERY = 0.1  # seconds
@@ -114,7 +117,18 @@ def write_options(path: Path, config: OptionSet) -> None:
     write_text(path, options_text(config))
 
 
-# -- files that are edited between members ---------------------------------------------------------------------------
+# -- files that options name -----------------------------------------------------------------------------------------
+
+
+def problems_of(config: PPOConfig, ranks: int) -> list[str]:
+    """Return what each run with these options would end with at its start, as a file that is not there."""
+    try:
+        check_folder(config, ranks)
+        # a run looks at its own checkpoints itself
+        preflight(config.with_options(resume="never").resolved())
+    except ConfigError as error:
+        return str(error).split("\n")
+    return []
 
 
 def record_contents(member: Member) -> None:
@@ -145,7 +159,7 @@ def check_unedited(members: Sequence[Member], place: str) -> None:
             if known[name] != mark:
                 what = "is gone" if known[name] is None else "was edited"
                 raise ConfigError(
-                    f"{member.name}: {name} {what} after this run began: set it back, name another {place}, or remove "
+                    f"{member.name}: {name} {what} since this run began: set it back, name another {place}, or remove "
                     f"{member.folder} and what else ran with it"
                 )
 

@@ -13,9 +13,14 @@ import yaml
 from lightppo.config import PPOConfig
 from lightppo.config.cli import UniqueKeyLoader, with_file
 from lightppo.errors import ConfigError
-from lightppo.experiments.members import Member, had_options, recorded_rows, write_options
+from lightppo.experiments.members import (
+    Member,
+    had_options,
+    problems_of,
+    recorded_rows,
+    write_options,
+)
 from lightppo.files import facts_of
-from lightppo.preflight.before_imports import preflight
 from lightppo.storage import is_url
 from lightppo.suggestions import nearest
 
@@ -160,18 +165,18 @@ def check_files(sweep: Sweep, path: Path) -> None:
     """Look at the files and folders that the options of runs name, before the first one starts.
 
     Raises:
-        ConfigError: a line names the file of the sweep, the setting and the problem.
+        ConfigError: a line names the file of the sweep, the settings and the problem.
     """
-    problems = []
+    problems: dict[str, list[str]] = {}  # → the settings that have it
     for setting in dict.fromkeys(setting for setting, _ in sweep.not_done()):
-        config = sweep.options(setting, sweep.seeds[0])
-        try:
-            # a run looks at its own checkpoints itself
-            preflight(config.with_options(resume="never").resolved())
-        except ConfigError as error:
-            problems += [f"{path}: settings: {setting}: {line}" for line in str(error).split("\n")]
+        for problem in problems_of(sweep.options(setting, sweep.seeds[0]), sweep.ranks):
+            problems.setdefault(problem, []).append(setting)
     if problems:
-        raise ConfigError("\n".join(problems))
+        lines = (
+            f"{path}: settings: {', '.join(having)}: {problem}"
+            for problem, having in problems.items()
+        )
+        raise ConfigError("\n".join(lines))
 
 
 def _with(config: PPOConfig, options: Any, key: str) -> PPOConfig:

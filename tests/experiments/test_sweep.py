@@ -121,7 +121,7 @@ def test_results_of_files_that_were_edited_are_not_mixed(file, assets, started, 
         edited.write_text(text)
         assert end.value.code == 2
         error = capsys.readouterr().err
-        assert f"error: slow, seed 1: {named} was edited after this run began: set it back" in error
+        assert f"error: slow, seed 1: {named} was edited since this run began: set it back" in error
         assert len(error.splitlines()) == 1
     assert started == ["slow, seed 1", "fast, seed 1"]
     main([str(file)])
@@ -147,7 +147,9 @@ def test_a_file_that_is_edited_while_the_runs_go_on(file, assets, started, capsy
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("option", ["reward_fn", "prompt_data", "pretrain"])
+@pytest.mark.parametrize(
+    "option", ["reward_fn", "prompt_data", "pretrain", "callback", "tape_from"]
+)
 def test_a_file_that_is_not_there_is_said_before_anything_runs(file, started, capsys, option):
     settings = SETTINGS | {"fast": {option: "gone.py"}}
     write(file.parent, {"settings": settings, "options": {"total_training_steps": 2}})

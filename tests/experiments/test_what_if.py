@@ -193,14 +193,16 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
         main(words(run, *change, "--pairs", "2"))
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert f"changed_seed42: --reward_fn {reward} was edited after this run began" in error
+    assert f"changed_seed42: --reward_fn {reward} was edited since this run began" in error
     assert len(error.splitlines()) == 1
     reward.write_text(reward.read_text().replace("3.0", "2.0"))
     main(words(run, *change, "--pairs", "2"))
     assert started[1:] == ["base_seed43", "changed_seed43"]
 
 
-@pytest.mark.parametrize("change", ["reward_fn=gone.py", "ref_pretrain=gone init_kl_coef=0.1"])
+@pytest.mark.parametrize(
+    "change", ["reward_fn=gone.py", "callback=gone.py", "ref_pretrain=gone init_kl_coef=0.1"]
+)
 def test_a_file_that_is_not_there_is_said_before_any_branch_runs(run, started, capsys, change):
     with pytest.raises(SystemExit) as end:
         main(words(run, "--set", *change.split()))
