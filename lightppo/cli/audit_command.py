@@ -221,7 +221,11 @@ def _flags(formula: SimpleNamespace, judged: Collection[str]) -> Iterator[str]:
         if isinstance(value, bool):
             yield f"--{'' if value else 'no_'}{name}"
         else:
-            shown = " ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else value
+            shown = (
+                " ".join(f"{each:g}" for each in value)
+                if isinstance(value, tuple | list)
+                else value
+            )
             yield f"--{name} {shown}"
 
 
