@@ -26,8 +26,9 @@ from lightppo.experiments.members import (
     recorded_rows,
     write_options,
 )
-from lightppo.files import write_text
+from lightppo.files import check_writable, write_text
 from lightppo.logging.report_page import command_of, options_of, recorded_path, starts_of
+from lightppo.logging.run_paths import check_output
 from lightppo.storage import is_url
 
 PROGRAM = "lightppo what-if"
@@ -50,6 +51,8 @@ def words_of(changes: Sequence[str]) -> dict[str, list[str]]:
         name = name.removeprefix("--").replace("-", "_")
         if not equals or not name:
             raise ConfigError(f"--set {change}: write NAME=VALUE, as in --set gamma=0.99")
+        if name in flags:
+            raise ConfigError(f"--set {change}: {name} is given twice: leave one out")
         if value.lower() in ("true", "false"):
             flags[name] = [f"--{name}" if value.lower() == "true" else f"--no_{name}"]
         else:
@@ -138,11 +141,8 @@ class Fork:
         starts = starts_of(self.run)
         self.ranks: int = starts[-1]["ranks"] if starts else 1
         self._check_end(starts)
-        text = ",".join(
-            f"{name}={' '.join(words[1:]) or words[0]}" for name, words in flags.items()
-        )
         self.title = ", ".join(request.set)
-        folder = re.sub(r"[^\w=.,+-]+", "_", f"step{self.step}_{text}")[:120]
+        folder = re.sub(r"[^\w=.,+-]+", "_", f"step{self.step}_{','.join(request.set)}")[:120]
         out = request.out and request.out.expanduser()
         self.out: Path = out or self.run.with_name(f"{self.run.name}_what_if") / folder
 
@@ -234,11 +234,13 @@ class Fork:
         link_checkpoint(self.checkpoints, self.step, self.out / "fork")
 
     def check_files(self) -> None:
-        """Look at the files and folders that the options of missing branches name, before the first one starts.
+        """Look at ``--out``, and at the files and folders that options of missing branches name, before one starts.
 
         Raises:
             ConfigError: a line names the branch and the problem.
         """
+        check_output(self.out, {"RUN": str(self.run)}, "--out")
+        check_writable(self.out, "--out")
         problems = []
         for kind in dict.fromkeys(branch.kind for branch in self._not_done()):
             config = self.changed if kind == CHANGED else self.config
@@ -317,6 +319,7 @@ class Fork:
         }
         if not has_saved(branch.run):
             own["resume"] = str(self.out / "fork")
+            own["reshape_ckpt"] = "zero_stage" in changes
         return config.with_options(**own)
 
     def plan(self, members: Sequence[Member]) -> str:

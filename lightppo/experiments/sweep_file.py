@@ -65,10 +65,15 @@ class Sweep:
 
         So many runs of each setting are there whenever the sweep is stopped.
         """
+        from lightppo.logging.run_folder import set_aside  # it loads transformers
+
         members = []
         for setting, seed in self.not_done():
             member = self.members(setting)[self.seeds.index(seed)]
-            write_options(member.config_file, self.options(setting, seed))
+            config = self.options(setting, seed)
+            if not had_options(member.folder, config):  # its checkpoints are of another run
+                set_aside(member.folder / "checkpoints_ppo")
+            write_options(member.config_file, config)
             members.append(member)
         return members
 

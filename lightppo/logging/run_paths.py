@@ -128,12 +128,14 @@ def check_places(config: OptionSet) -> None:
         raise ConfigError("\n".join(problems.values()))
 
 
-def check_output(output: str | os.PathLike[str], read_paths: Mapping[str, str | None]) -> None:
+def check_output(
+    output: str | os.PathLike[str], read_paths: Mapping[str, str | None], flag: str = "OUT"
+) -> None:
     """Refuse the output of a command in a folder that it reads; ``read_paths``: by what the command calls it."""
     for input_name, path_text in read_paths.items():
         place = None if path_text is None else _place_of(path_text)
         if place is not None and (
-            problem := overlap("OUT", os.fspath(output), (), input_name, place)
+            problem := overlap(flag, os.fspath(output), (), input_name, place)
         ):
             raise ConfigError(problem)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,16 @@ def test_another_form_than_the_file_has(audit):
     assert "is no dump of slime (KeyError: 'samples')" in message
 
 
+def test_a_dump_of_no_samples(tmp_path, audit):
+    """All of nothing would agree."""
+    torch.save({"response_mask": torch.ones(0, 3)}, tmp_path / "x.pt")
+    assert "x.pt has no samples: dump a step with samples" in one_line(audit(tmp_path / "x.pt"))
+    torch.save({}, tmp_path / "x.pt")
+    assert "(it holds dict)" in one_line(audit(tmp_path / "x.pt"))
+    message = one_line(audit(write_jsonl(tmp_path / "x.jsonl", [{"a": 1}]), "--form prime-rl"))
+    assert "KeyError: 'inference_logprobs'" in message
+
+
 def test_a_file_that_would_run_code(tmp_path, audit):
     class Evil:
         def __reduce__(self):
@@ -205,7 +216,8 @@ def test_a_file_that_would_run_code(tmp_path, audit):
     torch.save({"response_mask": Evil()}, tmp_path / "batch.pt")
     assert "could run code" in one_line(audit(tmp_path / "batch.pt"))
     (tmp_path / "proto.pkl").write_bytes(pickle.dumps(Evil()))
-    one_line(audit(tmp_path / "proto.pkl"))
+    with warnings.catch_warnings(action="error"):
+        one_line(audit(tmp_path / "proto.pkl"))
     assert not (tmp_path / "touched").exists()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.runs import trained_rows
 
 from lightppo.experiments import sweep as command
 from lightppo.experiments.sweep import main
@@ -211,7 +212,33 @@ def test_without_a_finished_run_there_is_no_report(file, capsys):
     with pytest.raises(SystemExit) as end:
         main([str(file), "--report"])
     assert end.value.code == 1
-    assert "no run has ended with the metric rollout/reward" in capsys.readouterr().err
+    assert "no run of these options has ended: see the logs there" in capsys.readouterr().err
+
+
+def test_a_score_that_no_run_has(file, started, capsys):
+    write(file.parent, {"seeds": [1], "score": "rollout/rewrd"})
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert "no run has the metric rollout/rewrd (did you mean 'rollout/reward'?): name one" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_runs_of_other_options_are_repeated_also_if_they_have_checkpoints(file, started, capsys):
+    """Which would be refused on resume; they are kept apart."""
+    for rate in (1e-3, 2e-3):
+        settings = {"a": {"actor_learning_rate": rate, "save_steps": 1}}
+        write(file.parent, {"settings": settings, "seeds": [1]})
+        main([str(file)])
+    assert started == ["a, seed 1"] * 2
+    run = file.parent / "out" / "a" / "seed1"
+    assert [row["step"] for row in trained_rows(run)] == [1, 2]
+    assert yaml.safe_load((run / "run_config.yaml").read_text())["actor_learning_rate"] == 2e-3
+    assert {path.name for path in run.glob("checkpoints*")} == {
+        "checkpoints_ppo",
+        "checkpoints_ppo.1",
+    }
 
 
 def test_a_slurm_array_has_a_task_for_each_run(file, capsys, tmp_path):

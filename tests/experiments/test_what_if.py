@@ -139,14 +139,20 @@ def test_a_run_that_ended_at_the_step_has_both_branches_run(run, started, tmp_pa
         (("--set", "actor_learning_rate=1e-2"), 2, 2, "had this value: nothing changes"),
         (("--set", "policy_loss=ppo"), 2, 2, "had this value: nothing changes"),
         (("--set", "reward_fn='x"), 2, 2, "no closing quotation: close the quotation mark"),
+        (("--set", "gamma=0.9", "gamma=0.8"), 2, 2, "--set gamma=0.8: gamma is given twice"),
+        (("--out", "{run}"), 2, 2, "--out {run} is also RUN {run}"),
+        (("--out", "{run}/below"), 2, 2, "--out {run}/below is inside RUN {run}"),
+        (("--out", "{run}/README.md"), 2, 2, "--out {run}/README.md is inside RUN {run}"),
+        (("--out", "{run}.txt"), 2, 2, "--out {run}.txt: {run}.txt is a file, not a folder"),
         (("--picture", "gone/x.png"), 2, 2, "--picture gone/x.png: there is no folder gone"),
         (("--pairs", "0"), 2, 2, "--pairs 0: must be at least 1"),
         (("--width", "score=1"), 2, 2, "--width score=1: give one of reward, KL, length"),
     ],
 )
 def test_what_cannot_be_asked(run, capsys, more, step, steps, message):
+    Path(f"{run}.txt").touch()
     with pytest.raises(SystemExit) as end:
-        main(words(run, *more, step=step, steps=steps))
+        main(words(run, *(word.format(run=run) for word in more), step=step, steps=steps))
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert message.format(run=run) in error

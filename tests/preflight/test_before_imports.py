@@ -61,7 +61,7 @@ def test_a_callback_whose_file_is_not_there(run):
         "--callback /nowhere/x.py:Mine: no file /nowhere/x.py"
     )
     supervised = SFTConfig.from_flat(pretrain="/nowhere", dataset="x", callback=["/nowhere/x.py"])
-    with pytest.raises(ConfigError, match="--callback /nowhere/x.py: no file /nowhere/x.py"):
+    with pytest.raises(ConfigError, match=r"--callback /nowhere/x\.py: no file /nowhere/x\.py"):
         preflight_supervised(supervised)
 
 
