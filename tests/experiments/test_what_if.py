@@ -206,6 +206,17 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
     assert started[1:] == ["base_seed43", "changed_seed43"]
 
 
+def test_another_zero_stage_may_be_what_is_changed(run, started, tmp_path):
+    """The checkpoint is reshaped for it."""
+    main(words(run, "--set", "zero_stage=1", "packing_samples=true"))
+    folder = tmp_path / "run_what_if" / "step2_zero_stage=1,packing_samples=true"
+    changed, base = trained_rows(folder / "changed_seed42"), trained_rows(run)[2:4]
+    rewards = [[row["rollout/reward"] for row in branch] for branch in (changed, base)]
+    assert rewards[0] == rewards[1]
+    config = parse_args(["--config", str(folder / "changed_seed42.yaml")])
+    assert config.strategy.zero_stage == 1
+
+
 @pytest.mark.parametrize(
     "change", ["reward_fn=gone.py", "callback=gone.py", "ref_pretrain=gone init_kl_coef=0.1"]
 )
