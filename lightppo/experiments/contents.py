@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,7 +37,8 @@ def mark_of(path: Path, is_model: bool = False) -> str | None:
     folders in the folder of a model, such as checkpoints, nor hidden files and what a run records beside its model.
     """
     if path.is_file():
-        return digest(path).sha256
+        stat = path.stat()
+        return _mark_of_file(path, stat.st_size, stat.st_mtime_ns)
     if not path.is_dir():
         return None
     total = hashlib.sha256()
@@ -46,6 +48,11 @@ def mark_of(path: Path, is_model: bool = False) -> str | None:
             for part in _parts(file):
                 total.update(part)
     return total.hexdigest()
+
+
+@functools.cache  # many members read the same rows
+def _mark_of_file(path: Path, size: int, time: int) -> str | None:
+    return digest(path).sha256
 
 
 def _parts(file: Path) -> Iterator[bytes]:

@@ -233,11 +233,12 @@ def run_members(members: Sequence[Member], at_once: int, folder: Path) -> dict[s
                     if waiting and slot not in running:
                         member = waiting.popleft()
                         running[slot] = (member, _started(member, slot, devices, folder))
-                        name_holders(folder, [process.pid for _, process in running.values()])
+                        name_holders(folder, [each.pid for _, each in running.values()])
                 time.sleep(_LOOK_EVERY)
                 for slot, (member, process) in list(running.items()):
                     if process.poll() is not None:
                         del running[slot]
+                        name_holders(folder, [each.pid for _, each in running.values()])
                         codes[member.name] = process.returncode
                         _tell(member, process.returncode, len(codes), len(members))
         finally:

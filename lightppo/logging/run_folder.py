@@ -226,7 +226,8 @@ def name_holders(folder: str | os.PathLike[str], processes: Iterable[int]) -> No
     """Name in the lock of a folder the processes that have inherited it: they go on if this one is killed."""
     if (file := lock_of(folder)) is not None:
         numbers = ", ".join(map(str, processes))
-        _name_holder(file, f" or a run that it started (process {numbers}; SIGTERM stops it)")
+        text = f" or a run that it started (process {numbers}; SIGTERM stops it)" if numbers else ""
+        _name_holder(file, text)
 
 
 def locks_of(folders: Iterable[str]) -> dict[Path, str]:
