@@ -27,7 +27,8 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
 from lightppo.config.rules import frozen_models, old_log_probs_from
-from lightppo.distributed.deepspeed import CPU_BUCKET_ELEMENTS
+from lightppo.distributed.deepspeed import SMALL_BUCKET_ELEMENTS
+from lightppo.distributed.fused_zero import collects_nothing
 from lightppo.errors import ConfigError
 from lightppo.files import stage_to_local
 from lightppo.models import heads, loading
@@ -709,7 +710,10 @@ def _gradients(
     counted = sizes(model_shape)
     accumulated = 2 if strategy.grad_accum_dtype == "bf16" else 4
     sums_in_fp32 = counted.width == 2 and accumulated == 4
-    bucket_bytes = (GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS) * counted.width
+    bucket_bytes = GPU_BUCKET_ELEMENTS * counted.width
+    is_unused = collects_nothing(stage, machine.world_size, sums_in_fp32, offload)
+    if is_unused or not machine.gpus:
+        bucket_bytes = SMALL_BUCKET_ELEMENTS * counted.width
     if strategy.overlap_comm and stage == 2:  # stage 3 overlaps from one buffer
         bucket_bytes *= 2
     shard = counted.trained
