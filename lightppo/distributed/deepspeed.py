@@ -422,6 +422,9 @@ class DeepspeedStrategy(DistributedStrategy):
             zero_config["reduce_bucket_size"] = SMALL_BUCKET_ELEMENTS
         if adam_offload:
             zero_config["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
+        if zero_stage == 1 and self.bf16 and sums_in_fp32 and not adam_offload:
+            # the sum of all passes is averaged once; DeepSpeed would round it to bf16 for that
+            config["communication_data_type"] = "fp32"
         if self.zpg != 1 and zero_stage == 3:
             zero_config["zero_hpz_partition_size"] = self.zpg
             share_groups_of_hpz()

@@ -720,8 +720,8 @@ def _gradients(
     if stage > 0:
         shard = math.ceil(counted.trained / machine.world_size)
     copied_bytes = 0
-    if machine.world_size > 1:  # DeepSpeed sends those of 16 bits
-        copied_bytes = (4 + 2 * sums_in_fp32) * min(counted.trained, GPU_BUCKET_ELEMENTS)
+    if machine.world_size > 1:
+        copied_bytes = 4 * min(counted.trained, GPU_BUCKET_ELEMENTS)
     samples = min(config.training.train_batch_size, rules.samples_per_rollout(config))
     rank_tokens = samples / machine.world_size * config.rollout.generate_max_len
     return _Gradients(

@@ -146,6 +146,7 @@ def test_two_ranks(run_checks):
         "check_collectives",
         "check_zero_equals_plain_torch",
         "check_fused_calls_change_no_weight",
+        "check_sums_are_averaged_in_fp32",
         "check_bf16_stays_near_fp32",
         "check_fp16_finds_its_loss_scale",
         "check_fp16_loss_scale_moves",
