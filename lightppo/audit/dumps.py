@@ -104,6 +104,8 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
         )
     try:
         dump = READERS[form](content, weights)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     except (
         LookupError,
         TypeError,

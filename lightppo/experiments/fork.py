@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightppo.checkpoint.layout import mark_latest, parts_of, saved_tags, step_of, tag_of
+from lightppo.checkpoint.layout import mark_latest, parts_of, tag_of
 from lightppo.config import CheckpointConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.checkpoint_options import makes_model
 from lightppo.config.evaluation_options import EvaluationConfig
@@ -22,8 +22,10 @@ from lightppo.errors import ConfigError
 from lightppo.experiments.members import (
     Member,
     check_unedited,
+    has_saved,
     problems_of,
     recorded_rows,
+    steps_with_checkpoints,
     write_options,
 )
 from lightppo.files import check_writable, write_text
@@ -80,17 +82,6 @@ def branch_options(config: PPOConfig) -> dict[str, Any]:
     }
     options |= {"eval_data": None, "rollout_data_dir": None, "skip_rollout": None}
     return options | {"tape": "off", "tape_from": None, "num_examine": 0, "benchmark_steps": None}
-
-
-def steps_with_checkpoints(root: Path) -> list[int]:
-    """Return the steps of which a checkpoint has all parts, rising."""
-    tags = [set(saved_tags(root, part.name.removeprefix("_"))) for part in parts_of(root)]
-    return sorted(map(step_of, set.intersection(*tags))) if tags else []
-
-
-def has_saved(branch: Path) -> bool:
-    """Tell whether a branch has a checkpoint of its own to go on from."""
-    return bool(steps_with_checkpoints(branch / "checkpoints_ppo"))
 
 
 def link_checkpoint(root: Path, step: int, target: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from lightppo.checkpoint.layout import parts_of, saved_tags, step_of
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet, public_options
 from lightppo.episodes.tape_files import check_folder
@@ -75,6 +76,17 @@ def recorded_rows(run: Path) -> dict[int, dict[str, Any]]:
     for row in read_jsonl(metrics_path):
         rows.setdefault(row["step"], {}).update(row)
     return rows
+
+
+def steps_with_checkpoints(root: Path) -> list[int]:
+    """Return the steps of which a checkpoint has all parts, rising."""
+    tags = [set(saved_tags(root, part.name.removeprefix("_"))) for part in parts_of(root)]
+    return sorted(map(step_of, set.intersection(*tags))) if tags else []
+
+
+def has_saved(run: Path) -> bool:
+    """Tell whether a run has a checkpoint of its own to go on from."""
+    return bool(steps_with_checkpoints(run / "checkpoints_ppo"))
 
 
 def plain_options(config: OptionSet) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
             claim_folder("save_path", str(sweep.save_path), "save_path")
         members = []
         if not request.report:
-            check_unedited(sweep.all_done(), "save_path")
+            check_unedited(sweep.kept(), "save_path")
             check_files(sweep, request.file)
             members = sweep.missing()
         total = len(sweep.settings) * len(sweep.seeds)

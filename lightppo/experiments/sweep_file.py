@@ -16,6 +16,7 @@ from lightppo.errors import ConfigError
 from lightppo.experiments.members import (
     Member,
     had_options,
+    has_saved,
     problems_of,
     recorded_rows,
     write_options,
@@ -92,6 +93,16 @@ class Sweep:
         """Return the runs of a setting that are done."""
         pairs = zip(self.members(setting), self.seeds)
         return [member for member, seed in pairs if self.is_done(setting, seed)]
+
+    def kept(self) -> list[Member]:
+        """Return the runs that are done, or go on with what they have saved."""
+        return [
+            member
+            for setting in self.settings
+            for member, seed in zip(self.members(setting), self.seeds)
+            if had_options(member.folder, self.options(setting, seed))
+            and (is_complete(member.folder) or has_saved(member.folder))
+        ]
 
     def all_done(self) -> list[Member]:
         """Return all runs that are done."""

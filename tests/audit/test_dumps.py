@@ -114,7 +114,7 @@ def test_trl_leaves_out_what_no_function_scored(tmp_path, audit):
     pq.write_table(pa.table(columns), tmp_path / "c.parquet")
     assert audit(tmp_path / "c.parquet")[0] == 0
     message = one_line(audit(tmp_path / "c.parquet", "--reward_columns third"))
-    assert "--reward_columns third: the columns of numbers are first, second" in message
+    assert "c.parquet: --reward_columns third: the columns of numbers are first, second" in message
     assert "--reward_columns 'first=x'" in one_line(
         audit(tmp_path / "c.parquet", "--reward_columns first=x")
     )

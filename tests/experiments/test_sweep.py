@@ -18,6 +18,7 @@ from lightppo.experiments import sweep as command
 from lightppo.experiments.sweep import main
 from lightppo.experiments.sweep_file import read_sweep, score_name, score_of
 from lightppo.experiments.sweep_page import rows_of
+from lightppo.files import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -127,6 +128,20 @@ def test_results_of_files_that_were_edited_are_not_mixed(file, assets, started, 
     assert started == ["slow, seed 1", "fast, seed 1"]
     main([str(file)])
     assert started[2:] == ["slow, seed 2", "fast, seed 2"]
+
+
+def test_a_stopped_run_does_not_go_on_with_a_file_that_was_edited(file, assets, capsys, started):
+    rows = Path(shutil.copy(assets["prompt_data"], file.parent))
+    options = {"total_training_steps": 2, "prompt_data": str(rows), "save_steps": 1}
+    write(file.parent, {"options": options, "seeds": [1], "settings": {"a": {}}})
+    main([str(file)])
+    (file.parent / "out" / "a" / "seed1" / MANIFEST).unlink()  # as if it had not ended
+    rows.write_text(f"{rows.read_text()}\n")
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 2
+    assert f"a, seed 1: --prompt_data {rows} was edited since" in capsys.readouterr().err
+    assert started == ["a, seed 1"]
 
 
 def test_a_file_that_is_edited_while_the_runs_go_on(file, assets, started, capsys, monkeypatch):
