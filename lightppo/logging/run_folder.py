@@ -207,10 +207,27 @@ def _lock(file: IO[str], folder_name: str, other: str) -> None:
             error.strerror,
         )
         return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
     held_locks[lock_path] = file
+    _name_holder(file, "")
+
+
+def _name_holder(file: IO[str], others: str) -> None:
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}{others}")
+    file.flush()
+
+
+def lock_of(folder: str | os.PathLike[str]) -> IO[str] | None:
+    """Return the lock file of a folder, which a process that inherits it holds, too; None where this process has none."""
+    return held_locks.get((local_folder(folder) / _LOCK).resolve())
+
+
+def name_holders(folder: str | os.PathLike[str], processes: Iterable[int]) -> None:
+    """Name in the lock of a folder the processes that have inherited it: they go on if this one is killed."""
+    if (file := lock_of(folder)) is not None:
+        numbers = ", ".join(map(str, processes))
+        text = f" or a run that it started (process {numbers}; SIGTERM stops it)" if numbers else ""
+        _name_holder(file, text)
 
 
 def locks_of(folders: Iterable[str]) -> dict[Path, str]:
