@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightppo.files import digest
+from lightppo.files import blocks_of, digest
 from lightppo.logging.run_paths import MODELS, RECORDS, TOKENIZERS, read_paths
 from lightppo.storage import is_url
 
 _WHOLE = 1 << 20  # bytes of a file in a folder up to which all of it counts
-_BLOCKS, _BLOCK = 16, 1 << 16  # of a larger one: how many, and their bytes
 
 
 def marks_of(options: Mapping[str, Any]) -> dict[str, str]:
@@ -44,23 +43,13 @@ def mark_of(path: Path, is_model: bool = False) -> str | None:
     total = hashlib.sha256()
     for file in sorted(path.glob("*" if is_model else "**/*")):
         if file.is_file() and not file.name.startswith(".") and file.name not in RECORDS:
-            total.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
-            for part in _parts(file):
-                total.update(part)
+            size = file.stat().st_size
+            total.update(f"{file.relative_to(path)} {size}\n".encode())
+            for block in [file.read_bytes()] if size <= _WHOLE else blocks_of(file):
+                total.update(block)
     return total.hexdigest()
 
 
 @functools.cache  # many members read the same rows
 def _mark_of_file(path: Path, size: int, time: int) -> str | None:
     return digest(path).sha256
-
-
-def _parts(file: Path) -> Iterator[bytes]:
-    length = file.stat().st_size
-    with file.open("rb") as stream:
-        if length <= _WHOLE:
-            yield stream.read()
-            return
-        for number in range(_BLOCKS):
-            stream.seek((length - _BLOCK) * number // (_BLOCKS - 1))
-            yield stream.read(_BLOCK)
