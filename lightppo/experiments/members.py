@@ -26,7 +26,6 @@ from lightppo.errors import ConfigError
 from lightppo.experiments.contents import mark_now, marks_of
 from lightppo.files import write_text
 from lightppo.logging.report_page import options_of, read_jsonl
-from lightppo.preflight.before_imports import preflight
 from lightppo.redaction import plain
 
 _LOOK_EVERY = 0.1  # seconds
@@ -134,6 +133,8 @@ def write_options(path: Path, config: OptionSet) -> None:
 
 def problems_of(config: PPOConfig, ranks: int) -> list[str]:
     """Return what each run with these options would end with at its start, as a file that is not there."""
+    from lightppo.preflight.before_imports import preflight  # it loads numpy
+
     try:
         check_folder(config, ranks)
         # a run looks at its own checkpoints itself
