@@ -90,7 +90,6 @@ def flags_of(data: Path, model: Path, folder: Path, engine: str, device: str) ->
         "rollout_batch_size": size.prompts,
         "n_samples_per_prompt": size.samples,
         "train_batch_size": size.minibatch,
-        "max_tokens_per_micro_batch": 32_768 if device == "cuda" else 2048,
         "num_episodes": 100,  # until its time is over
         "actor_learning_rate": 1e-5,
         "lr_scheduler": "constant",
@@ -105,7 +104,9 @@ def flags_of(data: Path, model: Path, folder: Path, engine: str, device: str) ->
         "ckpt_path": folder / "checkpoints",
     }
     flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    flags += ["--apply_chat_template", *(["--bf16"] if device == "cuda" else [])]
+    # a GPU's memory decides how many tokens a pass has
+    on_device = ["--bf16"] if device == "cuda" else ["--max_tokens_per_micro_batch", "2048"]
+    flags += ["--apply_chat_template", *on_device]
     return flags + (
         ["--max_num_seqs", str(size.prompts * size.samples)] if engine == "vllm" else []
     )

@@ -190,6 +190,15 @@ def digest(path: Path, length: float = math.inf) -> Digest:
     return Digest(size, total.hexdigest())
 
 
+def blocks_of(path: Path, count: int = 16, size: int = 1 << 16) -> Iterator[bytes]:
+    """Yield blocks from the beginning to the end of a file: of any length, it takes no time to see that it is another."""
+    length = path.stat().st_size
+    with path.open("rb") as stream:
+        for number in range(count):
+            stream.seek(max(0, length - size) * number // (count - 1))
+            yield stream.read(size)
+
+
 def _sum_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,11 +89,11 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
 
     Args:
         form: one of READERS; None: by its content.
-        group_size: samples of a prompt, which were sampled one after the other, for dumps that name no prompt.
+        group_size: samples of a prompt, which were sampled one after the other; only for dumps that name no prompt.
         weights: of columns that are rewards, for trl; none: each numeric column counts 1.
 
     Raises:
-        DataError: there is no such file, it is empty, damaged, or has another form.
+        DataError: there is no such file, it is empty, damaged, or has another form; or it names prompts itself.
     """
     content = _content(Path(path).expanduser())
     form = form or _form_of(content)
@@ -103,6 +104,8 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
         )
     try:
         dump = READERS[form](content, weights)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     except (
         LookupError,
         TypeError,
@@ -115,7 +118,13 @@ def read(path: str, form: str | None, group_size: int | None, weights: Mapping[s
         raise DataError(
             f"{path} is no dump of {form} ({reason}): name its form by --form, or write it again"
         ) from error
-    if group_size is not None and dump.groups is None:
+    if not dump.rows:
+        raise DataError(f"{path} has no samples: dump a step with samples")
+    if group_size is not None:
+        if dump.groups is not None:
+            raise DataError(
+                f"--n_samples_per_prompt {group_size}: {path} says which samples share a prompt: leave it out"
+            )
         order = torch.arange(len(dump.rows)) if dump.order is None else dump.order
         dump = replace(dump, groups=order // group_size)
     return _of_one_width(path, dump)
@@ -171,7 +180,8 @@ def _content(path: Path) -> Any:
     if start[:1] in b"{[ \n":
         return _json_rows(path, open)
     try:
-        return tensor_file.read(path)
+        with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol
+            return tensor_file.read(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}): it is torn: dump the step again"
@@ -228,7 +238,7 @@ def _form_of(content: Any) -> str | None:
 
 def _described(content: Any) -> str:
     first = content[0] if isinstance(content, list | tuple) and content else content
-    if isinstance(first, Mapping):
+    if isinstance(first, Mapping) and first:
         return f"it has {', '.join(map(str, list(first)[:6]))}"
     return f"it holds {type(content).__name__}"
 
@@ -438,6 +448,8 @@ def _prime_rl(content: Any, _: Any) -> Dump:
         if all(isinstance(row, list) and set(row) <= {None} for row in rows)
     }
     columns = taken({name: values[name] for name in names - empty}, _PRIME_RL)
+    if "rollout_log_probs" not in columns:
+        raise KeyError("inference_logprobs")
     columns["old_log_probs"] = columns["rollout_log_probs"]  # its ratio is to the engine
     rows = [f"line {number}" for number in range(1, len(content) + 1)]
     lacking = lacking_columns(without, rows, _PRIME_RL)

@@ -83,6 +83,7 @@ def main(arguments: Sequence[str], program: str = "lightppo audit") -> None:
             is_whole=dump.is_whole or config.whole_step or len(dump.rows) >= step,
         )
         given = {name: value for name, value in vars(config).items() if value is not None}
+        of_run.pop("n_samples_per_prompt", None)  # its dumps name their prompts
         formula = formula_of(dump.form, of_run | given)
         findings = checks.audit(dump, formula)
     if config.json:
@@ -206,6 +207,7 @@ def _flags(formula: SimpleNamespace, judged: Collection[str]) -> Iterator[str]:
         "grpo_std_scope": estimator.divides_by_std and formula.group_std_norm,
         "adv_std_unbiased": formula.adv_norm,
         "masked_rows": estimator.per_sample,
+        "n_samples_per_prompt": estimator.per_sample or estimator.min_group_size > 1,
         "value_clip": "value loss" in judged,
         "generate_max_len": formula.loss_agg_mode.endswith("norm"),
         **dict.fromkeys(("use_kl_loss", "kl_estimator", "kl_clip"), formula.init_kl_coef),
@@ -219,7 +221,11 @@ def _flags(formula: SimpleNamespace, judged: Collection[str]) -> Iterator[str]:
         if isinstance(value, bool):
             yield f"--{'' if value else 'no_'}{name}"
         else:
-            shown = " ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else value
+            shown = (
+                " ".join(f"{each:g}" for each in value)
+                if isinstance(value, tuple | list)
+                else value
+            )
             yield f"--{name} {shown}"
 
 

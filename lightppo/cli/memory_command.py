@@ -54,7 +54,7 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
         placement = _place(request)
         config = parse_args(run_flags, program, world_size=placement["world_size"], unfed=True)
         _check_models(config.model)
-        from lightppo.preflight import budget
+        from lightppo.preflight import budget, fitting
 
         _import_as_a_rank()
         machine = budget.Machine(
@@ -62,9 +62,10 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
         )
         advice = []
         try:
-            estimate = budget.estimate(config.resolved(), machine)
+            resolved = fitting.with_fitting_passes(config, machine)
+            estimate = budget.estimate(resolved, machine)
             if not estimate.fits:
-                advice = budget.advice(config.resolved(), machine)
+                advice = fitting.advice(resolved, machine)
         except UserError as error:
             raise ConfigError(str(error)) from error
     if request.json:
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
         content = asdict(estimate) | {
             "phases": phases,
             "peak": estimate.peak(),
+            "max_tokens_per_micro_batch": resolved.training.max_tokens_per_micro_batch,
             "fits": estimate.fits,
             "advice": advice,
         }
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
     else:
         output_lines = [
             *budget.table(estimate),
-            *masters_note(config.resolved(), machine, estimate),
+            *masters_note(resolved, machine, estimate),
+            *fitting.passes_note(config, resolved),
         ]
         if advice:
             output_lines += [f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice]

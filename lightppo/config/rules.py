@@ -258,6 +258,7 @@ def resolutions(config: Any) -> dict[str, Any]:
         train_batch_size = samples_per_rollout(config) // training.ppo_n_minibatches
     meaning_of_none: dict[str, Any] = {
         "train_batch_size": train_batch_size,
+        "micro_train_batch_size": 4,
         "ref_zero_stage": 3 if strategy.zero_stage == 3 else 0,
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),

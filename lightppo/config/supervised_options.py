@@ -159,16 +159,22 @@ class DPOModelConfig(SupervisedModelConfig):
 class SupervisedTrainingConfig(
     Taken,
     ppo.TrainingConfig,
-    only="dry_run callback benchmark_steps micro_train_batch_size packing_samples lr_scheduler lr_warmup_ratio "
-    "lr_warmup_steps min_lr_ratio l2 adam_betas max_norm max_skipped_steps",
+    only="dry_run callback benchmark_steps packing_samples lr_scheduler lr_warmup_ratio lr_warmup_steps "
+    "min_lr_ratio l2 adam_betas max_norm max_skipped_steps",
     words=WORDS,
-    micro_train_batch_size=8,
     lr_scheduler="cosine",
 ):
     """Training: batches, epochs, optimizer."""
 
     train_batch_size: int = option(
         128, "Rows per optimizer step.", unit="rows over all ranks", ge=1
+    )
+    micro_train_batch_size: int = option(
+        8,
+        "Rows per forward and backward pass.",
+        unit="rows per rank",
+        ge=1,
+        resume_safe=True,
     )
     num_epochs: int | None = option(
         None,

@@ -39,12 +39,16 @@ class TrainingConfig(Section, of="training"):
     ppo_n_minibatches: int | None = option(
         None, "Optimizer steps per epoch; sets --train_batch_size.", ge=1
     )
-    micro_train_batch_size: int = safe(
-        4, "Samples per forward and backward pass.", "samples per rank", ge=1
+    micro_train_batch_size: int | None = safe(
+        None,
+        "Samples per forward and backward pass. None: 4; on a GPU --max_tokens_per_micro_batch decides.",
+        "samples per rank",
+        ge=1,
     )
     max_tokens_per_micro_batch: int | None = safe(
         None,
-        "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts.",
+        "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts. None: on a GPU, "
+        "if --micro_train_batch_size is not given, as many as its memory holds.",
         "tokens per rank",
         ge=1,
     )

@@ -75,6 +75,13 @@ class PreparedDataset(TorchDataset):
         descriptions += [column for column in TEMPLATE_KEYS if column in columns]
         logger.info("columns that are read: %s", ", ".join(descriptions))
         features = dataset.features  # a copy at each call
+        for column in columns:
+            if str(getattr(features[column], "dtype", "")).startswith(("timestamp", "date")):
+                logger.warning(
+                    "column %s holds dates, and no text: datasets makes them of JSON texts like 2024-01-05; "
+                    "a reward function gets datetime objects",
+                    column,
+                )
         self._rendered_features = {
             column: features[column] for column in fields.rendered_in(columns)
         }

@@ -30,7 +30,7 @@ from lightppo.distributed.device import (
     report_memory,
 )
 from lightppo.distributed.distributed import DistributedStrategy
-from lightppo.distributed.fused_zero import fuse_gradient_calls, total_norm
+from lightppo.distributed.fused_zero import collects_nothing, fuse_gradient_calls, total_norm
 from lightppo.errors import ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.zero3 import (
@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 LOSS_SCALE_POWER, MOST_LOSS_SCALE = 16, 2.0**24  # of fp16: at the start 2^16
 LOSS_SCALE_STEPS = 1000  # without an overflow, then the loss scale doubles
-# small, because a bucket is a copy in main memory; GPUs keep DeepSpeed's own sizes
-CPU_BUCKET_ELEMENTS = 1_000_000
+# on a CPU, where a bucket is a copy in main memory, and where it is not used; else DeepSpeed's own sizes
+SMALL_BUCKET_ELEMENTS = 1_000_000
 
 
 # -- one optimizer step ------------------------------------------------------------------------------------------------
@@ -414,11 +414,17 @@ class DeepspeedStrategy(DistributedStrategy):
         zero_config |= {"stage": zero_stage, "overlap_comm": overlaps}
         if not on_cuda():
             zero_config |= {
-                "reduce_bucket_size": CPU_BUCKET_ELEMENTS,
-                "allgather_bucket_size": CPU_BUCKET_ELEMENTS,
+                "reduce_bucket_size": SMALL_BUCKET_ELEMENTS,
+                "allgather_bucket_size": SMALL_BUCKET_ELEMENTS,
             }
+        sums_in_fp32 = self.dtype.itemsize == 2 and self.grad_accum_dtype != "bf16"
+        if collects_nothing(zero_stage, self.world_size, sums_in_fp32, adam_offload):
+            zero_config["reduce_bucket_size"] = SMALL_BUCKET_ELEMENTS
         if adam_offload:
             zero_config["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
+        if zero_stage == 1 and self.bf16 and sums_in_fp32 and not adam_offload:
+            # the sum of all passes is averaged once; DeepSpeed would round it to bf16 for that
+            config["communication_data_type"] = "fp32"
         if self.zpg != 1 and zero_stage == 3:
             zero_config["zero_hpz_partition_size"] = self.zpg
             share_groups_of_hpz()
@@ -456,7 +462,7 @@ class DeepspeedStrategy(DistributedStrategy):
         if sharded and offload:
             zero_config["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
         if sharded and not on_cuda():
-            zero_config["stage3_prefetch_bucket_size"] = CPU_BUCKET_ELEMENTS
+            zero_config["stage3_prefetch_bucket_size"] = SMALL_BUCKET_ELEMENTS
         return {
             "train_micro_batch_size_per_gpu": self.micro_train_batch_size,
             "gradient_accumulation_steps": 1,

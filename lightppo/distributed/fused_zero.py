@@ -52,6 +52,11 @@ def fuse_gradient_calls(optimizer: Any) -> None:
             optimizer.reduce_independent_p_g_buckets_and_remove_grads = add_alone
 
 
+def collects_nothing(stage: int, world_size: int, sums_in_fp32: bool, offload: bool) -> bool:
+    """Tell whether an optimizer adds each gradient to its sum at once, and so has no use for DeepSpeed's bucket."""
+    return stage == 2 and world_size == 1 and sums_in_fp32 and not offload
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all, float64; on a CPU in pieces, which is faster than in float64."""
     whole = list(gradients)

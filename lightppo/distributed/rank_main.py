@@ -56,6 +56,7 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
         _tell_torchrun(str(error))
         raise SystemExit(error.exit_code) from error
     except Exception as error:
+        note_memory(error)
         _tell_torchrun(traceback.format_exc())
         owner = "your code failed: " if is_from_users_file(error) else ""
         reason = "" if owner else _newer_release(error)
@@ -64,6 +65,15 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
         text = error_text(error) if owner else " ".join(error_text(error).split())  # of one line
         tell(f"{name}: error: {owner}{text}{reason}; --debug shows all calls")
         raise SystemExit(1) from error
+
+
+def note_memory(error: Exception) -> None:
+    """Say at the end of a traceback what to set, if a GPU has no memory left."""
+    if (torch := sys.modules.get("torch")) and isinstance(error, torch.OutOfMemoryError):
+        error.add_note(
+            "Lower --max_tokens_per_micro_batch where training or scoring ran out of memory, "
+            "--micro_rollout_batch_size where generation did; lightppo memory says what else would help"
+        )
 
 
 def _newer_release(error: Exception) -> str:

@@ -686,9 +686,14 @@ class ChatFormat:
     @functools.cached_property
     def format(self) -> ToolFormat:
         """Return how calls are read."""
+        # transformers before 5.14 has none
+        has_template = getattr(self.tokenizer, "response_template", None)
+        if self.tool_format == TEMPLATE_FORMAT and not has_template:
+            raise ConfigError(
+                f"--tool_format {TEMPLATE_FORMAT}: the tokenizer has none: leave it out, or name another format"
+            )
         if self.tool_format != "auto":
             return find_format(self.tool_format)
-        has_template = getattr(self.tokenizer, "response_template", None)
         names = [name for name in TOOL_FORMATS if name != TEMPLATE_FORMAT or has_template]
         written_call = self._written_call
         tool_formats = map(TOOL_FORMATS.__getitem__, names)

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightppo.checkpoint.layout import mark_latest, parts_of, saved_tags, step_of, tag_of
+from lightppo.checkpoint.layout import mark_latest, parts_of, tag_of
 from lightppo.config import CheckpointConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.checkpoint_options import makes_model
 from lightppo.config.evaluation_options import EvaluationConfig
 from lightppo.errors import ConfigError
-from lightppo.experiments.members import Member, recorded_rows, write_options
-from lightppo.files import write_text
+from lightppo.experiments.members import (
+    Member,
+    check_unedited,
+    has_saved,
+    problems_of,
+    recorded_rows,
+    steps_with_checkpoints,
+    write_options,
+)
+from lightppo.files import check_writable, write_text
 from lightppo.logging.report_page import command_of, options_of, recorded_path, starts_of
+from lightppo.logging.run_paths import check_output
 from lightppo.storage import is_url
 
 PROGRAM = "lightppo what-if"
@@ -45,6 +53,8 @@ def words_of(changes: Sequence[str]) -> dict[str, list[str]]:
         name = name.removeprefix("--").replace("-", "_")
         if not equals or not name:
             raise ConfigError(f"--set {change}: write NAME=VALUE, as in --set gamma=0.99")
+        if name in flags:
+            raise ConfigError(f"--set {change}: {name} is given twice: leave one out")
         if value.lower() in ("true", "false"):
             flags[name] = [f"--{name}" if value.lower() == "true" else f"--no_{name}"]
         else:
@@ -61,21 +71,6 @@ def _split(value: str, change: str) -> list[str]:
         ) from error
 
 
-def contents_of(config: PPOConfig, names: Iterable[str]) -> dict[str, str]:
-    """Return a digest of the files that options name, as a reward function; none of one that names no file."""
-    contents = {}
-    for name in names:
-        value = config.flat()[name]
-        words = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
-        texts = [word for word in words if isinstance(word, str)]
-        paths = [Path(f"{text.rpartition('.py')[0]}.py" if ".py" in text else text).expanduser()
-                 for text in texts]  # fmt: skip
-        files = [path.read_bytes() for path in paths if path.is_file()]
-        if files:
-            contents[name] = hashlib.sha256(b"".join(files)).hexdigest()
-    return contents
-
-
 def branch_options(config: PPOConfig) -> dict[str, Any]:
     """Return what every branch has in place of the run's: no evaluation, log or checkpoint before its end."""
     sections = (CheckpointConfig, EvaluationConfig, LoggingConfig)
@@ -87,12 +82,6 @@ def branch_options(config: PPOConfig) -> dict[str, Any]:
     }
     options |= {"eval_data": None, "rollout_data_dir": None, "skip_rollout": None}
     return options | {"tape": "off", "tape_from": None, "num_examine": 0, "benchmark_steps": None}
-
-
-def steps_with_checkpoints(root: Path) -> list[int]:
-    """Return the steps of which a checkpoint has all parts, rising."""
-    tags = [set(saved_tags(root, part.name.removeprefix("_"))) for part in parts_of(root)]
-    return sorted(map(step_of, set.intersection(*tags))) if tags else []
 
 
 def link_checkpoint(root: Path, step: int, target: Path) -> None:
@@ -135,7 +124,6 @@ class Fork:
         self.step: int = request.step
         self.checkpoints = self._checkpoints()
         flags = words_of(request.set)
-        self.names = list(flags)
         run_flags = ["--config", str(self.run / "run_config.yaml")]
         self.config = parse_args(run_flags, program)
         words = [word for words in flags.values() for word in words]
@@ -144,11 +132,8 @@ class Fork:
         starts = starts_of(self.run)
         self.ranks: int = starts[-1]["ranks"] if starts else 1
         self._check_end(starts)
-        text = ",".join(
-            f"{name}={' '.join(words[1:]) or words[0]}" for name, words in flags.items()
-        )
         self.title = ", ".join(request.set)
-        folder = re.sub(r"[^\w=.,+-]+", "_", f"step{self.step}_{text}")[:120]
+        folder = re.sub(r"[^\w=.,+-]+", "_", f"step{self.step}_{','.join(request.set)}")[:120]
         out = request.out and request.out.expanduser()
         self.out: Path = out or self.run.with_name(f"{self.run.name}_what_if") / folder
 
@@ -225,25 +210,36 @@ class Fork:
         claim_folder("--out", str(self.out), "--out")
         question = {"run": str(self.run.resolve()), "step": self.step, "set": self.request.set}
         path = self.out / REQUEST
-        contents = contents_of(self.changed, self.names)
         if path.is_file():
             known = json.loads(path.read_text(encoding="utf-8"))
             if {key: known.get(key) for key in question} != question:
                 raise ConfigError(
                     f"--out {self.out}: holds another what-if ({path}): name another folder"
                 )
-            self._check_contents(known.get("contents", {}), contents)
-        write_text(path, json.dumps(question | {"contents": contents}, indent=1))
+        # those that stay, or go on: a resume allows every change of the changed options
+        begun = [
+            one for one in self._members() if self.has_steps(one.folder) or has_saved(one.folder)
+        ]
+        check_unedited(begun, "--out")
+        write_text(path, json.dumps(question, indent=1))
         link_checkpoint(self.checkpoints, self.step, self.out / "fork")
 
-    def _check_contents(self, known: Mapping[str, str], contents: Mapping[str, str]) -> None:
-        """Refuse a file that is not what branches were run with: a resume allows every change of these options."""
-        others = [name for name in contents if known.get(name, contents[name]) != contents[name]]
-        if others and any(map(recorded_rows, self.out.glob(f"{CHANGED}_seed*/"))):
-            raise ConfigError(
-                f"--set {others[0]}: its file has changed since branches in {self.out} were run: set it back, name "
-                "another folder by --out, or remove that one"
-            )
+    def check_files(self) -> None:
+        """Look at ``--out``, and at the files and folders that options of missing branches name, before one starts.
+
+        Raises:
+            ConfigError: a line names the branch and the problem.
+        """
+        check_output(self.out, {"RUN": str(self.run)}, "--out")
+        check_writable(self.out, "--out")
+        problems = []
+        for kind in dict.fromkeys(branch.kind for branch in self._not_done()):
+            config = self.changed if kind == CHANGED else self.config
+            own = branch_options(config) | {"save_path": str(self.out / kind)}
+            found = problems_of(config.with_options(**own), self.ranks)
+            problems += [f"{kind} branch: {line}" for line in found]
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     # -- branches ------------------------------------------------------------------------------------------------
 
@@ -279,12 +275,24 @@ class Fork:
     def missing(self) -> list[Member]:
         """Return the branches that still have to run, with the files of their options written."""
         members = []
-        for branch in (branch for pair in self.pairs() for branch in pair):
-            if not self.has_steps(branch.run):
-                member = Member(branch.run.name, branch.run, self.ranks)
-                write_options(member.config_file, self.options(branch))
-                members.append(member)
+        for branch in self._not_done():
+            member = Member(branch.run.name, branch.run, self.ranks)
+            write_options(member.config_file, self.options(branch))
+            members.append(member)
         return members
+
+    def _not_done(self) -> list[Branch]:
+        branches = [branch for pair in self.pairs() for branch in pair]
+        return [branch for branch in branches if not self.has_steps(branch.run)]
+
+    def done(self) -> list[Member]:
+        """Return the branches that are compared, without the run itself."""
+        return [member for member in self._members() if self.has_steps(member.folder)]
+
+    def _members(self) -> list[Member]:
+        """Return all branches but the run itself."""
+        branches = [branch.run for pair in self.pairs() for branch in pair]
+        return [Member(run.name, run, self.ranks) for run in branches if run != self.run]
 
     def options(self, branch: Branch) -> PPOConfig:
         """Return the options of a branch: it begins at the fork, or goes on with what it has saved itself."""
@@ -300,8 +308,9 @@ class Fork:
             "benchmark_steps": self.last_step,
             "resume_changes": sorted({*changes, "seed"} & may_change),
         }
-        if not steps_with_checkpoints(branch.run / "checkpoints_ppo"):
+        if not has_saved(branch.run):
             own["resume"] = str(self.out / "fork")
+            own["reshape_ckpt"] = "zero_stage" in changes
         return config.with_options(**own)
 
     def plan(self, members: Sequence[Member]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,8 +18,12 @@ from typing import Any
 
 import yaml
 
+from lightppo.checkpoint.layout import parts_of, saved_tags, step_of
+from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet, public_options
+from lightppo.episodes.tape_files import check_folder
 from lightppo.errors import ConfigError
+from lightppo.experiments.contents import mark_now, marks_of
 from lightppo.files import write_text
 from lightppo.logging.report_page import options_of, read_jsonl
 from lightppo.redaction import plain
@@ -44,6 +49,10 @@ class Member:
     def log(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.log")
 
+    @property
+    def contents(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.contents.json")
+
     def command(self) -> list[str]:
         """Return the words that start it: those of ``lightppo ppo``, under torchrun where it has several ranks."""
         train = ["lightppo", "ppo", "--config", str(self.config_file)]
@@ -66,6 +75,17 @@ def recorded_rows(run: Path) -> dict[int, dict[str, Any]]:
     for row in read_jsonl(metrics_path):
         rows.setdefault(row["step"], {}).update(row)
     return rows
+
+
+def steps_with_checkpoints(root: Path) -> list[int]:
+    """Return the steps of which a checkpoint has all parts, rising."""
+    tags = [set(saved_tags(root, part.name.removeprefix("_"))) for part in parts_of(root)]
+    return sorted(map(step_of, set.intersection(*tags))) if tags else []
+
+
+def has_saved(run: Path) -> bool:
+    """Tell whether a run has a checkpoint of its own to go on from."""
+    return bool(steps_with_checkpoints(run / "checkpoints_ppo"))
 
 
 def plain_options(config: OptionSet) -> dict[str, Any]:
@@ -108,6 +128,75 @@ def write_options(path: Path, config: OptionSet) -> None:
     write_text(path, options_text(config))
 
 
+# -- files that options name -----------------------------------------------------------------------------------------
+
+
+def problems_of(config: PPOConfig, ranks: int) -> list[str]:
+    """Return what each run with these options would end with at its start, as a file that is not there."""
+    from lightppo.preflight.before_imports import preflight  # it loads numpy
+
+    try:
+        check_folder(config, ranks)
+        # a run looks at its own checkpoints itself
+        preflight(config.with_options(resume="never").resolved())
+    except ConfigError as error:
+        return str(error).split("\n")
+    return []
+
+
+def record_contents(member: Member) -> None:
+    """Keep what is in the files that the options of a member name, which begins."""
+    options = yaml.safe_load(member.config_file.read_text(encoding="utf-8"))
+    write_text(member.contents, json.dumps(marks_of(options), indent=1))
+
+
+def recorded_contents(member: Member) -> dict[str, str]:
+    """Return what was in the files when it began; nothing for one that an older version started."""
+    return json.loads(member.contents.read_text()) if member.contents.is_file() else {}
+
+
+def check_unedited(members: Sequence[Member], place: str) -> None:
+    """Refuse to run more members after an edit: they would be compared with these, which ran before.
+
+    Args:
+        place: option that chooses another folder.
+
+    Raises:
+        ConfigError: it names the first member and its file.
+    """
+    known: dict[str, str | None] = {}
+    for member in members:
+        for name, mark in recorded_contents(member).items():
+            if name not in known:
+                known[name] = mark_now(name)
+            if known[name] != mark:
+                what = "is gone" if known[name] is None else "was edited"
+                raise ConfigError(
+                    f"{member.name}: {name} {what} since this run began: set it back, name another {place}, or remove "
+                    f"{member.folder} and what else ran with it"
+                )
+
+
+def check_alike(members: Sequence[Member]) -> None:
+    """Refuse to compare members if a file was edited while they ran.
+
+    Raises:
+        ConfigError: it names the file, and a member before and after that.
+    """
+    known: dict[str, tuple[str, Member]] = {}
+    for member in members:
+        for name, mark in recorded_contents(member).items():
+            expected, other = known.setdefault(name, (mark, member))
+            if mark != expected:
+                raise ConfigError(
+                    f"{name} was edited between {other.name} and {member.name}: remove {member.folder} or "
+                    f"{other.folder}, and what else ran with that content, and repeat the command"
+                )
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
 def devices_of(slot: int, ranks: int, devices: Sequence[str]) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of the member in this slot; None where there are no GPUs to share out."""
     if not devices:
@@ -138,26 +227,31 @@ def places(jobs: int | None, ranks: int) -> int:
     return jobs or (len(devices) // ranks if devices else 2)
 
 
-def run_members(members: Sequence[Member], at_once: int) -> dict[str, int]:
+def run_members(members: Sequence[Member], at_once: int, folder: Path) -> dict[str, int]:
     """Run all, so many at once; return the exit codes by name. A failed one is said, and ends no other.
 
-    If this process is stopped, so are they, as by SIGTERM: each saves a checkpoint and goes on from it the next time.
+    If this process is stopped, so are they, as by SIGTERM: each saves a checkpoint and goes on from it the next time. If
+    it is killed, they go on, and hold the lock of the experiment's ``folder`` until the last one has ended.
     """
     waiting = deque(members)
     running: dict[int, tuple[Member, subprocess.Popen]] = {}
     codes: dict[str, int] = {}
     devices = visible_devices()
+    from lightppo.logging.run_folder import name_holders  # it loads transformers
+
     with _ended_by_signals():
         try:
             while waiting or running:
                 for slot in range(at_once):
                     if waiting and slot not in running:
                         member = waiting.popleft()
-                        running[slot] = (member, _started(member, slot, devices))
+                        running[slot] = (member, _started(member, slot, devices, folder))
+                        name_holders(folder, [each.pid for _, each in running.values()])
                 time.sleep(_LOOK_EVERY)
                 for slot, (member, process) in list(running.items()):
                     if process.poll() is not None:
                         del running[slot]
+                        name_holders(folder, [each.pid for _, each in running.values()])
                         codes[member.name] = process.returncode
                         _tell(member, process.returncode, len(codes), len(members))
         finally:
@@ -195,10 +289,14 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _started(member: Member, slot: int, devices: Sequence[str]) -> subprocess.Popen:
+def _started(member: Member, slot: int, devices: Sequence[str], folder: Path) -> subprocess.Popen:
+    from lightppo.logging.run_folder import lock_of
+
     environment = dict(os.environ)
     if (own_devices := devices_of(slot, member.ranks, devices)) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = own_devices
+    record_contents(member)
+    lock = lock_of(folder)
     with member.log.open("a") as log:
         return subprocess.Popen(
             member.command(),
@@ -206,6 +304,7 @@ def _started(member: Member, slot: int, devices: Sequence[str]) -> subprocess.Po
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
+            pass_fds=[] if lock is None else [lock.fileno()],
             start_new_session=True,  # Ctrl-C reaches it through this process alone
         )
 

@@ -20,9 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
-from lightppo.errors import ReportError
-from lightppo.experiments.members import Member, check_place, check_scipy, places, run_members
-from lightppo.experiments.sweep_file import Sweep, read_sweep
+from lightppo.errors import ConfigError, ReportError
+from lightppo.experiments.members import (
+    Member,
+    check_alike,
+    check_place,
+    check_scipy,
+    check_unedited,
+    places,
+    record_contents,
+    run_members,
+)
+from lightppo.experiments.sweep_file import Sweep, check_files, read_sweep
 from lightppo.files import write_text
 
 _SLURM = """\
@@ -67,7 +76,11 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
             from lightppo.logging.run_folder import claim_folder
 
             claim_folder("save_path", str(sweep.save_path), "save_path")
-        members = [] if request.report else sweep.missing()
+        members = []
+        if not request.report:
+            check_unedited(sweep.kept(), "save_path")
+            check_files(sweep, request.file)
+            members = sweep.missing()
         total = len(sweep.settings) * len(sweep.seeds)
         if request.slurm is not None:
             return write_slurm(sweep, members, request)
@@ -77,10 +90,11 @@ def main(arguments: Sequence[str], program: str = "lightppo sweep") -> None:
         print(
             f"{total} runs, {total - len(members)} of them done; into {sweep.save_path}", flush=True
         )
-    codes = run_members(members, at_once) if members else {}
+    codes = run_members(members, at_once, sweep.save_path) if members else {}
     from lightppo.experiments.sweep_page import report  # it loads scipy
 
-    with exit_on_mistakes(program, ReportError, code=1):
+    with exit_on_mistakes(program, (ConfigError, ReportError), code=1):
+        check_alike(sweep.all_done())
         report(sweep, request.picture)
     if any(codes.values()):
         raise SystemExit(1)
@@ -101,6 +115,8 @@ def write_slurm(sweep: Sweep, members: Sequence[Member], request: argparse.Names
         commands=commands,
         folder=shlex.quote(str(Path.cwd())),
     )
+    for member in members:  # before its task begins
+        record_contents(member)
     write_text(request.slurm, text)
     print(f"{request.slurm}: {len(members)} runs: sbatch {request.slurm}")
     print(f"afterwards: lightppo sweep {request.file} --report")

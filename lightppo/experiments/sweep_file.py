@@ -13,7 +13,14 @@ import yaml
 from lightppo.config import PPOConfig
 from lightppo.config.cli import UniqueKeyLoader, with_file
 from lightppo.errors import ConfigError
-from lightppo.experiments.members import Member, had_options, recorded_rows, write_options
+from lightppo.experiments.members import (
+    Member,
+    had_options,
+    has_saved,
+    problems_of,
+    recorded_rows,
+    write_options,
+)
 from lightppo.files import facts_of
 from lightppo.storage import is_url
 from lightppo.suggestions import nearest
@@ -59,13 +66,22 @@ class Sweep:
 
         So many runs of each setting are there whenever the sweep is stopped.
         """
+        from lightppo.logging.run_folder import set_aside  # it loads transformers
+
         members = []
-        for (number, seed), setting in itertools.product(enumerate(self.seeds), self.settings):
-            if not self.is_done(setting, seed):
-                member = self.members(setting)[number]
-                write_options(member.config_file, self.options(setting, seed))
-                members.append(member)
+        for setting, seed in self.not_done():
+            member = self.members(setting)[self.seeds.index(seed)]
+            config = self.options(setting, seed)
+            if not had_options(member.folder, config):  # its checkpoints are of another run
+                set_aside(member.folder / "checkpoints_ppo")
+            write_options(member.config_file, config)
+            members.append(member)
         return members
+
+    def not_done(self) -> list[tuple[str, int]]:
+        """Return setting and seed of each run that has not ended."""
+        pairs = itertools.product(self.seeds, self.settings)
+        return [(setting, seed) for seed, setting in pairs if not self.is_done(setting, seed)]
 
     def is_done(self, setting: str, seed: int) -> bool:
         """Tell whether a run has ended, with the options that the file has now."""
@@ -77,6 +93,20 @@ class Sweep:
         """Return the runs of a setting that are done."""
         pairs = zip(self.members(setting), self.seeds)
         return [member for member, seed in pairs if self.is_done(setting, seed)]
+
+    def kept(self) -> list[Member]:
+        """Return the runs that are done, or go on with what they have saved."""
+        return [
+            member
+            for setting in self.settings
+            for member, seed in zip(self.members(setting), self.seeds)
+            if had_options(member.folder, self.options(setting, seed))
+            and (is_complete(member.folder) or has_saved(member.folder))
+        ]
+
+    def all_done(self) -> list[Member]:
+        """Return all runs that are done."""
+        return [member for setting in self.settings for member in self.done(setting)]
 
 
 def is_complete(run: Path) -> bool:
@@ -145,6 +175,24 @@ def _checked(values: Mapping[str, Any], path: Path) -> Sweep:
             raise ConfigError(f"settings: {name!r} cannot be the name of a folder")
     folder = Path(values["save_path"]).expanduser()  # as lightppo ppo does
     return Sweep(configs, seeds, folder, values.get("score"), ranks)
+
+
+def check_files(sweep: Sweep, path: Path) -> None:
+    """Look at the files and folders that the options of runs name, before the first one starts.
+
+    Raises:
+        ConfigError: a line names the file of the sweep, the settings and the problem.
+    """
+    problems: dict[str, list[str]] = {}  # → the settings that have it
+    for setting in dict.fromkeys(setting for setting, _ in sweep.not_done()):
+        for problem in problems_of(sweep.options(setting, sweep.seeds[0]), sweep.ranks):
+            problems.setdefault(problem, []).append(setting)
+    if problems:
+        lines = (
+            f"{path}: settings: {', '.join(having)}: {problem}"
+            for problem, having in problems.items()
+        )
+        raise ConfigError("\n".join(lines))
 
 
 def _with(config: PPOConfig, options: Any, key: str) -> PPOConfig:

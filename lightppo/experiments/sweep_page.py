@@ -19,6 +19,7 @@ from lightppo.experiments.intervals import (
 from lightppo.experiments.members import Member
 from lightppo.experiments.page import bounds, save_figure, table, write_page
 from lightppo.experiments.sweep_file import Sweep, curve_of, is_complete, score_name, scores_of
+from lightppo.suggestions import nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,8 +62,13 @@ def report(sweep: Sweep, picture: Path | None = None) -> None:
     metric = score_name(sweep)
     scores = scores_of(sweep, metric)
     if not any(scores.values()):
+        if done := sweep.all_done():
+            names = sorted(set().union(*done[0].rows().values()))
+            raise ReportError(
+                f"score: no run has the metric {metric}{nearest(metric, names)}: name one of {done[0].folder}/metrics.jsonl"
+            )
         raise ReportError(
-            f"{sweep.save_path}: no run has ended with the metric {metric}: see the logs there"
+            f"{sweep.save_path}: no run of these options has ended: see the logs there"
         )
     first = next(iter(scores))
     header = ("", "runs", "IQM", "95% interval", f"P(better than {first})", "95% interval")

@@ -19,7 +19,7 @@ from pathlib import Path
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, ReportError
 from lightppo.experiments.fork import MEASURES, PROGRAM, Fork
-from lightppo.experiments.members import check_place, check_scipy, places, run_members
+from lightppo.experiments.members import check_alike, check_place, check_scipy, places, run_members
 from lightppo.logging.report_page import named_run
 
 _CHANGES = "NAME=VALUE"
@@ -79,14 +79,16 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> None:
         check_scipy()
         check_place("--picture", request.picture)
         fork = Fork(request, program)
+        fork.check_files()
         fork.claim()
         at_once = places(request.jobs, fork.ranks)
         members = fork.missing()
         print(fork.plan(members), flush=True)
-    codes = run_members(members, at_once) if members else {}
+    codes = run_members(members, at_once, fork.out) if members else {}
     from lightppo.experiments.pair_page import report  # it loads scipy
 
-    with exit_on_mistakes(program, ReportError, code=1):
+    with exit_on_mistakes(program, (ConfigError, ReportError), code=1):
+        check_alike(fork.done())
         report(fork)
     if any(codes.values()) or fork.missing():
         raise SystemExit(1)

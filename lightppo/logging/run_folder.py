@@ -28,7 +28,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig, OptionSet, public_options
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
-from lightppo.files import Digest, change, digest, write_text
+from lightppo.files import Digest, blocks_of, change, digest, write_text
 from lightppo.logging.run_paths import (
     METADATA,
     RECORDS,
@@ -207,10 +207,27 @@ def _lock(file: IO[str], folder_name: str, other: str) -> None:
             error.strerror,
         )
         return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
     held_locks[lock_path] = file
+    _name_holder(file, "")
+
+
+def _name_holder(file: IO[str], others: str) -> None:
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}{others}")
+    file.flush()
+
+
+def lock_of(folder: str | os.PathLike[str]) -> IO[str] | None:
+    """Return the lock file of a folder, which a process that inherits it holds, too; None where this process has none."""
+    return held_locks.get((local_folder(folder) / _LOCK).resolve())
+
+
+def name_holders(folder: str | os.PathLike[str], processes: Iterable[int]) -> None:
+    """Name in the lock of a folder the processes that have inherited it: they go on if this one is killed."""
+    if (file := lock_of(folder)) is not None:
+        numbers = ", ".join(map(str, processes))
+        text = f" or a run that it started (process {numbers}; SIGTERM stops it)" if numbers else ""
+        _name_holder(file, text)
 
 
 def locks_of(folders: Iterable[str]) -> dict[Path, str]:
@@ -478,7 +495,7 @@ def _digest(content: bytes) -> str:
 _MARKED = ("config.json", "tokenizer*.json", "*.safetensors", "pytorch_model*.bin")
 
 
-def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
+def checkpoint_mark(path: str) -> str:
     """Return a mark of a checkpoint's content: config and tokenizer whole, of each weight file its length and some blocks.
 
     Cheap for any size, and the same wherever and whenever the files were copied.
@@ -495,10 +512,8 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
         if model_file.suffix == ".json":
             digest.update(model_file.read_bytes())
             continue
-        with model_file.open("rb") as stream:
-            for block_number in range(blocks):
-                stream.seek(max(0, length - size) * block_number // (blocks - 1))
-                digest.update(stream.read(size))
+        for block in blocks_of(model_file):
+            digest.update(block)
     return digest.hexdigest()[:16]
 
 

@@ -106,7 +106,7 @@ def check_places(config: OptionSet) -> None:
     # --resume may name the run's own checkpoints, which it goes on with and replaces.
     checkpoints = _place_of(values["ckpt_path"])
     read_places = []
-    for written_flag, path_text in _read_paths(values):
+    for written_flag, path_text in read_paths(values):
         read_place = _place_of(path_text)
         is_own = (
             written_flag == "--resume"
@@ -128,12 +128,14 @@ def check_places(config: OptionSet) -> None:
         raise ConfigError("\n".join(problems.values()))
 
 
-def check_output(output: str | os.PathLike[str], read_paths: Mapping[str, str | None]) -> None:
+def check_output(
+    output: str | os.PathLike[str], read_paths: Mapping[str, str | None], flag: str = "OUT"
+) -> None:
     """Refuse the output of a command in a folder that it reads; ``read_paths``: by what the command calls it."""
     for input_name, path_text in read_paths.items():
         place = None if path_text is None else _place_of(path_text)
         if place is not None and (
-            problem := overlap("OUT", os.fspath(output), (), input_name, place)
+            problem := overlap(flag, os.fspath(output), (), input_name, place)
         ):
             raise ConfigError(problem)
 
@@ -164,7 +166,7 @@ def _place_of(text: str) -> Place | None:
         return None
 
 
-def _read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def read_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield flag and path of each file and folder that a run reads."""
     for flag in READ:
         paths = values.get(flag) or ()

@@ -61,6 +61,7 @@ from lightppo.preflight.advice import check_positions, check_total_steps
 from lightppo.rewards.function import NO_LABELS, check_reward_files
 from lightppo.rollout.vllm.versions import check_release
 from lightppo.table import load
+from lightppo.user_code import split_python_spec
 from lightppo.version import too_old
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ def preflight(config: PPOConfig) -> None:
         ),
         partial(check_places, config),
         partial(_check_worlds, config),
+        partial(_check_callbacks, config),
         partial(_check_lengths, config),
         partial(_check_resume, config.checkpoint.resume),
         partial(_check_shape, config),
@@ -196,6 +198,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
             folders,
         ),
         partial(check_places, config.resolved()),
+        partial(_check_callbacks, config),
         partial(_check_resume, config.checkpoint.resume),
         partial(_check_shape, config.resolved()),
         partial(_check_splits, config, SPLITS_OF_ROWS),
@@ -345,6 +348,12 @@ def _check_worlds(config: PPOConfig) -> None:
         for source_file in filter(None, map(file_of_world, options.get(option_name, ()))):
             if not Path(source_file).expanduser().is_file():
                 raise ConfigError(f"--{option_name}: no file {source_file}")
+
+
+def _check_callbacks(config: OptionSet) -> None:
+    """Refuse files of callbacks that are not there; they run when the trainer is built."""
+    for spec in config.flat()["callback"]:
+        split_python_spec(spec, "callback", option=f"--callback {spec}")
 
 
 def _check_steps(config: PPOConfig) -> None:

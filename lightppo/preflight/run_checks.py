@@ -24,8 +24,9 @@ from lightppo.distributed.deepspeed import DeepspeedStrategy
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.files import local_folder, shown_size
 from lightppo.preflight.before_imports import NOTHING_KEPT, dry_run_config, looked_at, preflight
-from lightppo.preflight.budget import Machine, check_memory, host_bytes, library_bytes
+from lightppo.preflight.budget import Machine, host_bytes, library_bytes
 from lightppo.preflight.dry_run_report import after_step, fewer_rows, logged_rows, rehearse
+from lightppo.preflight.fitting import check_memory, passes_note, with_fitting_passes
 from lightppo.preflight.probes import check_decoding, check_padding, check_training, once_per_model
 from lightppo.ranks import ranks_on_node
 from lightppo.redaction import shown_value
@@ -46,8 +47,9 @@ def check_files(building: Building) -> None:
     building.strategy.on_rank_0(lambda: preflight(building.config), "look at files and folders")
 
 
-def tell_memory(building: Building) -> None:
-    """Print what memory a run needs that has a GPU, or is only tried; refuse one that certainly does not fit. Collective.
+def fit_memory(building: Building) -> None:
+    """Choose the tokens of a pass by the memory of GPUs, print what memory the run needs, and refuse one that certainly
+    does not fit: of a run that has a GPU, or is only tried. Collective.
 
     A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
     """
@@ -59,8 +61,8 @@ def tell_memory(building: Building) -> None:
     ranks_of_node = ranks_on_node(strategy.world_size)
     limits = {"host_bytes": host_bytes()}
     if on_gpu:
-        properties = torch.cuda.get_device_properties(strategy.device)
-        limits = {"device_bytes": properties.total_memory}
+        total_bytes = torch.cuda.get_device_properties(strategy.device).total_memory
+        limits = {"device_bytes": strategy.all_reduce(total_bytes, "min")}
     machine = Machine(
         strategy.world_size,
         on_gpu,
@@ -69,17 +71,21 @@ def tell_memory(building: Building) -> None:
         **limits,
     )
 
-    def report() -> str:
+    def fit() -> tuple[PPOConfig, list[str]]:
         try:
-            return "\n".join(check_memory(config, machine))
+            fitting = with_fitting_passes(building.options, machine)
+            return fitting, [
+                *check_memory(fitting, machine),
+                *passes_note(building.options, fitting),
+            ]
         except ConfigError:
             raise
         except Exception as error:  # of the model's own code, on a device that holds no data
-            return (
-                f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            return config, [f"note: the memory of this run cannot be computed: {reason}"]
 
-    strategy.print(strategy.on_rank_0(report, "compute the memory of this run"))
+    building.config, lines = strategy.on_rank_0(fit, "compute the memory of this run")
+    building.tell(lines)
 
 
 def temporary_folder(strategy: DeepspeedStrategy) -> str:

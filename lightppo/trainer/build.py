@@ -46,7 +46,7 @@ from lightppo.plugin import (
     ENGINES,
     LOSS_TERMS,
 )
-from lightppo.preflight.budget import rows_that_fit
+from lightppo.preflight.fitting import rows_that_fit
 from lightppo.ranks import Ranks
 from lightppo.rewards.registry import asks_outside, source_of
 from lightppo.rewards.reward_source import (

@@ -32,8 +32,8 @@ from lightppo.preflight.run_checks import (
     check_files,
     check_padded_batches,
     check_places,
+    fit_memory,
     look_at_rows,
-    tell_memory,
 )
 from lightppo.rewards.registry import check_routes
 from lightppo.rewards.reward_model import check_reward_tokenizers
@@ -79,7 +79,7 @@ def check_folders(run: Building) -> None:
     """Check servers and memory, make a small run of a dry run, and take the run's folders."""
     if isinstance(run.config, PPOConfig) and needs_teacher(run.config):
         check_teacher(run)
-    tell_memory(run)
+    fit_memory(run)
     become_dry_run(run)
     claim_folders(run)
     checks_of_packages(run, "folders")

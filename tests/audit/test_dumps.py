@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,23 @@ def test_another_formula_departs_and_the_right_one_is_proposed(
     assert hint in found[quantity]["hints"]
 
 
+@pytest.mark.parametrize("name", ["verl_grpo.pt", "trl_group.parquet"])
+def test_a_size_of_groups_that_would_do_nothing_is_refused(name, audit):
+    code, out = audit(RIGHT / name, f"{RIGHT_DUMPS[name]} --n_samples_per_prompt 3")
+    assert code == 2
+    assert "--n_samples_per_prompt 3: " in out
+    assert out.endswith(f"{name} says which samples share a prompt: leave it out\n")
+    assert len(out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"), [("openrlhf_gae.pt", False), ("openrlhf_group_norm.pt", True)]
+)
+def test_the_formula_has_the_size_of_groups_where_the_estimator_reads_it(name, is_read, audit):
+    _, out = audit(RIGHT / name, RIGHT_DUMPS[name])
+    assert ("--n_samples_per_prompt 4" in " ".join(out.split())) == is_read
+
+
 def test_prime_rl_needs_scores(audit):
     _, out = audit(RIGHT / "prime_rl.jsonl")
     assert "not judged: advantages: needs scores\n" in out
@@ -96,7 +114,7 @@ def test_trl_leaves_out_what_no_function_scored(tmp_path, audit):
     pq.write_table(pa.table(columns), tmp_path / "c.parquet")
     assert audit(tmp_path / "c.parquet")[0] == 0
     message = one_line(audit(tmp_path / "c.parquet", "--reward_columns third"))
-    assert "--reward_columns third: the columns of numbers are first, second" in message
+    assert "c.parquet: --reward_columns third: the columns of numbers are first, second" in message
     assert "--reward_columns 'first=x'" in one_line(
         audit(tmp_path / "c.parquet", "--reward_columns first=x")
     )
@@ -180,6 +198,16 @@ def test_another_form_than_the_file_has(audit):
     assert "is no dump of slime (KeyError: 'samples')" in message
 
 
+def test_a_dump_of_no_samples(tmp_path, audit):
+    """All of nothing would agree."""
+    torch.save({"response_mask": torch.ones(0, 3)}, tmp_path / "x.pt")
+    assert "x.pt has no samples: dump a step with samples" in one_line(audit(tmp_path / "x.pt"))
+    torch.save({}, tmp_path / "x.pt")
+    assert "(it holds dict)" in one_line(audit(tmp_path / "x.pt"))
+    message = one_line(audit(write_jsonl(tmp_path / "x.jsonl", [{"a": 1}]), "--form prime-rl"))
+    assert "KeyError: 'inference_logprobs'" in message
+
+
 def test_a_file_that_would_run_code(tmp_path, audit):
     class Evil:
         def __reduce__(self):
@@ -188,7 +216,8 @@ def test_a_file_that_would_run_code(tmp_path, audit):
     torch.save({"response_mask": Evil()}, tmp_path / "batch.pt")
     assert "could run code" in one_line(audit(tmp_path / "batch.pt"))
     (tmp_path / "proto.pkl").write_bytes(pickle.dumps(Evil()))
-    one_line(audit(tmp_path / "proto.pkl"))
+    with warnings.catch_warnings(action="error"):
+        one_line(audit(tmp_path / "proto.pkl"))
     assert not (tmp_path / "touched").exists()
 
 

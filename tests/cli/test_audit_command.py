@@ -134,6 +134,16 @@ def test_scores_of_a_run(recorded, audit):
     assert "lightppo, 8 samples, 4 prompts of 2 samples" in out
 
 
+def test_the_formula_of_a_run_is_written_as_flags(recorded, copied, audit):
+    run = copied("one")
+    options = yaml.safe_load((run / "run_config.resolved.yaml").read_text())
+    changed = options | {"reward_clip_range": [-3.0, 5.0]}
+    (run / "run_config.resolved.yaml").write_text(yaml.safe_dump(changed))
+    _, out = audit(run / "rollouts" / "step1.jsonl.gz")
+    assert " --reward_clip_range -3 5 " in " ".join(out.split())
+    assert "n_samples_per_prompt" not in out  # its samples name their prompts
+
+
 def test_some_samples_of_a_step(tmp_path, recorded, audit):
     """Outside the run's folder nothing says that these are all samples; the mean over some of them is another."""
     path = shutil.copy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 
 import pytest
 from datasets import Dataset
@@ -221,6 +222,14 @@ def test_a_missing_label_names_the_row(tokenizer, write_jsonl) -> None:
         PromptDataset(blending_datasets(path), tokenizer, label_key="gold")
     # not asked for
     assert [p.label for p in PromptDataset(blending_datasets(path), tokenizer)] == [None, None]
+
+
+def test_labels_that_are_dates_are_said(tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the hub's JSON files, datasets makes dates of texts like 2024-01-05."""
+    rows = {"input": ["when?"], "label": [datetime(2024, 1, 5)], "other": [datetime(2024, 1, 5)]}
+    dataset = PromptDataset(Dataset.from_dict(rows), tokenizer, label_key="label")
+    assert dataset[0].label == datetime(2024, 1, 5)
+    assert [r.args for r in caplog.records if "holds dates" in r.message] == [("label",)]
 
 
 def test_batches_of_prompts_through_the_sampler(tokenizer) -> None:

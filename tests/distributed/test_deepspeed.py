@@ -71,6 +71,26 @@ def test_small_buckets_are_for_cpus_alone(gpu):
         assert sizes & config["zero_optimization"].keys() == (set() if gpu else small)
 
 
+@pytest.mark.parametrize(
+    ("options", "collects"),
+    [
+        ({"bf16": True}, False),
+        ({"fp16": True}, False),
+        ({}, True),  # no other type than its sum has
+        ({"bf16": True, "grad_accum_dtype": "bf16"}, True),
+        ({"bf16": True, "adam_offload": True}, True),
+        ({"bf16": True, "zero_stage": 1}, True),
+    ],
+)
+def test_one_rank_needs_no_bucket_for_gradients_that_are_added_at_once(
+    monkeypatch, options, collects
+):
+    """It would take 1 GB of the GPU."""
+    monkeypatch.setattr("lightppo.distributed.deepspeed.on_cuda", lambda: True)
+    zero = train_config(**{"zero_stage": 2} | options)["zero_optimization"]
+    assert ("reduce_bucket_size" not in zero) is collects
+
+
 def test_offload_pins_memory_only_where_there_is_a_gpu(gpu):
     config = train_config(adam_offload=True, param_offload=True)
     zero = config["zero_optimization"]
@@ -126,6 +146,7 @@ def test_two_ranks(run_checks):
         "check_collectives",
         "check_zero_equals_plain_torch",
         "check_fused_calls_change_no_weight",
+        "check_sums_are_averaged_in_fp32",
         "check_bf16_stays_near_fp32",
         "check_fp16_finds_its_loss_scale",
         "check_fp16_loss_scale_moves",

@@ -548,6 +548,10 @@ def test_tokenizers_that_know_no_templates_are_refused(monkeypatch, error):
 def test_a_format_that_does_not_read_the_template_is_refused():
     with pytest.raises(ConfigError, match="--tool_format qwen_xml: it does not read"):
         chat_of(CHATML, tool_format="qwen_xml").check()
+    with pytest.raises(
+        ConfigError, match="--tool_format response_template: the tokenizer has none"
+    ):
+        chat_of(CHATML, tool_format="response_template").check()
     chat_of(XML, tool_format="qwen_xml").check()
 
 

@@ -99,6 +99,14 @@ def server_of(environments: Environments) -> int:
     return environments._workers._servers[0]._process.pid
 
 
+def wait_for_workers(environments: Environments, count: int) -> None:
+    """The server tells of a process when it comes to it."""
+    deadline = time.monotonic() + 60
+    while len(environments._workers.process_ids) != count:
+        assert time.monotonic() < deadline, environments._workers.process_ids
+        time.sleep(0.01)
+
+
 def test_a_worker_is_used_again_and_stays_light(environments):
     async def run():
         pids = set()
@@ -116,12 +124,8 @@ def test_a_worker_is_used_again_and_stays_light(environments):
     assert len(pids) == 1
     assert made == "3"  # the constructor runs for every episode
     assert found == ["[]", '["", "1", true]', ""]
-    deadline = time.monotonic() + 60
-    while environments._workers.process_ids != list(
-        pids
-    ):  # the server tells it when it comes to it
-        assert time.monotonic() < deadline, f"{environments._workers.process_ids}, not {pids}"
-        time.sleep(0.01)
+    wait_for_workers(environments, 1)
+    assert environments._workers.process_ids == list(pids)
 
 
 def test_a_killed_worker_harms_no_other(environments):
@@ -143,7 +147,7 @@ def test_a_killed_worker_harms_no_other(environments):
 
     error = asyncio.run(run())
     assert (error.kind, error.place) == ("lost", "tool")
-    assert len(environments._workers.process_ids) == 2
+    wait_for_workers(environments, 2)
 
 
 def test_waiting_for_a_place_does_not_count_for_the_time_out(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from support.fixtures.small_runs import assets, make_config, world
@@ -10,7 +11,7 @@ from support.runs import fitted
 
 from lightppo.config import parse_args
 from lightppo.experiments import sweep, what_if
-from lightppo.experiments.members import Member
+from lightppo.experiments.members import Member, record_contents
 from lightppo.logging.run_folder import release
 
 __all__ = ["assets", "make_config", "world"]
@@ -21,9 +22,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The runs that were started, in this process instead of ones of their own."""
     names: list[str] = []
 
-    def run_here(members: Sequence[Member], at_once: int) -> dict[str, int]:
+    def run_here(members: Sequence[Member], *_: Any) -> dict[str, int]:
         for member in members:
             names.append(member.name)
+            record_contents(member)
             config = parse_args(["--config", str(member.config_file)])
             fitted(config)
             release([config.checkpoint.save_path, f"{config.checkpoint.save_path}/checkpoints_ppo"])

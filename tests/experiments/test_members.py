@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from lightppo.experiments.members import (
     run_members,
     write_options,
 )
+from lightppo.logging.run_folder import claim_folder, release
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Script(Member):
     """A member that runs some Python."""
 
     code: str = ""
+
+    def __post_init__(self) -> None:
+        write_options(self.config_file, PPOConfig())
 
     def command(self) -> list[str]:
         return [sys.executable, "-c", self.code]
@@ -49,7 +54,7 @@ def test_a_failed_member_is_said_and_the_others_go_on(tmp_path, capsys):
         "third": "raise SystemExit(0)",
     }
     scripts = [Script(name, tmp_path / name, code=code) for name, code in codes.items()]
-    assert run_members(scripts, at_once=2) == {"first": 2, "second": 0, "third": 0}
+    assert run_members(scripts, 2, tmp_path) == {"first": 2, "second": 0, "third": 0}
     assert (tmp_path / "made").exists()
     out = capsys.readouterr().out
     assert "first: FAILED with exit code 2: lightppo ppo: error: --gamma is wrong" in out
@@ -62,7 +67,7 @@ def test_no_more_run_at_once_than_asked_for(tmp_path):
     busy = str(tmp_path / "busy")
     code = f"import os, time; os.mkdir({busy!r}); time.sleep(0.05); os.rmdir({busy!r})"
     scripts = [Script(str(number), tmp_path / str(number), code=code) for number in range(3)]
-    assert set(run_members(scripts, at_once=1).values()) == {0}
+    assert set(run_members(scripts, 1, tmp_path).values()) == {0}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -76,7 +81,7 @@ from pathlib import Path
 from experiments.test_members import Script, run_members
 wait = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(print('saved'))); "
 wait += "print('up', flush=True); time.sleep(60)"
-run_members([Script("one", Path({str(tmp_path / "one")!r}), code=wait)], 1)
+run_members([Script("one", Path({str(tmp_path / "one")!r}), code=wait)], 1, Path({str(tmp_path)!r}))
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, **pipes)
@@ -91,6 +96,44 @@ run_members([Script("one", Path({str(tmp_path / "one")!r}), code=wait)], 1)
     assert out == "stopping 1 runs, which may save a checkpoint; the same command continues\n"
     assert "Traceback" not in err
     assert log.read_text().split() == ["up", "saved"]
+
+
+def test_members_of_a_killed_command_keep_others_out(tmp_path):
+    """They go on in their own sessions; a repeat must not run a second process in their folders."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(REPO / "tests")!r})
+from pathlib import Path
+from experiments.test_members import Script, claim_folder, run_members
+folder = Path({str(tmp_path)!r})
+claim_folder("save_path", str(folder), "save_path")
+wait = "print('up', flush=True); import time; time.sleep(60)"
+run_members([Script("one", folder / "one", code=wait)], 1, folder)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
+    log = tmp_path / "one.log"
+    end = time.monotonic() + 60
+    while not (log.is_file() and "up" in log.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    holder = (tmp_path / ".lock").read_text()
+    member = int(re.search(r"a run that it started \(process (\d+)", holder)[1])
+    try:
+        process.kill()
+        process.wait()
+        with pytest.raises(ConfigError) as refused:
+            claim_folder("save_path", str(tmp_path), "save_path")
+        assert f"is in use by {holder}: wait for it, or choose another" in str(refused.value)
+    finally:
+        os.kill(member, signal.SIGTERM)
+    while True:
+        try:
+            claim_folder("save_path", str(tmp_path), "save_path")
+            break
+        except ConfigError:
+            assert time.monotonic() < end + 60
+            time.sleep(0.05)
+    release([str(tmp_path)])
 
 
 def test_the_line_that_says_why(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from support.runs import trained_rows
 
 from lightppo.experiments import sweep as command
 from lightppo.experiments.sweep import main
 from lightppo.experiments.sweep_file import read_sweep, score_name, score_of
 from lightppo.experiments.sweep_page import rows_of
+from lightppo.files import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -100,6 +103,82 @@ def test_runs_of_other_options_are_neither_compared_nor_done(file, started, caps
     assert "not compared" not in capsys.readouterr().out
 
 
+def test_results_of_files_that_were_edited_are_not_mixed(file, assets, started, capsys, tmp_path):
+    """A file, and a folder that an option names; once they are set back, the sweep goes on."""
+    reward = Path(shutil.copy(assets["reward_fn"], tmp_path))
+    model = Path(shutil.copytree(assets["pretrain"], tmp_path / "model"))
+    options = {"total_training_steps": 2, "reward_fn": str(reward), "pretrain": str(model)}
+    write(tmp_path, {"options": options, "seeds": [1]})
+    main([str(file)])
+    write(tmp_path, {"options": options, "seeds": [1, 2]})
+    for named, edited in (
+        (f"--reward_fn {reward}", reward),
+        (f"--pretrain {model}", model / "tokenizer_config.json"),
+    ):
+        text = edited.read_text()
+        edited.write_text(f"{text}\n")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(file)])
+        edited.write_text(text)
+        assert end.value.code == 2
+        error = capsys.readouterr().err
+        assert f"error: slow, seed 1: {named} was edited since this run began: set it back" in error
+        assert len(error.splitlines()) == 1
+    assert started == ["slow, seed 1", "fast, seed 1"]
+    main([str(file)])
+    assert started[2:] == ["slow, seed 2", "fast, seed 2"]
+
+
+def test_a_stopped_run_does_not_go_on_with_a_file_that_was_edited(file, assets, capsys, started):
+    rows = Path(shutil.copy(assets["prompt_data"], file.parent))
+    options = {"total_training_steps": 2, "prompt_data": str(rows), "save_steps": 1}
+    write(file.parent, {"options": options, "seeds": [1], "settings": {"a": {}}})
+    main([str(file)])
+    (file.parent / "out" / "a" / "seed1" / MANIFEST).unlink()  # as if it had not ended
+    rows.write_text(f"{rows.read_text()}\n")
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 2
+    assert f"a, seed 1: --prompt_data {rows} was edited since" in capsys.readouterr().err
+    assert started == ["a, seed 1"]
+
+
+def test_a_file_that_is_edited_while_the_runs_go_on(file, assets, started, capsys, monkeypatch):
+    rows = Path(shutil.copy(assets["prompt_data"], file.parent))
+    write(file.parent, {"options": {"total_training_steps": 2, "prompt_data": str(rows)}})
+    run_here = command.run_members
+
+    def edited_in_between(members: Any, *places: Any) -> dict[str, int]:
+        codes = run_here(members[:3], *places)
+        rows.write_text(f"{rows.read_text()}\n")
+        return codes | run_here(members[3:], *places)
+
+    monkeypatch.setattr(command, "run_members", edited_in_between)
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert f"--prompt_data {rows} was edited between slow, seed 1 and fast, seed 2: remove" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "option", ["reward_fn", "prompt_data", "pretrain", "callback", "tape_from"]
+)
+def test_a_file_that_is_not_there_is_said_before_anything_runs(file, started, capsys, option):
+    settings = SETTINGS | {"fast": {option: "gone.py"}}
+    write(file.parent, {"settings": settings, "options": {"total_training_steps": 2}})
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"error: {file}: settings: fast: --{option}" in error
+    assert "gone.py" in error
+    assert len(error.splitlines()) == 1
+    assert started == []
+
+
 def test_a_second_sweep_waits_for_its_turn(file, started, capsys, tmp_path):
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / ".lock").open("w") as lock:
@@ -127,10 +206,10 @@ def test_a_file_that_could_not_be_written_is_said_before_anything_runs(
 def test_a_failed_member_is_named_and_the_others_are_compared(file, started, capsys, monkeypatch):
     run_here = command.run_members
 
-    def run_all_but_one(members: Any, at_once: int) -> dict[str, int]:
+    def run_all_but_one(members: Any, *places: Any) -> dict[str, int]:
         failed, *others = members
         failed.log.touch()
-        return run_here(others, at_once) | {failed.name: 1}
+        return run_here(others, *places) | {failed.name: 1}
 
     monkeypatch.setattr(command, "run_members", run_all_but_one)
     with pytest.raises(SystemExit) as end:
@@ -148,7 +227,33 @@ def test_without_a_finished_run_there_is_no_report(file, capsys):
     with pytest.raises(SystemExit) as end:
         main([str(file), "--report"])
     assert end.value.code == 1
-    assert "no run has ended with the metric rollout/reward" in capsys.readouterr().err
+    assert "no run of these options has ended: see the logs there" in capsys.readouterr().err
+
+
+def test_a_score_that_no_run_has(file, started, capsys):
+    write(file.parent, {"seeds": [1], "score": "rollout/rewrd"})
+    with pytest.raises(SystemExit) as end:
+        main([str(file)])
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert "no run has the metric rollout/rewrd (did you mean 'rollout/reward'?): name one" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_runs_of_other_options_are_repeated_also_if_they_have_checkpoints(file, started, capsys):
+    """Which would be refused on resume; they are kept apart."""
+    for rate in (1e-3, 2e-3):
+        settings = {"a": {"actor_learning_rate": rate, "save_steps": 1}}
+        write(file.parent, {"settings": settings, "seeds": [1]})
+        main([str(file)])
+    assert started == ["a, seed 1"] * 2
+    run = file.parent / "out" / "a" / "seed1"
+    assert [row["step"] for row in trained_rows(run)] == [1, 2]
+    assert yaml.safe_load((run / "run_config.yaml").read_text())["actor_learning_rate"] == 2e-3
+    assert {path.name for path in run.glob("checkpoints*")} == {
+        "checkpoints_ppo",
+        "checkpoints_ppo.1",
+    }
 
 
 def test_a_slurm_array_has_a_task_for_each_run(file, capsys, tmp_path):

@@ -139,14 +139,20 @@ def test_a_run_that_ended_at_the_step_has_both_branches_run(run, started, tmp_pa
         (("--set", "actor_learning_rate=1e-2"), 2, 2, "had this value: nothing changes"),
         (("--set", "policy_loss=ppo"), 2, 2, "had this value: nothing changes"),
         (("--set", "reward_fn='x"), 2, 2, "no closing quotation: close the quotation mark"),
+        (("--set", "gamma=0.9", "gamma=0.8"), 2, 2, "--set gamma=0.8: gamma is given twice"),
+        (("--out", "{run}"), 2, 2, "--out {run} is also RUN {run}"),
+        (("--out", "{run}/below"), 2, 2, "--out {run}/below is inside RUN {run}"),
+        (("--out", "{run}/README.md"), 2, 2, "--out {run}/README.md is inside RUN {run}"),
+        (("--out", "{run}.txt"), 2, 2, "--out {run}.txt: {run}.txt is a file, not a folder"),
         (("--picture", "gone/x.png"), 2, 2, "--picture gone/x.png: there is no folder gone"),
         (("--pairs", "0"), 2, 2, "--pairs 0: must be at least 1"),
         (("--width", "score=1"), 2, 2, "--width score=1: give one of reward, KL, length"),
     ],
 )
 def test_what_cannot_be_asked(run, capsys, more, step, steps, message):
+    Path(f"{run}.txt").touch()
     with pytest.raises(SystemExit) as end:
-        main(words(run, *more, step=step, steps=steps))
+        main(words(run, *(word.format(run=run) for word in more), step=step, steps=steps))
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert message.format(run=run) in error
@@ -165,7 +171,7 @@ def test_runs_that_cannot_be_forked(run, tmp_path, capsys):
 
 
 def test_a_failed_branch_is_said(run, monkeypatch, capsys):
-    monkeypatch.setattr(what_if, "run_members", lambda members, at_once: {members[0].name: 1})
+    monkeypatch.setattr(what_if, "run_members", lambda members, *_: {members[0].name: 1})
     with pytest.raises(SystemExit) as end:
         main(words(run))
     assert end.value.code == 1
@@ -180,7 +186,7 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
     )
     change = ("--set", f"reward_fn={reward}", "--out", str(tmp_path / "out"))
     with pytest.MonkeyPatch.context() as patch:  # one that failed at its start may be mended
-        patch.setattr(what_if, "run_members", lambda members, at_once: {members[0].name: 1})
+        patch.setattr(what_if, "run_members", lambda members, *_: {members[0].name: 1})
         with pytest.raises(SystemExit):
             main(words(run, *change))
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
@@ -193,11 +199,37 @@ def test_branches_of_a_file_that_was_edited_are_not_mixed(run, started, tmp_path
         main(words(run, *change, "--pairs", "2"))
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert "--set reward_fn: its file has changed since branches in" in error
+    assert f"changed_seed42: --reward_fn {reward} was edited since this run began" in error
     assert len(error.splitlines()) == 1
     reward.write_text(reward.read_text().replace("3.0", "2.0"))
     main(words(run, *change, "--pairs", "2"))
     assert started[1:] == ["base_seed43", "changed_seed43"]
+
+
+def test_another_zero_stage_may_be_what_is_changed(run, started, tmp_path):
+    """The checkpoint is reshaped for it."""
+    main(words(run, "--set", "zero_stage=1", "packing_samples=true"))
+    folder = tmp_path / "run_what_if" / "step2_zero_stage=1,packing_samples=true"
+    changed, base = trained_rows(folder / "changed_seed42"), trained_rows(run)[2:4]
+    rewards = [[row["rollout/reward"] for row in branch] for branch in (changed, base)]
+    assert rewards[0] == rewards[1]
+    config = parse_args(["--config", str(folder / "changed_seed42.yaml")])
+    assert config.strategy.zero_stage == 1
+
+
+@pytest.mark.parametrize(
+    "change", ["reward_fn=gone.py", "callback=gone.py", "ref_pretrain=gone init_kl_coef=0.1"]
+)
+def test_a_file_that_is_not_there_is_said_before_any_branch_runs(run, started, capsys, change):
+    with pytest.raises(SystemExit) as end:
+        main(words(run, "--set", *change.split()))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "error: changed branch: --" in error
+    assert "gone" in error
+    assert len(error.splitlines()) == 1
+    assert started == []
+    assert not Path(f"{run}_what_if").exists()
 
 
 def test_a_second_command_waits_for_its_turn(run, started, tmp_path, capsys):

@@ -56,6 +56,15 @@ def refusal(config: PPOConfig) -> str:
     return str(error.value)
 
 
+def test_a_callback_whose_file_is_not_there(run):
+    assert refusal(run(callback=["/nowhere/x.py:Mine"])).startswith(
+        "--callback /nowhere/x.py:Mine: no file /nowhere/x.py"
+    )
+    supervised = SFTConfig.from_flat(pretrain="/nowhere", dataset="x", callback=["/nowhere/x.py"])
+    with pytest.raises(ConfigError, match=r"--callback /nowhere/x\.py: no file /nowhere/x\.py"):
+        preflight_supervised(supervised)
+
+
 def rows(folder: Path, *found: Any) -> dict[str, str]:
     return {"prompt_data": write_jsonl(folder / "other.jsonl", found)}
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fakes import FakeStrategy
 from support.tiny import tiny_config, write_jsonl
 from support.towers import qwen3_5
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config
@@ -24,13 +22,10 @@ from lightppo.preflight.budget import (
     ROLLOUT,
     SAVE,
     Machine,
-    advice,
-    check_memory,
-    decoding_rows,
     estimate,
     host_bytes,
 )
-from lightppo.preflight.run_checks import tell_memory
+from lightppo.preflight.fitting import advice
 
 QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
@@ -87,30 +82,6 @@ def test_7b_with_critic_by_hand() -> None:
     assert found["HF engine", "KV cache"].gpu == 8 * 2176 * 28 * 2 * 4 * 128 * 2
 
 
-def test_decoding_takes_the_rows_that_the_rest_of_a_gpu_holds() -> None:
-    """8 of 7B's rows of 2048 columns are 1 GB of keys and values, and their prompts go through the model."""
-    asked, model = config(zero_stage=3, gradient_checkpointing=True), {"model": QWEN_7B}
-    sizes = (60, 80, 141)  # 54 GB are weights, gathered ones, Adam and gradients
-    found = {
-        size: decoding_rows(asked, Machine(8, device_bytes=size * 10**9), model) for size in sizes
-    }
-    # 0.8 · 80 - 54.2 GB, and 0.33 GB and 24 · 152064 bytes for a row; 512 prompts on 8 ranks are 64 rows at most
-    assert found == {60: 8, 80: 24, 141: 64}
-    wide, machine = (
-        asked.with_options(micro_rollout_batch_size=24),
-        Machine(8, device_bytes=80 * 10**9),
-    )
-    assert 0.7 * 80e9 < estimate(wide, machine, model).of_phase(ROLLOUT)[0] < 0.85 * 80e9
-    # graphs hold what a step needs for a moment: 24 · 152064 bytes for a row once more
-    held = parts(QWEN_7B, 8, zero_stage=3, gradient_checkpointing=True, hf_cuda_graphs=True)[
-        "HF engine", "CUDA graphs"
-    ]
-    assert held.gpu == 8 * 24 * 152064
-    tiny = decoding_rows(asked, Machine(1, device_bytes=80 * 10**9), {"model": tiny_config()})
-    assert tiny == 512  # more would not be faster
-
-
-@pytest.mark.long
 def test_an_8b_model_without_critic_by_hand() -> None:
     found = parts(LLAMA_8B, 8, zero_stage=3, init_kl_coef=0, **GRPO, micro_train_batch_size=1)
     assert LLAMA == 8_030_261_248
@@ -138,23 +109,6 @@ def test_the_figures_of_the_zero_paper(stage: int, of_parameter: float, publishe
     )
     assert held / count == pytest.approx(of_parameter, rel=1e-3)
     assert held / count * 7.5e9 == pytest.approx(published, rel=0.02)
-
-
-def test_7b_with_critic_at_zero_2_does_not_fit_and_the_advice_does() -> None:
-    asked, machine = config(zero_stage=2), Machine(8, device_bytes=80 * 10**9)
-    model = {
-        "model": tiny_config(hidden_size=4096, intermediate_size=16384, num_attention_heads=32)
-    }
-    small = Machine(8, device_bytes=10 * 10**9)
-    assert not estimate(
-        config(zero_stage=2, gradient_checkpointing=True), machine, {"model": QWEN_7B}
-    ).fits
-    lines = advice(asked, small, model)
-    assert any(line.startswith("  --gradient_checkpointing: ") for line in lines)
-    assert lines[-1].endswith("which fits")
-    taken = lines[-1].split("together ")[1].split(":")[0].split(" --")
-    changed = {word.strip("-").partition(" ")[0]: word.partition(" ")[2] or True for word in taken}
-    assert estimate(asked.with_options(**changed).resolved(), small, model).fits
 
 
 @pytest.mark.parametrize(
@@ -442,28 +396,3 @@ def test_neither_prompts_nor_a_reward_are_asked_for(
     with pytest.raises(SystemExit, match="2"):
         main(["memory"])
     assert "error: --pretrain is required" in capsys.readouterr().err
-
-
-def test_what_certainly_does_not_fit_is_refused_before_anything_loads(tmp_path: Path) -> None:
-    LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 500_000}).save_pretrained(tmp_path)
-    asked = config(pretrain=str(tmp_path), prompt_max_len=16, generate_max_len=16)
-    assert check_memory(asked, Machine(2, gpus=False))[-1].startswith("peak: ")
-    with pytest.raises(ConfigError, match="of a GPU are needed at least"):
-        check_memory(asked, Machine(2, device_bytes=10**8))
-    with pytest.raises(ConfigError, match=r"of a host are needed at least .*, it has 0.10 GB"):
-        check_memory(asked, Machine(2, gpus=False, host_bytes=10**8))
-
-
-def test_a_model_that_cannot_be_counted_is_told_and_trains_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def estimate(*_: Any) -> None:
-        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-
-    monkeypatch.setattr("lightppo.preflight.budget.estimate", estimate)
-    strategy = FakeStrategy()
-    config = PPOConfig.from_flat(dry_run=True)
-    tell_memory(SimpleNamespace(config=config, strategy=strategy))
-    assert strategy.printed == [
-        "note: the memory of this run cannot be computed: NotImplementedError: Cannot copy out of meta tensor; no data!"
-    ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import averages
+import deepspeed
 import pytest
 import skipping
 import torch
@@ -242,6 +244,24 @@ def check_fused_calls_change_no_weight(_: DeepspeedStrategy, work_dir: Path) -> 
         assert fused_norms == pytest.approx(norms, rel=1e-6), variant
         for name, weight in weights.items():
             assert torch.equal(fused_weights[name], weight), (variant, name)
+
+
+def check_sums_are_averaged_in_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """What micro batches have added up is not rounded to bf16 on its way to the other rank."""
+    role = make_strategy(zero_stage=1, bf16=True)
+    actor, optimizer, scheduler = trained_actor(role)
+    trained = sum(p.numel() for p in actor.parameters())
+    sent: Counter[torch.dtype] = Counter()
+    all_reduce = deepspeed.comm.all_reduce
+
+    def watched(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        sent[tensor.dtype] += tensor.numel()
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch("deepspeed.comm.all_reduce", watched):
+        train_step(role, actor, optimizer, scheduler, 0)
+    assert sent[torch.bfloat16] == 0
+    assert sent[torch.float32] >= trained
 
 
 def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
