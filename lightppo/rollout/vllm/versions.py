@@ -80,8 +80,8 @@ def pack_tied_heads(model: Any) -> None:
 
 
 def unpacked_convolution(layer: Any) -> Any | None:
-    """Return the weights of a convolution as they were before vLLM packed them for a CPU, which it does since 0.28 where
-    the CPU multiplies bf16; None: they are as they were."""
+    """Return the weights of a convolution as they were before vLLM packed them for a CPU that multiplies bf16 (by AMX, and
+    since 0.29 by AVX-512, too); None: they are as they were."""
     return getattr(layer, "_cpu_unpacked_conv_weight", None)
 
 
