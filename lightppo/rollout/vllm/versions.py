@@ -25,7 +25,7 @@ def rename_mapper(mapper: Any) -> Any:
     """Return what renames an adapter's matrices, of a model's ``hf_to_vllm_mapper``: without fusing layers."""
     if hasattr(mapper, "get_rename_mapper"):
         return mapper.get_rename_mapper()
-    return mapper.get_unstacked_mapper()  # before 0.30
+    return mapper.get_unstacked_mapper()  # before 0.29
 
 
 def reset_lora_state(runner: Any) -> None:
@@ -77,6 +77,21 @@ def pack_tied_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def unpacked_convolution(layer: Any) -> Any | None:
+    """Return the weights of a convolution as they were before vLLM packed them for a CPU that multiplies bf16 (by AMX, and
+    since 0.29 by AVX-512, too); None: they are as they were."""
+    return getattr(layer, "_cpu_unpacked_conv_weight", None)
+
+
+def renew_convolutions(model: Any) -> None:
+    """Have Mamba's layers convolve by the weights that have come, after a push. They hold what was there before the
+    packing, and a push reaches only what is packed."""
+    for module in model.modules():
+        weights = unpacked_convolution(getattr(module, "conv1d", None))
+        if weights is not None and hasattr(module, "conv_weights"):
+            module.conv_weights.copy_(weights)
 
 
 def nccl_communicator(unique_id: bytes, rank: int, size: int, device: Any) -> Any:

@@ -37,8 +37,10 @@ from lightppo.rollout.vllm.routed_experts import (
 from lightppo.rollout.vllm.versions import (
     load_below_adapters,
     pack_tied_heads,
+    renew_convolutions,
     reported_name,
     reset_lora_state,
+    unpacked_convolution,
 )
 from lightppo.rollout.vllm.weights import (
     PROTOCOL,
@@ -214,6 +216,7 @@ class Reload:
         """Return the parameters that no weight went into."""
         finalize_layerwise_reload(self._part, self._config)
         pack_tied_heads(self._part)
+        renew_convolutions(self._part)
         return sorted(self._left)
 
     def abandon(self) -> None:
@@ -448,6 +451,9 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
         method = getattr(module, "quant_method", None)
         # a convolution's weight may be in a linear layer that is never called
         is_kernel = "weight" in parameters and parameters["weight"].dim() == 3
+        if unpacked_convolution(module) is not None:
+            is_kernel = True
+            del parameters["weight"]
         is_linear = isinstance(module, (LinearBase, ParallelLMHead)) and not is_kernel
         if method is not None and is_linear:
             width = module.input_size if isinstance(module, LinearBase) else module.embedding_dim

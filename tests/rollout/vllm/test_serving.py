@@ -27,10 +27,11 @@ REPO = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(monkeypatch):
-    """vLLM is there, whatever is installed."""
+    """The newest vLLM is there, whatever is installed."""
     monkeypatch.setattr(
         "lightppo.rollout.vllm.serving.importlib.util.find_spec", lambda name: object()
     )
+    monkeypatch.setattr("lightppo.rollout.vllm.versions.release_of", lambda package: None)
 
 
 @pytest.fixture

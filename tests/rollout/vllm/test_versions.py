@@ -176,6 +176,22 @@ def test_heads_are_packed_again_on_a_cpu(release, modules, number, on_cpu, packe
     assert told == [head] * packed
 
 
+def test_convolutions_are_those_that_came_also_where_vllm_packs_them():
+    class Mixer(torch.nn.Module):
+        def __init__(self, **packed):
+            super().__init__()
+            self.conv1d = torch.nn.Module()
+            vars(self.conv1d).update(packed)
+            self.conv_weights = torch.zeros(2, 4)
+
+    came = torch.arange(8.0).view(2, 4)
+    packed, plain = Mixer(_cpu_unpacked_conv_weight=came), Mixer()
+    held = packed.conv_weights
+    versions.renew_convolutions(torch.nn.ModuleList([packed, plain, torch.nn.Linear(1, 1)]))
+    assert held.equal(came)  # in place
+    assert not plain.conv_weights.any()
+
+
 class UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
