@@ -216,7 +216,7 @@ def check(cases: dict, found: Path, expected: Path) -> None:
             weights = load_file(found / file.relative_to(expected))
             for key, value in load_file(file).items():
                 difference = float((weights[key].float() - value.float()).abs().max())
-                if not difference < (2e-2 if is_coarse else 2e-6):  # 1.4e-6 with torch 2.6
+                if not difference < (2e-2 if is_coarse else 5e-6):  # 3.4e-6 as MKL rounds
                     problems[case, key] = difference
         rows, expected_rows = metric_rows(found / case), metric_rows(expected / case)
         assert [row.keys() for row in rows] == [row.keys() for row in expected_rows], case
