@@ -108,10 +108,13 @@ def options_text(config: OptionSet) -> str:
 
 
 def had_options(run: Path, config: OptionSet) -> bool:
-    """Tell whether a run was started with these options; what it did not know had its default."""
+    """Tell whether a run was started with these options; what it did not know had its default.
+
+    Its folder may have another name since then, or be named in another way.
+    """
     had = options_of(run, "run_config.yaml")
     defaults = plain_options(type(config)())
-    names = defaults.keys() - {"local_rank"}
+    names = defaults.keys() - {"local_rank", "save_path"}
     wanted = yaml.safe_load(yaml.safe_dump(plain_options(config)))
     return all(had.get(name, defaults[name]) == wanted[name] for name in names)
 
