@@ -108,7 +108,7 @@ def _judged(
             claim.found.values[index].item(),
             claim.expected[index].item(),
         ),
-        difference.nan_to_num(torch.inf).max().item(),
+        difference.nan_to_num(torch.inf, torch.inf).max().item(),
         tuple(_hints(check, dumps, formula)),
     )
 

@@ -165,8 +165,11 @@ def _of_one_width(path: str, dump: Dump) -> Dump:
 def _content(path: Path) -> Any:
     """Return what a file holds: a list of rows for JSON lines, a dict of columns for parquet, or what torch saved."""
     if path.is_dir():
-        names = sorted(each.name for each in path.iterdir())[:3]
-        raise DataError(f"{path} is a folder: name one file of it, such as {', '.join(names)}")
+        folder = path / "rollouts" if (path / "rollouts").is_dir() else path  # of a run of lightppo
+        files = sorted(each for each in folder.iterdir() if each.is_file())
+        shown = [str(file.relative_to(path)) for file in files if file.name[0] != "."][:3]
+        such = f"name one file of it, such as {', '.join(shown)}" if shown else "no file is in it"
+        raise DataError(f"{path} is a folder: {such}")
     if not path.is_file():
         raise DataError(f"{path}: there is no such file: name the file that the trainer wrote")
     with path.open("rb") as file:

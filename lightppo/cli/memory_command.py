@@ -60,14 +60,7 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
         machine = budget.Machine(
             **placement, library_bytes=budget.library_bytes(placement["per_node"])
         )
-        advice = []
-        try:
-            resolved = fitting.with_fitting_passes(config, machine)
-            estimate = budget.estimate(resolved, machine)
-            if not estimate.fits:
-                advice = fitting.advice(resolved, machine)
-        except UserError as error:
-            raise ConfigError(str(error)) from error
+        resolved, estimate, advice = _fit(config, machine)
     if request.json:
         phases = {
             phase: dict(zip(("gpu", "host"), estimate.of_phase(phase))) for phase in budget.PHASES
@@ -90,6 +83,24 @@ def main(arguments: Sequence[str], program: str = "lightppo memory") -> None:
             output_lines += [f"this does not fit into {budget.gigabytes(machine.limit)}:", *advice]
         print("\n".join(output_lines))
     raise SystemExit(0 if estimate.fits else 1)
+
+
+def _fit(config: PPOConfig, machine: Machine) -> tuple[PPOConfig, Estimate, list[str]]:
+    """Return the options as a GPU runs them, what they need, and the advice where that does not fit."""
+    from lightppo.preflight import budget, fitting
+
+    try:
+        resolved = fitting.with_fitting_passes(config, machine)
+        estimate = budget.estimate(resolved, machine)
+        advice = [] if estimate.fits else fitting.advice(resolved, machine)
+    except UserError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # of the model's own code, on a device that holds no data
+        raise ConfigError(
+            f"the memory of this run cannot be computed ({type(error).__name__}: {error}); lightppo ppo --dry_run "
+            "measures it"
+        ) from error
+    return resolved, estimate, advice
 
 
 def _import_as_a_rank() -> None:

@@ -290,6 +290,8 @@ class ScriptMembers:
         self.checkpointer.config = config.checkpoint
 
     def _resize_training(self) -> None:
+        if self.options is not None and self.options.training.max_tokens_per_micro_batch is None:
+            self._set_options(max_tokens_per_micro_batch=None)  # the GPU's memory had decided
         self.replay_buffer.sample_batch_size = self.micro_train_batch_size
         self.strategy.micro_train_batch_size = self.micro_train_batch_size
         self.accumulate_alone()

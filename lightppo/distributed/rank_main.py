@@ -71,8 +71,9 @@ def note_memory(error: Exception) -> None:
     """Say at the end of a traceback what to set, if a GPU has no memory left."""
     if (torch := sys.modules.get("torch")) and isinstance(error, torch.OutOfMemoryError):
         error.add_note(
-            "Lower --max_tokens_per_micro_batch where training or scoring ran out of memory, "
-            "--micro_rollout_batch_size where generation did; lightppo memory says what else would help"
+            "Lower --max_tokens_per_micro_batch where training or scoring ran out of memory (of lightppo sft, rm and dpo: "
+            "--micro_train_batch_size), --micro_rollout_batch_size where generation did; for ppo, lightppo memory says "
+            "what else would help"
         )
 
 

@@ -24,6 +24,7 @@ from lightppo.experiments.members import (
     check_unedited,
     has_saved,
     problems_of,
+    read_kept,
     recorded_rows,
     steps_with_checkpoints,
     write_options,
@@ -211,7 +212,7 @@ class Fork:
         question = {"run": str(self.run.resolve()), "step": self.step, "set": self.request.set}
         path = self.out / REQUEST
         if path.is_file():
-            known = json.loads(path.read_text(encoding="utf-8"))
+            known = read_kept(path, "name another folder by --out, or remove this one")
             if {key: known.get(key) for key in question} != question:
                 raise ConfigError(
                     f"--out {self.out}: holds another what-if ({path}): name another folder"

@@ -107,10 +107,13 @@ def options_text(config: OptionSet) -> str:
 
 
 def had_options(run: Path, config: OptionSet) -> bool:
-    """Tell whether a run was started with these options; what it did not know had its default."""
+    """Tell whether a run was started with these options; what it did not know had its default.
+
+    Its folder may have another name since then, or be named in another way.
+    """
     had = options_of(run, "run_config.yaml")
     defaults = plain_options(type(config)())
-    names = defaults.keys() - {"local_rank"}
+    names = defaults.keys() - {"local_rank", "save_path"}
     wanted = yaml.safe_load(yaml.safe_dump(plain_options(config)))
     return all(had.get(name, defaults[name]) == wanted[name] for name in names)
 
@@ -152,7 +155,19 @@ def record_contents(member: Member) -> None:
 
 def recorded_contents(member: Member) -> dict[str, str]:
     """Return what was in the files when it began; nothing for one that an older version started."""
-    return json.loads(member.contents.read_text()) if member.contents.is_file() else {}
+    path = member.contents
+    return read_kept(path, f"remove it and {member.folder}") if path.is_file() else {}
+
+
+def read_kept(path: Path, cure: str) -> dict[str, Any]:
+    """Return what an experiment has kept in a file; ConfigError, with the ``cure``, where that is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no text
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is damaged: {cure}")
+    return content
 
 
 def check_unedited(members: Sequence[Member], place: str) -> None:

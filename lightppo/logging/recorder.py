@@ -179,7 +179,7 @@ class Recorder(Callback):
                 lambda: set_run_files_aside(config), f"keep apart what is in {folder}"
             )
         if run.owns_parts:
-            save_run_config(run.options if run.keeps_files else config, strategy)
+            save_run_config(run.options if run.keeps_files else config, strategy, config)
             total_steps = None if run.only_evaluates else run.count_steps()
             record_start(config, strategy, step, run.content, total_steps)
         if strategy.is_rank_0():

@@ -292,7 +292,7 @@ def options_of(run: Path, file_name: str = "run_config.resolved.yaml") -> dict[s
 
     config_path = run / file_name
     if config_path.is_file():
-        return yaml.safe_load(config_path.read_text(encoding="utf-8"))
+        return yaml.safe_load(config_path.read_text(encoding="utf-8")) or {}
     return {}
 
 

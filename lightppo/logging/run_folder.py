@@ -520,13 +520,13 @@ def checkpoint_mark(path: str) -> str:
 # -- what a run says of itself ---------------------------------------------------------------------------------------
 
 
-def save_run_config(config: OptionSet, ranks: Ranks) -> None:
+def save_run_config(config: OptionSet, ranks: Ranks, as_it_runs: OptionSet | None = None) -> None:
     """Keep the options as they were given in ``run_config.yaml``, which ``--config`` reads, and beside it in
-    ``run_config.resolved.yaml`` with what None stood for. Collective."""
-    ranks.on_rank_0(lambda: write_run_config(config), "write run_config.yaml")
+    ``run_config.resolved.yaml`` with what None stood for, also by a GPU's memory (``as_it_runs``). Collective."""
+    ranks.on_rank_0(lambda: write_run_config(config, as_it_runs), "write run_config.yaml")
 
 
-def write_run_config(config: OptionSet) -> None:
+def write_run_config(config: OptionSet, as_it_runs: OptionSet | None = None) -> None:
     """Write both files whole or not at all; ConfigError says what went wrong."""
     folder = config.checkpoint.save_path
     local = local_folder(folder)
@@ -534,7 +534,7 @@ def write_run_config(config: OptionSet) -> None:
         local.mkdir(parents=True, exist_ok=True)
         for file_name, options in {
             "run_config": config,
-            "run_config.resolved": config.resolved(),
+            "run_config.resolved": as_it_runs or config.resolved(),
         }.items():
             values = {
                 option: list(option_value) if isinstance(option_value, tuple) else option_value

@@ -865,18 +865,21 @@ def _micro_batch(config: PPOConfig, call: str, machine: Machine) -> MicroBatch:
         )
     # of which each rank has a piece
     size = config.strategy.sequence_parallel_size if call != "reward" else 1
-    row_count = min(row_limit, max(1, rows_of_call * size // machine.world_size))
+    rows_of_rank = max(1, rows_of_call * size // machine.world_size)
+    row_count = min(row_limit, rows_of_rank)
+    prompt_count = math.ceil(row_count / rows_per_prompt)
+    token_count = prompt_count * prompt_length + row_count * response_length
+    read_count = row_count * response_length
+    if spec.unit == "tokens" and token_count < spec.size and row_count < rows_of_rank:
+        # more rows fill it where they are shorter
+        read_count = read_count * spec.size // token_count
+        token_count = spec.size
     if not packed:
-        return MicroBatch(
-            row_count, prompt_length + response_length, row_count * response_length, "masked"
-        )
+        row_read = read_count // row_count
+        return MicroBatch(row_count, token_count // row_count, row_count * row_read, "masked")
     attention = "apart"
     if is_flash or (machine.gpus and rules.compute_dtype(config) != "float32"):
         attention = "fused"
-    token_count = (
-        math.ceil(row_count / rows_per_prompt) * prompt_length + row_count * response_length
-    )
-    read_count = row_count * response_length
     return MicroBatch(1, math.ceil(token_count / size), math.ceil(read_count / size), attention)
 
 

@@ -167,6 +167,12 @@ def one_line(result: tuple[int, str]) -> str:
 def test_a_missing_file_a_folder_an_empty_file(tmp_path, audit):
     assert "there is no such file: name the file" in one_line(audit(tmp_path / "x.pt"))
     assert "is a folder: name one file of it, such as openrlhf_gae.pt" in one_line(audit(RIGHT))
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    assert "run is a folder: no file is in it" in one_line(audit(tmp_path / "run"))
+    for name in ("run/.lock", "run/metrics.jsonl", "run/rollouts/step1.jsonl.gz"):
+        (tmp_path / name).touch()
+    of_run = one_line(audit(tmp_path / "run"))
+    assert of_run.endswith("name one file of it, such as rollouts/step1.jsonl.gz\n")
     (tmp_path / "empty.jsonl").touch()
     assert "empty.jsonl is empty: the trainer wrote nothing" in one_line(
         audit(tmp_path / "empty.jsonl")

@@ -271,3 +271,6 @@ def test_trl_5773_a_reward_that_is_not_a_number(judged):
     advantages = (scores - scores.mean())[:, None]
     found = judged({"action_mask": torch.ones(2, 1), "advantages": advantages, "scores": scores})
     assert place(found, "finite numbers") == ("advantages", "row 0", 0)
+    advantages = torch.tensor([[torch.inf], [0.0]])
+    found = judged({"action_mask": torch.ones(2, 1), "advantages": advantages})
+    assert found["finite numbers"]["largest"] is None  # infinite, which JSON has no number for

@@ -21,6 +21,7 @@ from lightppo import PolicyLoss, PPOTrainer, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.compat.own_steps import seed_means
 from lightppo.compat.script_members import PromptText
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.distributed import signals
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
@@ -448,6 +449,15 @@ def test_sizes_that_are_set_act(made, parts, monkeypatch):
         trainer.experience_maker.make_experience_list(["1+1="])
     with pytest.raises(ConfigError, match="micro_train_batch_size"):
         trainer.micro_train_batch_size = 0
+
+
+def test_a_micro_batch_that_is_set_replaces_what_a_gpu_has_decided(made):
+    trainer = made(PPOTrainer)
+    trainer.options = trainer.config  # as they were given
+    trainer.use_config(trainer.config.with_options(max_tokens_per_micro_batch=64))
+    assert trainer.specs["actor_train"] == MicroBatchSpec(64, "tokens")
+    trainer.micro_train_batch_size = 1
+    assert trainer.specs["actor_train"] == MicroBatchSpec(1)
 
 
 def test_a_largest_norm_that_is_set_clips(made):

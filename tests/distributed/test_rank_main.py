@@ -26,7 +26,9 @@ def test_what_is_imported_is_no_garbage_to_look_through():
 def test_a_gpu_without_memory_is_told_with_what_to_set():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     note_memory(error)
-    assert "--max_tokens_per_micro_batch" in traceback.format_exception(error)[-1]
+    note = traceback.format_exception(error)[-1]
+    assert "--max_tokens_per_micro_batch" in note
+    assert "sft, rm and dpo: --micro_train_batch_size" in note  # they have no other
     other = RuntimeError("CUDA error")
     note_memory(other)
     assert not hasattr(other, "__notes__")

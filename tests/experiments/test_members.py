@@ -136,6 +136,17 @@ run_members([Script("one", folder / "one", code=wait)], 1, folder)
     release([str(tmp_path)])
 
 
+@pytest.mark.parametrize("damage", ["", '{"--pretrain mo', "[]"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    member = Member("a, seed 1", tmp_path / "seed1")
+    member.contents.write_text(damage)
+    with pytest.raises(ConfigError, match=r"seed1.contents.json is damaged: remove it and .*seed1"):
+        members.check_alike([member])
+    member.folder.mkdir()
+    (member.folder / "run_config.yaml").touch()
+    assert not members.had_options(member.folder, PPOConfig.from_flat(pretrain="model"))
+
+
 def test_the_line_that_says_why(tmp_path):
     log = tmp_path / "log"
     log.write_text("step 1\nprog: error: no such file\nbye\n\n")

@@ -80,6 +80,11 @@ def test_a_sweep_and_its_report(file, started, capsys, tmp_path):
     write(tmp_path, {"seeds": [1, 2, 3], "options": {"total_training_steps": 2}})
     main([str(file)])
     assert started[4:] == ["slow, seed 3", "fast, seed 3"]
+    # a folder that was moved, and is named from here
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    write(tmp_path, {"save_path": os.path.relpath(moved)})
+    main([str(file), "--report"])
+    assert capsys.readouterr().out.count("2 of 2") == 2
 
 
 def test_runs_of_other_options_are_neither_compared_nor_done(file, started, capsys, tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.tiny import tiny_config, write_jsonl
 from support.towers import qwen3_5
-from transformers import LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import LlamaConfig, MambaConfig, MixtralConfig, Qwen2Config
 
 from lightppo.__main__ import main
 from lightppo.cli.memory_command import parse_size
@@ -306,6 +306,18 @@ def test_ranks_on_a_cpu_are_compared_with_the_memory_of_the_host(
     with pytest.raises(SystemExit, match="2"):
         main(["memory", *run_options(tmp_path), "--gpus", "1", "--host_memory", "1GB"])
     assert "--host_memory is for ranks on the CPU: add --gpus 0" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_counted_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mamba's code reads numbers, which a device without data has not."""
+    MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["memory", "--pretrain", str(tmp_path), "--gpus", "1", "--init_kl_coef", "0"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "the memory of this run cannot be computed (NotImplementedError: " in said
+    assert said.endswith("lightppo ppo --dry_run measures it")
 
 
 def test_a_process_on_a_cpu_has_libraries_and_keeps_small_blocks_that_it_freed() -> None:

@@ -53,6 +53,22 @@ def test_a_pass_takes_the_tokens_that_a_gpu_holds() -> None:
     assert on_cpu.training.micro_train_batch_size == 4
 
 
+def test_shorter_rows_fill_what_the_longest_leave_of_a_pass() -> None:
+    """One row of 9000 tokens is within 16384; so are two of 8192, which a pass takes, too."""
+    fields = {"zero_stage": 3, "max_tokens_per_micro_batch": 16384, "prompt_max_len": 1000}
+    model = {"model": tiny_config(max_position_embeddings=16384)}
+
+    def activations(**options: Any) -> int:
+        asked = given(**fields, **options).resolved()
+        found = estimate(asked, Machine(8), model).parts
+        return next(one.gpu for one in found if one.what == "activations, buckets")
+
+    whole = activations(generate_max_len=7192)  # two rows of 8192
+    assert activations(generate_max_len=8000) == pytest.approx(whole, rel=0.02)
+    # one row is all that a rank has
+    assert activations(generate_max_len=8000, rollout_batch_size=8) < 0.7 * whole
+
+
 def test_ranks_agree_on_the_tokens_of_a_pass_and_the_log_says_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

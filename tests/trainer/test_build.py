@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from support.runs import fitted
 from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_jsonl
 from torch import nn
 from transformers import get_scheduler
@@ -719,6 +721,20 @@ def test_options_of_the_run_are_kept_and_can_be_read_again(make_config, tmp_path
         **config.flat(),
         "config": str(tmp_path / "run" / "run_config.yaml"),
     }
+
+
+def test_what_a_gpu_has_decided_is_kept_beside_the_options(make_config, tmp_path, monkeypatch):
+    def fit(building: Any) -> None:
+        building.config = building.config.with_options(max_tokens_per_micro_batch=64)
+
+    monkeypatch.setattr("lightppo.trainer.start_checks.fit_memory", fit)
+    fitted(make_config(micro_train_batch_size=None, total_training_steps=1))
+    kept = [
+        yaml.safe_load((tmp_path / "run" / f"run_config{name}.yaml").read_text())
+        for name in ("", ".resolved")
+    ]
+    sizes = ("micro_train_batch_size", "max_tokens_per_micro_batch")
+    assert [[each[name] for name in sizes] for each in kept] == [[None, None], [4, 64]]
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
