@@ -41,14 +41,14 @@ class TrainingConfig(Section, of="training"):
     )
     micro_train_batch_size: int | None = safe(
         None,
-        "Samples per forward and backward pass. None: 4; on a GPU --max_tokens_per_micro_batch decides.",
+        "Samples per forward and backward pass. None: 4, or as --max_tokens_per_micro_batch says.",
         "samples per rank",
         ge=1,
     )
     max_tokens_per_micro_batch: int | None = safe(
         None,
         "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts. None: on a GPU, "
-        "if --micro_train_batch_size is not given, as many as its memory holds.",
+        "if no size of micro batches is given, as many as its memory holds.",
         "tokens per rank",
         ge=1,
     )

@@ -209,7 +209,11 @@ class Fork:
         from lightppo.logging.run_folder import claim_folder
 
         claim_folder("--out", str(self.out), "--out")
-        question = {"run": str(self.run.resolve()), "step": self.step, "set": self.request.set}
+        question = {
+            "run": os.path.relpath(self.run, self.out),
+            "step": self.step,
+            "set": self.request.set,
+        }
         path = self.out / REQUEST
         if path.is_file():
             known = read_kept(path, "name another folder by --out, or remove this one")

@@ -34,16 +34,18 @@ TOKENS_OF_PASS = (16384, 8192, 4096, 2048, 1024)
 def with_fitting_passes(
     options: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> PPOConfig:
-    """Return the options resolved, and ``--max_tokens_per_micro_batch`` by the memory of a GPU where they leave it open.
+    """Return the options resolved, and ``--max_tokens_per_micro_batch`` by the memory of a GPU, if they give no size of
+    micro batches.
 
     That is the largest of ``TOKENS_OF_PASS`` with which training and scoring leave ``SPARE`` of what weights and the
     like do not take, else the smallest: a longer row is alone. It depends on the size of the GPU, not on what is free
     at the time, so that a resumed run takes the same.
     """
     config = options.resolved()
-    training = options.training
-    is_chosen = (training.micro_train_batch_size or training.max_tokens_per_micro_batch) is not None
-    if is_chosen or not machine.gpus or machine.device_bytes is None:
+    given = options.flat()
+    sizes = ("max_tokens_per_micro_batch", "micro_train_batch_size", "micro_rollout_batch_size")
+    is_given = any(given[name] is not None for name in sizes)
+    if is_given or not machine.gpus or machine.device_bytes is None:
         return config
     for tokens in TOKENS_OF_PASS:
         fitting = config.with_options(max_tokens_per_micro_batch=tokens)

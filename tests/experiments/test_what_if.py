@@ -103,6 +103,15 @@ def test_a_question_and_its_answer(run, started, capsys, tmp_path):
         main(words(run, "--out", str(folder), "--set", "temperature=0.9"))
     assert "holds another what-if" in capsys.readouterr().err
 
+    # both elsewhere: nothing runs again
+    moved = tmp_path / "moved"
+    for name in ("run", "run_what_if"):
+        shutil.copytree(tmp_path / name, moved / name)
+    started.clear()
+    main(words(moved / "run", "--pairs", "2"))
+    assert started == []
+    assert "2 of 2 pairs" in capsys.readouterr().out
+
 
 def test_a_base_branch_is_the_run_to_the_last_bit(run, started, tmp_path, monkeypatch):
     """So the run's own records may stand for it; with other versions they may not."""
