@@ -18,7 +18,7 @@ __all__ = ["assets", "made", "make_config", "parts", "trainer_with", "world"]
 
 gc.disable()  # until all is imported, which is no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # as in the runs that tests start
 # Compiled files are kept, as Docker images often forbid: compiling all tests takes each test process six seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -48,7 +48,7 @@ class TrainingConfig(Section, of="training"):
     max_tokens_per_micro_batch: int | None = safe(
         None,
         "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts. None: on a GPU, "
-        "if no size of micro batches is given, as many as its memory holds.",
+        "if no size of micro batches is given and no --pretrain_data, as many as its memory holds.",
         "tokens per rank",
         ge=1,
     )

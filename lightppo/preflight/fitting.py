@@ -35,7 +35,7 @@ def with_fitting_passes(
     options: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None
 ) -> PPOConfig:
     """Return the options resolved, and ``--max_tokens_per_micro_batch`` by the memory of a GPU, if they give no size of
-    micro batches.
+    micro batches, and no ``--pretrain_data``, of which a step trains on a batch for each micro batch.
 
     That is the largest of ``TOKENS_OF_PASS`` with which training and scoring leave ``SPARE`` of what weights and the
     like do not take, else the smallest: a longer row is alone. It depends on the size of the GPU, not on what is free
@@ -44,7 +44,7 @@ def with_fitting_passes(
     config = options.resolved()
     given = options.flat()
     sizes = ("max_tokens_per_micro_batch", "micro_train_batch_size", "micro_rollout_batch_size")
-    is_given = any(given[name] is not None for name in sizes)
+    is_given = any(given[name] is not None for name in (*sizes, "pretrain_data"))
     if is_given or not machine.gpus or machine.device_bytes is None:
         return config
     for tokens in TOKENS_OF_PASS:

@@ -48,6 +48,7 @@ def test_a_pass_takes_the_tokens_that_a_gpu_holds() -> None:
     assert tokens_on(10) == 1024  # whatever else does not fit
     assert tokens_on(80, micro_train_batch_size=8) is None
     assert tokens_on(80, micro_rollout_batch_size=8) is None  # scoring goes by it
+    assert tokens_on(80, pretrain_data="text.jsonl") is None  # a batch of it for each micro batch
     assert tokens_on(80, max_tokens_per_micro_batch=3000) == 3000
     on_cpu = with_fitting_passes(options, Machine(8, gpus=False, host_bytes=10**12), model)
     assert on_cpu == options.resolved()
