@@ -78,8 +78,8 @@ class PreparedDataset(TorchDataset):
         for column in columns:
             if str(getattr(features[column], "dtype", "")).startswith(("timestamp", "date")):
                 logger.warning(
-                    "column %s holds dates, and no text: datasets makes them of JSON texts like 2024-01-05; "
-                    "a reward function gets datetime objects",
+                    "column %s holds dates, no text (datasets makes dates of JSON texts like 2024-01-05): a reward function "
+                    "gets datetime objects; if it compares texts, write the column as text in a parquet file",
                     column,
                 )
         self._rendered_features = {

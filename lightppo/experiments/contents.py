@@ -1,4 +1,7 @@
-"""Files and folders that options name: a mark of what is in them, so that results of other files are not mixed."""
+"""Files and folders that options name: a mark of what is in them, so that results of other files are not mixed.
+
+They are known before a run begins; its own marks (``run_folder.content_of``) need its rows.
+"""
 
 from __future__ import annotations
 

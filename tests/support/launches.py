@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # they give memory, or another view of it, which their schemas do not say
@@ -87,11 +88,11 @@ def norm_kernels() -> Iterator[None]:
         scale = (hidden.float().square().mean(-1, keepdim=True) + eps).rsqrt()
         return (hidden * scale).to(hidden.dtype), scale
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm", forward, "CPU")
-    library.impl("_fused_rms_norm_backward", _fused_rms_norm_backward, "CPU")
+    kernels = Library("aten", "IMPL")
+    kernels.impl("_fused_rms_norm", forward, "CPU")
+    kernels.impl("_fused_rms_norm_backward", _fused_rms_norm_backward, "CPU")
     try:
         with mock.patch("lightppo.models.kernels.layers.has_norm_kernels", return_value=True):
             yield
     finally:
-        library._destroy()
+        kernels._destroy()
